@@ -14,13 +14,17 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium
+.PHONY: serve test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
 test: $(INSTALLED) redis-server chromium
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
+
+# The quick tests, with the lines and branches that they reach: a summary, and pages in coverage/.
+coverage: $(INSTALLED) redis-server chromium
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
 
 # Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
 test-slow: $(INSTALLED) redis-server chromium
@@ -100,4 +104,4 @@ chromium: FONTS := fonts-dejavu-core
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
-	rm -rf build dist site docs/reference
+	rm -rf build dist site docs/reference coverage .coverage*

@@ -56,7 +56,7 @@ async def test_the_audit_is_told_which_chunks_had_no_ids(
         told.append(implicit)
         return request, sink
 
-    monkeypatch.setattr(served.llm.oversight, "watch", watch)
+    monkeypatch.setattr(served.llm.policy_manager, "watch", watch)
     (cache,) = await llm.generate_context_cache(["The cat sat on the mat."])
     marked = {"type": "text", "text": "Nobody gave this text an id.", "cache_control": {"type": "ephemeral"}}
     for part in (marked, cache):
@@ -81,7 +81,7 @@ async def test_mistakes(llm: AsyncLLM) -> None:
 
 async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: AsyncLLM) -> None:
     task = asyncio.create_task(llm.chat_completion(HELLO, **LONG))
-    while served.llm.load().running == 0:
+    while served.llm.current_load().running == 0:
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,7 +90,7 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
     async with aclosing(cast(Any, await llm.chat_completion(HELLO, stream=True, **LONG))) as stream:
         assert isinstance(stream, AsyncIterator)
         await anext(stream)
-        assert served.llm.load().running == 1
+        assert served.llm.current_load().running == 1
     await asyncio.to_thread(served.wait_until_idle)
 
 

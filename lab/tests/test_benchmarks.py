@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.cli import app
 from kvlinker_lab.conversation import conversation_prompts, run_conversation
 from kvlinker_lab.isolation import run_isolation
@@ -20,7 +20,7 @@ from tests.toy_models import loaded_model
 
 @pytest.fixture
 def subject():
-    return Subject("llama", "kvlinker-lab …", loaded_model("llama"), {"repeat": 1})
+    return MeasuredModel("llama", "kvlinker-lab …", loaded_model("llama"), {"repeat": 1})
 
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:

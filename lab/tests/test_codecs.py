@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.format.codecs import known_codecs
 from kvlinker_lab.codecs import COLUMNS, codec_rows, prose_kvs, run_codecs
@@ -10,7 +10,7 @@ from tests.toy_models import loaded_model
 
 
 def test_rows_tell_room_error_and_time():
-    subject = Subject("llama", "kvlinker bench …", loaded_model("llama"), {})
+    subject = MeasuredModel("llama", "kvlinker bench …", loaded_model("llama"), {})
     kvs = prose_kvs(subject, chunks=3, chunk_tokens=64)
     assert [kv.tokens for kv in kvs] == [64, 64, 64]
     rows = {row["codec"]: row for row in codec_rows(kvs, repeat=1)}
@@ -31,7 +31,7 @@ def test_rows_tell_room_error_and_time():
 
 
 def test_the_report_is_of_the_models_own_kv():
-    subject = Subject("llama", "kvlinker bench …", loaded_model("llama"), {})
+    subject = MeasuredModel("llama", "kvlinker bench …", loaded_model("llama"), {})
     report = run_codecs(subject, chunks=2, chunk_tokens=32, repeat=1)
     assert [row["codec"] for row in report.rows] == list(known_codecs())
     assert report.settings["model"] == "llama"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.joining import find_template
 from kvlinker_lab.recognition import COLUMNS, run_recognition
 from tests.toy_models import loaded_model
 
 
 @pytest.fixture
-def subject() -> Subject:
-    return Subject("llama", "kvlinker bench …", loaded_model("llama"), {})
+def subject() -> MeasuredModel:
+    return MeasuredModel("llama", "kvlinker bench …", loaded_model("llama"), {})
 
 
 def questions(folder: Path, count: int = 2) -> str:
@@ -33,7 +33,7 @@ def questions(folder: Path, count: int = 2) -> str:
 
 
 @pytest.mark.parametrize("template", ["plain", "{question}\n{context}"])
-def test_passages_are_recognised(subject: Subject, tmp_path: Path, template: str) -> None:
+def test_passages_are_recognised(subject: MeasuredModel, tmp_path: Path, template: str) -> None:
     report = run_recognition(subject, [questions(tmp_path)], [find_template(template)], limit=2, chunk_tokens=512)
     (row,) = report.rows
     assert set(COLUMNS) <= row.keys()
@@ -45,6 +45,6 @@ def test_passages_are_recognised(subject: Subject, tmp_path: Path, template: str
     assert row["kl"] >= 0
 
 
-def test_data_without_questions_is_refused(subject: Subject, tmp_path: Path) -> None:
+def test_data_without_questions_is_refused(subject: MeasuredModel, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="prose has no questions"):
         run_recognition(subject, ["prose"], [find_template("plain")], limit=2, chunk_tokens=512)

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.measurement import Workload
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.cli import app
 from kvlinker_lab.store.cases import run_store
 from kvlinker_lab.store.hiding import LOAD_TO_COMPUTE
@@ -17,7 +17,7 @@ CODECS = ["raw", "int8"]
 
 @pytest.fixture
 def subject():
-    return Subject("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
+    return MeasuredModel("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
 
 
 def measured(subject, *cases, policies=("naive",), tiers=("disk",), **options):

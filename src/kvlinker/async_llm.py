@@ -21,7 +21,7 @@ from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import AnswerReader
-from kvlinker.prompting.conversing import ToolChoice
+from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.service.answer import Answer
 from kvlinker.service.content import CompletionContent
 

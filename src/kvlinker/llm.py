@@ -28,11 +28,11 @@ from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
-from kvlinker.prompting.conversing import Conversing, ToolChoice
+from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
 from kvlinker.prompting.splitting import split_text
 from kvlinker.service.answer import Answer, ChoiceSink, wait_for_answer
-from kvlinker.service.audit.oversight import Oversight
+from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.content import (
     CompletionContent,
     ContentPart,
@@ -46,7 +46,7 @@ from kvlinker.service.content import (
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
+from kvlinker.service.reading import ContentReader, ReadDefaults, ReadOptions, ReadPrompt
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import Speeds, TierUsage
@@ -67,7 +67,7 @@ Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
 """Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat templates show."""
 
 
-class AskedChat(NamedTuple):
+class PreparedChat(NamedTuple):
     """Holds what a call of ``chat_completion`` asks the engine for."""
 
     read: ReadPrompt
@@ -157,19 +157,21 @@ class LLM(ContextCacheCalls):
             implicit_caches=settings.implicit_caches,
         )
         started.callback(self.caches.close)
-        self.oversight = Oversight(settings, self.engine, self.events, model=self.model_name, decode=self._decode)
-        started.callback(self.oversight.close)
+        self.policy_manager = PolicyManager(
+            settings, self.engine, self.events, model=self.model_name, decode=self._decode
+        )
+        started.callback(self.policy_manager.close)
         started.callback(self.engine.close)  # before all others, so that what they wait for ends
         self._content = ContentReader(
             self.builder,
             self.caches,
             ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
-            ReadingDefaults(
-                policy=self.oversight.default_policy,
+            ReadDefaults(
+                policy=self.policy_manager.default_policy,
                 implicit=Implicit(settings.implicit),
                 implicit_policy=None if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
-                steered=self.oversight.controller is not None,
+                steered=self.policy_manager.controller is not None,
             ),
         )
 
@@ -183,9 +185,9 @@ class LLM(ContextCacheCalls):
         """False once the engine was closed or has failed for good."""
         return self.engine.healthy
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         """Tell how busy the engine is."""
-        return self.engine.load()
+        return self.engine.current_load()
 
     def prefill_rate(self) -> float | None:
         """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was computed yet."""
@@ -211,7 +213,7 @@ class LLM(ContextCacheCalls):
     def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
         """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
         target."""
-        return self.oversight.default_policy(tenant)
+        return self.policy_manager.default_policy(tenant)
 
     def policies(self) -> tuple[dict[str, Any], ...]:
         """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
@@ -272,12 +274,12 @@ class LLM(ContextCacheCalls):
         text: str = self.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
         return text
 
-    def conversing(
+    def request_tools(
         self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True
-    ) -> Conversing:
+    ) -> RequestTools:
         """Return how the answers to a conversation may use ``tools``; ``several``: with more than one call. Raises
         InvalidRequestError for a choice of tools that are not offered."""
-        return Conversing(self.answer_form, self.tail_of, tools, choice, several=several)
+        return RequestTools(self.answer_form, self.tail_of, tools, choice, several=several)
 
     @takes_fields_of(SamplingParams)
     def chat_completion(
@@ -329,10 +331,10 @@ class LLM(ContextCacheCalls):
         implicit: Implicit | str | None,
         tenant: str,
         sampling: Mapping[str, Any],
-    ) -> AskedChat:
+    ) -> PreparedChat:
         """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what that does."""
-        conversing = self.conversing(parse_tools(tools), tool_choice, several=parallel_tool_calls)
-        options = TemplateOptions(tools=conversing.tools)
+        request_tools = self.request_tools(parse_tools(tools), tool_choice, several=parallel_tool_calls)
+        options = TemplateOptions(tools=request_tools.tools)
         read = self.read_chat(
             messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
         )
@@ -343,8 +345,8 @@ class LLM(ContextCacheCalls):
                     "'response_format' and 'grammar' both ask for a form: give one of them.", param="response_format"
                 )
             given["grammar"] = form
-        params = self.sampling_params(**conversing.sampling_fields(read.prompt, given))
-        return AskedChat(read, params, conversing.reader(read.prompt))
+        params = self.sampling_params(**request_tools.sampling_fields(read.prompt, given))
+        return PreparedChat(read, params, request_tools.reader(read.prompt))
 
     @takes_fields_of(SamplingParams)
     def completion(
@@ -491,7 +493,7 @@ class LLM(ContextCacheCalls):
             explains=explains,
             shows_attention=shows_attention,
         )
-        return self.engine.generate(*self.oversight.watch(request, sink, implicit=read.implicit))
+        return self.engine.generate(*self.policy_manager.watch(request, sink, implicit=read.implicit))
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -514,13 +516,13 @@ class LLM(ContextCacheCalls):
 
     def _reading(
         self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
-    ) -> Reading:
+    ) -> ReadOptions:
         """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy that is unknown or
         lacks its certificate."""
         named = None if policy is None else as_policy(policy)
         if named is not None:
-            self.oversight.check(named)
-        return Reading(tenant, named, None if implicit is None else parse_implicit(implicit), keeps)
+            self.policy_manager.check(named)
+        return ReadOptions(tenant, named, None if implicit is None else parse_implicit(implicit), keeps)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""

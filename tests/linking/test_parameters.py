@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import PolicyError
 from kvlinker.linking import known_policies, parse_policy
-from kvlinker.linking.parameters import Choice, declared
+from kvlinker.linking.parameters import WordParameter, declared
 
 RANGES = {
     "legolink": "from 1 to 4096",
@@ -22,7 +22,7 @@ RANGES = {
 
 
 def values_of(parameter):
-    if isinstance(parameter, Choice):
+    if isinstance(parameter, WordParameter):
         return st.sampled_from(parameter.words)
     low, high = parameter.minimum, parameter.maximum
     if parameter.whole:

@@ -22,12 +22,12 @@ from kvlinker.base.types.messages import (
 )
 from kvlinker.linking import parse_policy
 from kvlinker.service.implicit.caches import FoundChunk
-from kvlinker.service.reading import ContentReader, Reading, ReadingDefaults
+from kvlinker.service.reading import ContentReader, ReadDefaults, ReadOptions
 from kvlinker.store import ContextCache
 
-ANNA = Reading("anna")
+ANNA = ReadOptions("anna")
 ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
-DEFAULTS = ReadingDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
+DEFAULTS = ReadDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
 
 
 def cache(cache_id: str, *tokens: int) -> ContextCache:
@@ -140,7 +140,7 @@ class Finder:
         ]
 
 
-def reader(*ids: str, defaults: ReadingDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
+def reader(*ids: str, defaults: ReadDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
     """A ContentReader, whose prompts are what its builder was given."""
     caches, implicit = Caches(ids), Implicits()
     made: Any = ContentReader(Builder(), caches, implicit, Finder(), defaults)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_chunks_take_the_places_of_marked_texts() -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
     reading, _, _ = reader("cc_1")
-    how = Reading("anna", implicit=Implicit.AUTO, keeps=keeps)
+    how = ReadOptions("anna", implicit=Implicit.AUTO, keeps=keeps)
     found = Chunk(tuple(map(ord, "found")))
     read = reading.chat([ChatMessage("user", ("found", ONE, "a"))], how)
     assert read.prompt[0] == [ChatMessage("user", (found, Chunk((0,)), "a"))]
@@ -211,7 +211,7 @@ def test_calls_and_results_stay_with_their_messages() -> None:
     asked: ChatMessage = ChatMessage("assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."})
     result: ChatMessage = ChatMessage("tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"})
     options = TemplateOptions(tools=({"type": "function", "function": {"name": "f"}},))
-    how = Reading("anna", implicit=Implicit.AUTO)
+    how = ReadOptions("anna", implicit=Implicit.AUTO)
     read = reading.chat([asked, result], how, options=options)
     found = Chunk(tuple(map(ord, "found")))
     assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
@@ -247,7 +247,7 @@ def test_marked_definitions_of_tools_become_chunks() -> None:
 def test_definitions_are_recognised_where_that_is_wanted() -> None:
     reading, _, _ = reader()
     options = TemplateOptions(tools=(tool("plain"), tool("found")))
-    read = reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit.AUTO), options=options)
+    read = reading.chat([ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit.AUTO), options=options)
     assert list(read.prompt.definitions) == ["found"]
 
 
@@ -256,12 +256,14 @@ def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
     reading, _, _ = reader()
     options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
     with pytest.raises(InvalidRequestError, match="'ephemeral'") as refused:
-        reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit(implicit)), options=options)
+        reading.chat([ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit(implicit)), options=options)
     assert refused.value.param == "tools.1"
 
 
-@pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])
-def test_marks_may_mean_nothing(how: Reading) -> None:
+@pytest.mark.parametrize(
+    "how", [ReadOptions("anna", implicit=Implicit.OFF), ReadOptions("anna", policy=parse_policy("full"))]
+)
+def test_marks_may_mean_nothing(how: ReadOptions) -> None:
     reading, _, implicit = reader("cc_1")
     read = reading.completion((MarkedText("x"), ONE), how)
     assert read.prompt == ("x", Chunk((0,)))
@@ -270,7 +272,7 @@ def test_marks_may_mean_nothing(how: Reading) -> None:
 
 def test_what_is_not_kept_is_cut_alike() -> None:
     reading, _, implicit = reader()
-    read = reading.completion((MarkedText("x"), "and"), Reading("anna", keeps=False))
+    read = reading.completion((MarkedText("x"), "and"), ReadOptions("anna", keeps=False))
     assert (read.prompt, read.linked, implicit.entered) == ((Chunk((120,)), "and"), (), [])
 
 
@@ -295,7 +297,7 @@ def test_what_the_template_does_not_take_is_text() -> None:
 )
 def test_which_policy_applies(content: Any, asked: str | None, policy: str) -> None:
     reading, _, _ = reader("cc_1")
-    how = Reading("anna", policy=parse_policy(asked) if asked else None)
+    how = ReadOptions("anna", policy=parse_policy(asked) if asked else None)
     assert reading.completion(content, how).policy.name == policy
 
 
@@ -312,7 +314,7 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
 ) -> None:
     now = ["legolink-4"]
     fixed = None if implicit_policy is None else parse_policy(implicit_policy)
-    defaults = ReadingDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
+    defaults = ReadDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
     reading, _, implicit = reader("cc_1", defaults=defaults)
     now[0] = "query-5"
     read = reading.completion((MarkedText("x"),), ANNA)
@@ -322,7 +324,7 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
 
 @pytest.mark.parametrize(("steered", "entered"), [(True, ["x"]), (False, [])])
 def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(steered: bool, entered: list[str]) -> None:
-    defaults = ReadingDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
+    defaults = ReadDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
     reading, _, implicit = reader(defaults=defaults)
     assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"
     assert implicit.entered == entered

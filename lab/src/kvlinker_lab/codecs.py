@@ -13,7 +13,7 @@ import typer
 
 from kvlinker.quality.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.datasets import BUNDLED, Record, read_records
 from kvlinker.quality.progress import Progress, silent
 
@@ -89,7 +89,7 @@ def codec_rows(
 
 
 def run_codecs(
-    subject: Subject,
+    subject: MeasuredModel,
     *,
     chunks: int,
     chunk_tokens: int,
@@ -102,7 +102,7 @@ def run_codecs(
     return replace(subject.report(codec_rows(kvs, repeat=repeat, progress=progress)), columns=COLUMNS)
 
 
-def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:
+def prose_kvs(subject: MeasuredModel, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:
     """Compute the KV of the prose that ships with kvlinker, in ``chunks`` of ``chunk_tokens``."""
     records = [record for record in read_records(BUNDLED["prose"]) if isinstance(record, Record)]
     text = "".join(passage for record in records for passage in record.fields["passages"])

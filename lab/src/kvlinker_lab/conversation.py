@@ -16,7 +16,7 @@ from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Seg
 from kvlinker.quality.bench.harness.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark
 from kvlinker.quality.bench.harness.measurement import Workload, cache_chunks, first_token
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def conversation(
 
 
 def run_conversation(
-    subject: Subject, workload: Workload, *, turns: int, policy: str, repeat: int, progress: Progress = silent
+    subject: MeasuredModel, workload: Workload, *, turns: int, policy: str, repeat: int, progress: Progress = silent
 ) -> Report:
     """Hold ``repeat`` conversations in each way, in turn, after one that does not count; ``workload.fresh_tokens`` are
     those of a turn."""

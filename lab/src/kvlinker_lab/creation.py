@@ -14,7 +14,7 @@ from kvlinker.engines.contract.contract import Engine
 from kvlinker.quality.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark
 from kvlinker.quality.bench.harness.measurement import TENANT, in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
 COLUMNS = ("scores", "chunk_tokens", "ms", "ratio")
@@ -27,7 +27,7 @@ def creation(setup: Setup, *, chunk_tokens: ChunkTokens = 512, repeat: Repeat = 
     return run_creation(subject, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress)
 
 
-def run_creation(subject: Subject, *, chunk_tokens: int, repeat: int, progress: Progress = silent) -> Report:
+def run_creation(subject: MeasuredModel, *, chunk_tokens: int, repeat: int, progress: Progress = silent) -> Report:
     """Compute chunks of random tokens, in turn on two engines that differ in nothing else; rows are medians."""
     generator = np.random.default_rng(0)
 

@@ -17,7 +17,7 @@ from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.tenants import tenant_of_key
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel, served
 from kvlinker.quality.evaluation.statistics import mann_whitney
 from kvlinker.quality.progress import Progress, silent
 
@@ -74,7 +74,7 @@ def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: S
     return LookupTimes(tuple(taken[False]), tuple(taken[True]))
 
 
-def run_isolation(subject: Subject, *, lookups: int, progress: Progress = silent) -> Report:
+def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = silent) -> Report:
     """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
     from kvlinker.store import new_context_cache_id
 

@@ -28,7 +28,7 @@ from kvlinker.quality.bench.harness.benchmark import (
 )
 from kvlinker.quality.bench.harness.measurement import Workload, cache_chunks, first_token, greedy_request, peak_memory
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def memory(
 
 
 def run_memory(
-    subject: Subject,
+    subject: MeasuredModel,
     workload: Workload,
     policies: Sequence[str],
     *,
@@ -107,7 +107,7 @@ def _slots_held(llm: LLM, request: GenerationRequest) -> int:
     held: queue.SimpleQueue[int | GenerationEvent] = queue.SimpleQueue()
 
     def listen(_: int, event: GenerationEvent) -> None:
-        held.put(llm.load().slots_used)
+        held.put(llm.current_load().slots_used)
         if not isinstance(event, Delta):
             held.put(event)
 

@@ -15,7 +15,7 @@ from kvlinker.engines.contract.contract import GenerationEvent
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import Workload, first_token, greedy_request
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def neighbour(
 
 
 def run_neighbour(
-    subject: Subject,
+    subject: MeasuredModel,
     lengths: list[int],
     *,
     most_tokens: int,

@@ -13,7 +13,7 @@ from kvlinker.doors.client import Client
 from kvlinker.quality.bench.harness.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark, policy_names
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel, served
 from kvlinker.quality.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def overhead(
 
 
 def run_overhead(
-    subject: Subject, workload: Workload, policy: str, *, repeat: int, progress: Progress = silent
+    subject: MeasuredModel, workload: Workload, policy: str, *, repeat: int, progress: Progress = silent
 ) -> Report:
     """Ask for one linked chat completion of one token, in Python and over HTTP in turn, ``repeat`` times; medians."""
     with subject.llm(kv_slots=2 * workload.tokens + 4096) as llm, served(llm) as url, Client(url) as client:

@@ -16,11 +16,11 @@ from kvlinker.base.errors import ContextLengthError, InvalidRequestError
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.quality.bench.harness.benchmark import ChunkTokens, Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examples import REFERENCE, Question
-from kvlinker.quality.evaluation.joining import Joined, Recognised, Template, find_template, recognise
+from kvlinker.quality.evaluation.joining import JoinedPrompt, Recognised, Template, find_template, recognise
 from kvlinker.quality.evaluation.metrics import METRICS, best_score
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.quality.progress import Progress, silent
@@ -91,7 +91,7 @@ def recognition(
 
 
 def run_recognition(
-    subject: Subject,
+    subject: MeasuredModel,
     datasets: Sequence[str],
     templates: Sequence[Template],
     *,
@@ -192,7 +192,7 @@ def _second_sight(
     return found
 
 
-def _answered(llm: LLM, question: Question, joined: Joined) -> _Answered:
+def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     from kvlinker.quality.evaluation.examiner import QuestionTrial
 
     messages = [{"role": "user", "content": joined.text}]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvlinker.quality.bench.harness.report import Check
+from kvlinker.quality.bench.harness.report import ReportCheck
 from kvlinker.quality.bench.load.servers import Server
 from kvlinker_lab import soak_benchmark
 from kvlinker_lab.cli import app
@@ -79,7 +79,7 @@ def test_restarts_lose_no_request(tmp_path: Path) -> None:
 
 
 def test_a_check_that_fails_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = SoakResult([{"minutes": 1.0, "failed": 2}], [Check("failed requests", False, "2 of [many]")])
+    found = SoakResult([{"minutes": 1.0, "failed": 2}], [ReportCheck("failed requests", False, "2 of [many]")])
     monkeypatch.setattr(soak_benchmark, "kvlinker_server", lambda *_, **options: nullcontext(Server("http://none")))
     monkeypatch.setattr(soak_benchmark, "run_soak", lambda *_, **options: found)
     result = CliRunner().invoke(app, ["soak", "--json", str(tmp_path / "soak.json")])

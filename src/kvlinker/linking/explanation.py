@@ -21,7 +21,7 @@ ATTENTION_DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedSegment:
+class ExplainedSegment:
     """A part of the prompt: fresh text, or a chunk. The last four fields are a chunk's, and None for fresh text."""
 
     kind: Literal["fresh", "chunk"]
@@ -86,7 +86,7 @@ class Explanation:
     """Positions [begin, end) whose KV was computed for the first time, in all layers that do not recompute them: no
     chunk's, or one's whose KV was computed for this very request."""
 
-    segments: tuple[LinkedSegment, ...]
+    segments: tuple[ExplainedSegment, ...]
     layers: tuple[LayerRange, ...]
     scores: tuple[Score, ...]
     cost: LinkCost
@@ -232,7 +232,7 @@ def _rounded(weights: NDArray[np.float32]) -> list[list[float]]:
     return [[float(f"{weight:.{ATTENTION_DIGITS}g}") for weight in layer] for layer in weights.tolist()]
 
 
-def _linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
+def _linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
     """Describe all segments with tokens, in order."""
     found = []
     start = 0
@@ -241,9 +241,9 @@ def _linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
         size = len(segment.tokens)
         if isinstance(segment, CachedSegment):
             chunk = segment.chunk
-            found.append(LinkedSegment("chunk", start, size, chunk.content, next(spans).exact, len(chunk.prefix)))
+            found.append(ExplainedSegment("chunk", start, size, chunk.content, next(spans).exact, len(chunk.prefix)))
         elif size:
-            found.append(LinkedSegment("fresh", start, size))
+            found.append(ExplainedSegment("fresh", start, size))
         start += size
     return tuple(found)
 

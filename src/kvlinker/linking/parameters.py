@@ -59,7 +59,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WordParameter:
     """A choice among several words; the first is the default, and is not written."""
 
     meaning: str
@@ -105,10 +105,10 @@ def percentage(meaning: str = "percent", *, default: float | None = None) -> Any
 
 def choice(meaning: str, *words: str) -> Any:
     """Declare a dataclass field for one of several words, the first being the default."""
-    return field(default=words[0], metadata={_KEY: Choice(meaning, words)})
+    return field(default=words[0], metadata={_KEY: WordParameter(meaning, words)})
 
 
-def declared(cls: type) -> dict[str, tuple[Number | Choice, Field[Any]]]:
+def declared(cls: type) -> dict[str, tuple[Number | WordParameter, Field[Any]]]:
     """Return the parameters of a policy class, by field name, in the order in which they are written."""
     return {entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata}
 
@@ -169,7 +169,7 @@ def usage(cls: type, family: str) -> str:
     """Show how users write the policy, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
     written = family
     for name, (parameter, entry) in declared(cls).items():
-        if isinstance(parameter, Choice):
+        if isinstance(parameter, WordParameter):
             written += f"[-{'|'.join(parameter.words[1:])}]"
         else:
             word = f"-{parameter.prefix}<{name}, {parameter.minimum:g} to {parameter.maximum:g}>"
@@ -182,7 +182,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
     described = []
     for name, (parameter, entry) in declared(cls).items():
         row: dict[str, Any] = {"name": name, "meaning": parameter.meaning}
-        if isinstance(parameter, Choice):
+        if isinstance(parameter, WordParameter):
             row |= {"type": "choice", "values": list(parameter.words)}
         else:
             row |= {"type": "integer" if parameter.whole else "number"}
@@ -194,7 +194,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
 def examples(cls: type) -> Iterator[dict[str, Any]]:
     """Yield field values for each choice of words, with default numbers, or numbers from the middle of their ranges."""
     values = [
-        parameter.words if isinstance(parameter, Choice) else [_middle(parameter, entry)]
+        parameter.words if isinstance(parameter, WordParameter) else [_middle(parameter, entry)]
         for parameter, entry in declared(cls).values()
     ]
     for chosen in product(*values):

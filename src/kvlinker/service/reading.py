@@ -66,7 +66,7 @@ class ReadPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadOptions:
     """Tells how a request wants its content read; None means as the settings say."""
 
     tenant: str
@@ -78,7 +78,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingDefaults:
+class ReadDefaults:
     """Tells what applies where a request does not say."""
 
     policy: Callable[[str], Policy]
@@ -109,7 +109,7 @@ class ContentReader:
         caches: ContextCaches,
         implicit: ImplicitCaches,
         recognizer: Recognizer,
-        defaults: ReadingDefaults,
+        defaults: ReadDefaults,
     ) -> None:
         self._builder = builder
         self._caches = caches
@@ -120,7 +120,7 @@ class ContentReader:
     def chat(
         self,
         messages: Sequence[ChatMessage[CachedPart]],
-        how: Reading,
+        how: ReadOptions,
         documents: Sequence[Document[CachedPart]] = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> ReadPrompt:
@@ -130,8 +130,8 @@ class ContentReader:
             _note_places(message.content, f"messages.{index}.content", places)
         beside = [document.text for document in documents]
         self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
-        told = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
-        self._builder.check_texts(told, param="tools")
+        texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
+        self._builder.check_texts(texts, param="tools")
         options, section = self._tool_section(options, how)
         section, *messages = self._marked([section, *messages], how)
         definitions = [part for part in section.content if isinstance(part, MarkedText)]
@@ -146,7 +146,7 @@ class ContentReader:
         read = self._read(parts, places, how, build)
         return _without_unshown(read) if definitions else read
 
-    def completion(self, prompt: CompletionPrompt[CachedPart], how: Reading) -> ReadPrompt:
+    def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
         if isinstance(prompt, TokenIds):
             return ReadPrompt(self._builder.completion(prompt.ids), self._default(how), {})
@@ -160,7 +160,7 @@ class ContentReader:
         self,
         parts: Iterable[str | CachedPart],
         places: Mapping[str, str],
-        how: Reading,
+        how: ReadOptions,
         build: Callable[[_Chunks], Prompt],
     ) -> ReadPrompt:
         """Read a prompt of these parts; ``places`` tells where each id stands first."""
@@ -191,7 +191,7 @@ class ContentReader:
         uses = [found[part] for part in cached if part in found]
         return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
 
-    def _mode(self, how: Reading) -> Implicit:
+    def _mode(self, how: ReadOptions) -> Implicit:
         """Return which texts become chunks: none where all of it would be computed again.
 
         A default policy that a quality target has raised until it computes everything is no reason: answers with chunks
@@ -202,15 +202,17 @@ class ContentReader:
             policy = self._default(how)
         return Implicit.OFF if policy is not None and policy.exact else how.implicit or self._defaults.implicit
 
-    def _default(self, how: Reading) -> Policy:
+    def _default(self, how: ReadOptions) -> Policy:
         """Return the policy of a prompt with chunks that were named by id, or without chunks."""
         return how.policy or self._defaults.policy(how.tenant)
 
-    def _implicit_policy(self, how: Reading) -> Policy | None:
+    def _implicit_policy(self, how: ReadOptions) -> Policy | None:
         """Return the policy of a prompt none of whose chunks was named by id; None for the default policy."""
         return how.policy or self._defaults.implicit_policy
 
-    def _tool_section(self, options: TemplateOptions, how: Reading) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
+    def _tool_section(
+        self, options: TemplateOptions, how: ReadOptions
+    ) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
         """Return the options with tools as chat templates take them, and what prompts say of the tools as a message of
         its own: the texts of those that may be chunks, marked where they are, and the others in its fields."""
         tools = tuple({name: value for name, value in tool.items() if name not in MARKS} for tool in options.tools)
@@ -227,7 +229,9 @@ class ContentReader:
                 texts.append(marked_text(given, definition, param=f"tools.{index}"))
         return replace(options, tools=tools), ChatMessage("tools", tuple(texts), fields={"tools": others})
 
-    def _marked(self, messages: Sequence[ChatMessage[CachedPart]], how: Reading) -> Sequence[ChatMessage[CachedPart]]:
+    def _marked(
+        self, messages: Sequence[ChatMessage[CachedPart]], how: ReadOptions
+    ) -> Sequence[ChatMessage[CachedPart]]:
         """Return the messages with the texts marked that are recognised, where that is wanted."""
         if self._mode(how) is not Implicit.AUTO:
             return messages
@@ -238,12 +242,12 @@ class ContentReader:
         texts = [part for part in parts if isinstance(part, MarkedText)]
         return {text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None}
 
-    def _known(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
+    def _known(self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions) -> dict[CachedPart, FoundChunk]:
         """Return the chunks that have context caches already, by their texts."""
         found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
         return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
-    def _used(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
+    def _used(self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions) -> dict[CachedPart, FoundChunk]:
         """Return the chunks that have context caches once this has entered new ones, by their texts."""
         found = self._implicit.use({chunk: text for text, chunk in encoded.items()}, tenant=how.tenant)
         return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}

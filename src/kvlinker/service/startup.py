@@ -82,7 +82,7 @@ def engine_source(settings: Settings) -> EngineSource:
     return EmbeddedSource(loaded)
 
 
-class State(NamedTuple):
+class StateDirectory(NamedTuple):
     """A state directory's catalog and store. The owner closes the store first: it may still write what the catalog
     holds."""
 
@@ -97,7 +97,7 @@ def open_state(
     host_bytes: int,
     device: torch.device | None = None,
     speeds: Speeds | None = None,
-) -> State:
+) -> StateDirectory:
     """Open the catalog and the store that the settings name, the store with ``host_bytes`` in memory.
 
     ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is measured of its tiers.
@@ -118,4 +118,4 @@ def open_state(
     except BaseException:
         catalog.close()
         raise
-    return State(catalog, store)
+    return StateDirectory(catalog, store)

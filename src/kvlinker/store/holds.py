@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
-class Holding(Protocol):
+class HoldingTier(Protocol):
     """A tier in memory, whose chunks requests use in place."""
 
     @property
@@ -26,7 +26,7 @@ class Holding(Protocol):
 class Holds:
     """Counts the requests that use each chunk. Any thread may call the methods of this and of each ``Hold``."""
 
-    def __init__(self, tiers: Sequence[Holding]) -> None:
+    def __init__(self, tiers: Sequence[HoldingTier]) -> None:
         """``tiers`` are those in memory; the smallest budget bounds what may be in use."""
         self._tiers = tuple(tiers)
         self._lock = threading.Lock()

@@ -134,7 +134,7 @@ def test_calls_and_reasoning_are_told() -> None:
 def test_closed_stream_cancels_the_request(served: Served, client: Client) -> None:
     stream = client.stream_chat_completion(HELLO, max_tokens=1500, ignore_eos=True)
     next(stream)
-    assert served.llm.load().running == 1
+    assert served.llm.current_load().running == 1
     stream.close()  # type: ignore[attr-defined]
     served.wait_until_idle()
 

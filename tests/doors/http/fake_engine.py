@@ -66,7 +66,7 @@ class FakeEngine:
             threading.Thread(target=speaker.run, daemon=True).start()
         return _Choices(speakers)
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         with self._changed:
             used = sum(len(speaker.request.prompt) for speaker in self._active)
             return EngineLoad(len(self._active), 0, used, 4096)

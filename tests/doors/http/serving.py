@@ -62,7 +62,7 @@ class Served:
         """Wait until the engine has given up all slots."""
 
         def is_idle() -> bool:
-            load = self.llm.load()
+            load = self.llm.current_load()
             return (load.running, load.waiting, load.slots_used) == (0, 0, 0)
 
         wait_until(is_idle)

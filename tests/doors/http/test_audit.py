@@ -31,8 +31,8 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         for key, policy in (("anna", "naive"), ("anna", "full"), ("bert", "legolink-4")):
             ask(running, key, policy)
-        assert running.llm.oversight.auditor is not None
-        assert running.llm.oversight.auditor.wait(30)
+        assert running.llm.policy_manager.auditor is not None
+        assert running.llm.policy_manager.auditor.wait(30)
         yield running
 
 
@@ -78,7 +78,7 @@ def test_rows_have_intervals_and_kinds(audited: Served) -> None:
 
 
 def test_the_default_policy_is_told_with_what_changed_it(audited: Served) -> None:
-    controller = audited.llm.oversight.controller
+    controller = audited.llm.policy_manager.controller
     assert controller is not None
     while controller.policy(tenant_of_key("anna")).name == "legolink-4":
         controller.note(tenant_of_key("anna"), "legolink-4", False)
@@ -105,7 +105,7 @@ async def test_a_server_goes_on_where_the_one_before_ended(tmp_path: Path) -> No
         app = create_app(llm, settings)
         async with app.router.lifespan_context(app):
             policies.append(llm.default_policy().name)
-            controller = llm.oversight.controller
+            controller = llm.policy_manager.controller
             assert controller is not None
             while controller.policy(DEFAULT_TENANT).name == "legolink-4":
                 controller.note(DEFAULT_TENANT, "legolink-4", False)

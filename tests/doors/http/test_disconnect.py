@@ -41,7 +41,7 @@ def test_a_client_that_leaves_frees_the_engine(served: Served, stream: bool) -> 
         with asked(served, stream=stream) as client:
             held.let(10)
             assert not stream or client.recv(9) == b"HTTP/1.1 "
-            load = served.llm.load()
+            load = served.llm.current_load()
             assert load.running == 2
             assert load.slots_used > 0
         wait_until(lambda: len(engine.scheduler._cancelled) == 2)

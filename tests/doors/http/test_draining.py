@@ -20,8 +20,8 @@ from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.doors.http.app import create_app
 from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.doors.http.edge.connections import EngineServer, server_config
-from kvlinker.doors.http.edge.draining import Drain, Drained, Draining
-from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.edge.draining import Drain, Draining, DrainReport
+from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.limits import engine_closed
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import Served
@@ -71,24 +71,24 @@ def stopping(faked: Served, engine: FakeEngine) -> Iterator[Callable[[float], St
 
 def started(app: FastAPI, engine: Any) -> tuple[EngineServer, Stopping]:
     """A server of an app whose LLM others have, too."""
-    service: Service = app.state.service
+    served: ServedModel = app.state.served
     listener = bind("127.0.0.1", 0)
     listener.listen()
     config = server_config(app, request_timeout=WAIT)
     config.lifespan = "off"
-    server = EngineServer(config, listener, healthy=lambda: True, drain=service.drain)
+    server = EngineServer(config, listener, healthy=lambda: True, drain=served.drain)
     thread = threading.Thread(target=server.run, daemon=True)
     url = url_of(listener)
     thread.start()
     assert httpx.get(f"{url}/health", timeout=WAIT).json() == {"status": "ok"}
-    return server, Stopping(url, service.drain, thread, engine)
+    return server, Stopping(url, served.drain, thread, engine)
 
 
 def asked(
     server: Stopping, threads: ThreadPoolExecutor, path: str, *, stream: bool
 ) -> Future[tuple[int, httpx.Headers, str]]:
     """Status, headers and body of a request; it has reached the engine, and a stream has begun."""
-    before = server.engine.load().running
+    before = server.engine.current_load().running
     begun = threading.Event()
 
     def ask() -> tuple[int, httpx.Headers, str]:
@@ -98,7 +98,7 @@ def asked(
             return answer.status_code, answer.headers, answer.read().decode()
 
     answered = threads.submit(ask)
-    while server.engine.load().running == before or (stream and not begun.is_set()):
+    while server.engine.current_load().running == before or (stream and not begun.is_set()):
         assert not answered.done(), answered.result()
         threading.Event().wait(0.005)
     return answered
@@ -181,7 +181,7 @@ async def test_a_drain_waits_for_the_last_request_and_counts() -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not finishing.done()
-    assert await finishing == Drained(finished=2, cut=0)
+    assert await finishing == DrainReport(finished=2, cut=0)
     assert drain.ended
 
 
@@ -198,7 +198,7 @@ async def test_an_answer_that_begins_when_all_are_cut_off_fails_at_once() -> Non
         finishing = asyncio.create_task(drain.finish())
         await cut
         drain.add(late)
-    assert await finishing == Drained(finished=0, cut=1)
+    assert await finishing == DrainReport(finished=0, cut=1)
     assert [type(error) for error in errors] == [EngineClosedError] * 2
 
 
@@ -225,7 +225,7 @@ async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(monkeypatc
     answering = asyncio.create_task(Draining(stubborn, drain)(scope, _nothing, send))
     await asyncio.sleep(0)
     drain.begin()
-    assert await drain.finish() == Drained(finished=0, cut=1)
+    assert await drain.finish() == DrainReport(finished=0, cut=1)
     await answering
     goes_on.set()
     await ended.wait()

@@ -20,8 +20,8 @@ def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) ->
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
     choose_policy(shown, "legolink", tokens="3")
     shown.ask("Where does Tom Reyes live?")
-    assert reading.llm.oversight.auditor is not None
-    assert reading.llm.oversight.auditor.wait(30)
+    assert reading.llm.policy_manager.auditor is not None
+    assert reading.llm.policy_manager.auditor.wait(30)
     row = page.locator("#audit tr", has_text="legolink-3")
     row.wait_for()
     policy, answers, agreement, alike = row.locator("td").all_inner_texts()

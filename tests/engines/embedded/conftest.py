@@ -164,7 +164,7 @@ class Bench:
         """Wait until the engine is idle, and check that it has freed everything."""
         wait_until(lambda: self.engine.scheduler.idle)
         self.engine.scheduler.check_integrity()
-        load = self.engine.load()
+        load = self.engine.current_load()
         assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)
 
     def close(self):

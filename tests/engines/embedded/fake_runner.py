@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.execution.forward_pass import WaitInStep, never_w
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.loop import EngineLoop
-from kvlinker.engines.embedded.requests.request import Kind, Request
+from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer
@@ -45,7 +45,7 @@ _names = count(1)
 class Work(Request):
     """Wants so many tokens, and notes how it was told of its end."""
 
-    kind = Kind.ANSWER
+    kind = ResultKind.ANSWER
 
     def __init__(
         self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False, chunks="", tenant="", refines=False
@@ -119,7 +119,7 @@ class Work(Request):
 class ChunkWork(Work):
     """Computes a chunk: nothing has to be loaded before it."""
 
-    kind = Kind.CHUNK
+    kind = ResultKind.CHUNK
 
     def __init__(self, length, *, identity=None, urgent=False, tenant=""):
         super().__init__(length, identity=identity, urgent=urgent, tenant=tenant)
@@ -129,13 +129,13 @@ class ChunkWork(Work):
 class VariantWork(ChunkWork):
     """Computes a variant of a chunk: nothing has to be loaded before it, either."""
 
-    kind = Kind.VARIANT
+    kind = ResultKind.VARIANT
 
 
 class BackgroundWork(ChunkWork):
     """Is computed only while there is nothing else."""
 
-    kind = Kind.BACKGROUND
+    kind = ResultKind.BACKGROUND
 
 
 class FakePool(KVPool):
@@ -170,9 +170,9 @@ class FakeRunner(Runner):
         logits: dict[object, Tensor] = {}
         for run in batch.runs:
             if run.wants_logits and run.owner not in left:
-                owner, sight = owner_of(run), batch.sights[run.owner]
-                held = np.concatenate([slots[slot : slot + count] for slot, count in sight.spans])
-                if (held != owner.tokens[sight.positions]).any() or sight.positions[-1] != owner.length - 1:
+                owner, visible = owner_of(run), batch.visible_kv[run.owner]
+                held = np.concatenate([slots[slot : slot + count] for slot, count in visible.spans])
+                if (held != owner.tokens[visible.positions]).any() or visible.positions[-1] != owner.length - 1:
                     self.misplaced.append(owner)
                 logits[owner] = torch.zeros(1)
         return StepResult(logits, left)

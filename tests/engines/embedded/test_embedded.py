@@ -9,7 +9,7 @@ import pytest
 from kvlinker.base.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import Failed
-from kvlinker.engines.embedded.requests.request import Kind
+from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.engines.embedded.conftest import Outcome, full_forward, linked_prompt, random_tokens
 from tests.waiting import PATIENCE, wait_until
@@ -50,7 +50,7 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
     outcomes = [made.submit(prompt, policy, max_tokens=12)[0] for prompt, policy in requests()]
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
-    assert made.engine.load().slots_used == 0
+    assert made.engine.current_load().slots_used == 0
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
@@ -66,7 +66,7 @@ def test_a_full_pool_preempts_and_resumes(bench, family):
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert made.engine.scheduler.preemptions > 0
-    assert made.engine.load().slots_used == 0
+    assert made.engine.current_load().slots_used == 0
 
 
 @pytest.mark.parametrize("milliseconds", [1e-3, 5, 1e4])
@@ -105,7 +105,7 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
         same(outcome.wait(), single)
     assert [outcome.wait().finished.reason for outcome, _ in neighbours] == ["length", *2 * ["cancelled"], "length"]
     assert made.engine.scheduler.preemptions > 0
-    assert made.engine.load().slots_used == 0
+    assert made.engine.current_load().slots_used == 0
 
 
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
@@ -141,7 +141,7 @@ def test_cancelled_neighbours_disturb_nobody_and_free_their_slots(bench):
         assert outcome.wait().finished.reason == "cancelled"
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
-    load = made.engine.load()
+    load = made.engine.current_load()
     assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)
 
 
@@ -241,7 +241,7 @@ def test_a_long_queue_is_refused_not_hung(bench):
     outcomes = []
     with made.held():
         outcomes.append(made.submit(linked_prompt(seed=0, fresh=50), max_tokens=200))
-        wait_until(lambda: made.engine.load().running)
+        wait_until(lambda: made.engine.current_load().running)
         for seed in (1, 2, 3):
             outcomes.append(made.submit(linked_prompt(seed=seed, fresh=50), max_tokens=200))
         with pytest.raises(OverloadedError) as caught:
@@ -298,7 +298,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(bench, monkeyp
     outcome = made.answer(linked_prompt())
     assert "MemoryError" in outcome.failed.error.message
     assert made.answer(linked_prompt()).finished.reason == "length"
-    assert made.engine.load().slots_used == 0
+    assert made.engine.current_load().slots_used == 0
 
 
 def test_a_chunk_whose_computation_fails_fails_its_request(bench, monkeypatch):
@@ -401,7 +401,7 @@ def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
     with made.held():
         chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(50)]
         outcome, done = submit_noting(made, chunks, prompt)
-        wait_until(lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[Kind.CHUNK]))
+        wait_until(lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[ResultKind.CHUNK]))
     assert outcome.wait().finished.reason == "length"
     assert done[-1] < len(chunks)
     for future in chunks:

@@ -23,7 +23,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from kvlinker.base.types.chunks import chunk_key
-from kvlinker.engines.vllm.frontend.linker import LinkedPrompt, VLLMLinker
+from kvlinker.engines.vllm.frontend.linker import StoredLink, VLLMLinker
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferOutcome, plan_capture, plan_transfer
 from kvlinker.linking import Link, PromptEvidence, make_plan, parse_policy
@@ -144,7 +144,7 @@ class LinkedVLLM:
             client: Any = self
             nothing: Any = None  # refining asks for no chunks
             linker = VLLMLinker(client, nothing, executor, layers=layers, longest=1022)
-            return asyncio.run(linker.refine(LinkedPrompt(link, layers, keys)))
+            return asyncio.run(linker.refine(StoredLink(link, layers, keys)))
 
     def follow(self, linked, **options):
         salt = linked.salt(secrets.token_hex(8))

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.measurement import Workload
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.vllm_ttft import AGAIN, COLUMNS, REORDERED, SMALL_STEPS, run_vllm_ttft
 from tests.doors.http.serving import tiny_model
 from tests.engines.vllm.conftest import HEAD_DIM
@@ -14,7 +14,7 @@ from tests.engines.vllm.conftest import HEAD_DIM
 
 @pytest.mark.slow
 def test_rows_say_what_was_measured(vllm_settings):
-    subject = Subject("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
+    subject = MeasuredModel("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
     policies = ["full", "naive", "legolink-4", "query-5", "cacheblend-40-onestep"]
     told: list[str] = []
 
@@ -40,7 +40,7 @@ def test_rows_say_what_was_measured(vllm_settings):
 
 @pytest.mark.slow
 def test_chunks_can_be_read_from_the_disk(vllm_settings):
-    subject = Subject("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
+    subject = MeasuredModel("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
     (row,) = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="disk")
     assert (row["tier"], row["recomputed_tokens"]) == ("disk", 0)
     assert row["ttft_ms"] > 0

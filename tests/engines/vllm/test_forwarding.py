@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from kvlinker.doors.vllm_server.diversion import is_linked
 from kvlinker.doors.vllm_server.forwarding import AnswerEditor, read_body, replayed, with_length
+from kvlinker.doors.vllm_server.route_override import is_linked
 
 START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 EVENTS: Message = {**START, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}

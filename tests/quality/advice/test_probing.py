@@ -21,7 +21,7 @@ from kvlinker.quality.advice.probing import (
     measure_prefill,
     measure_tier,
 )
-from kvlinker.quality.bench.harness.measurement import FirstToken
+from kvlinker.quality.bench.harness.measurement import FirstTokenAnswer
 from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
@@ -186,9 +186,9 @@ def test_a_prefill_that_was_disturbed_does_not_count(monkeypatch: pytest.MonkeyP
     usual = iter([5.0, *(20.0 if number == disturbed else 1.0 + number / 10 for number in range(ROUNDS))])
     asked = []
 
-    def first_token(engine: object, prompt: Prompt, policy: str) -> FirstToken:
+    def first_token(engine: object, prompt: Prompt, policy: str) -> FirstTokenAnswer:
         asked.append((len(prompt), policy))
-        return FirstToken(0.0, Timing(link=next(usual)))
+        return FirstTokenAnswer(0.0, Timing(link=next(usual)))
 
     monkeypatch.setattr(probing, "first_token", first_token)
     engine: Any = None

@@ -16,14 +16,14 @@ from kvlinker.quality.bench.decode import run_decode
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step, peak_memory
 from kvlinker.quality.bench.harness.report import Report
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
 from tests.toy_models import loaded_model, tiny_model
 
 
 @pytest.fixture
 def subject():
-    return Subject("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
+    return MeasuredModel("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
 
 
 def test_ttft_rows_say_what_was_measured(subject):

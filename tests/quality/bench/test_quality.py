@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli import app
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.quality import QualityOptions, main_rows, plot_quality, run_quality
 from kvlinker.quality.evaluation.contexts import ContextSplit
 from kvlinker.settings import load_settings
@@ -41,7 +41,7 @@ RECORDS = [
 
 @pytest.fixture
 def subject():
-    return Subject("llama", "kvlinker bench quality", loaded_model("llama"), {})
+    return MeasuredModel("llama", "kvlinker bench quality", loaded_model("llama"), {})
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.examples import (
-    Answered,
     Continuation,
     Dataset,
+    ExampleAnswer,
     ExampleResults,
     Question,
     Scored,
@@ -22,7 +22,7 @@ from tests.toy_models import loaded_model
 
 WINDOW = 400
 
-R = TypeVar("R", Answered, Scored)
+R = TypeVar("R", ExampleAnswer, Scored)
 
 
 def results_of(outcome: ExampleResults, kind: type[R]) -> list[R]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.quality.evaluation.calibration import calibrate, candidates_of, trial_values
-from kvlinker.quality.evaluation.examples import Answered, Continuation, Example, Question, Result, Skipped
+from kvlinker.quality.evaluation.examples import Continuation, Example, ExampleAnswer, Question, Result, Skipped
 
 EXAMPLES = [Question(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)]
 
@@ -25,7 +25,7 @@ class Scripted:
         if example.id in self.skipped:
             return Skipped(example.id, "too long")
         return tuple(
-            Answered(
+            ExampleAnswer(
                 example.digest,
                 policy,
                 text="right" if int(example.id) < self.told[policy][0] else "wrong",

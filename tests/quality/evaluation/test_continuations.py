@@ -10,7 +10,7 @@ from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
-from kvlinker.quality.evaluation.examples import Answered, Example, Scored, Skipped
+from kvlinker.quality.evaluation.examples import Example, ExampleAnswer, Scored, Skipped
 from kvlinker.quality.evaluation.inspection import EngineInspector
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import WINDOW, make_continuation, make_example, results_of
@@ -87,7 +87,7 @@ def test_they_are_journaled_beside_answers(llm, tmp_path):
     examples: list[Example] = [make_continuation(), make_example()]
     path = tmp_path / "run.jsonl"
     first = list(evaluate(Examiner(llm), examples, POLICIES, journal=Journal(path, {})))
-    for (_, outcome), kind in zip(first, (Scored, Answered), strict=True):
+    for (_, outcome), kind in zip(first, (Scored, ExampleAnswer), strict=True):
         assert len(results_of(outcome, kind)) == len(POLICIES)
     nobody: Any = None
     assert list(evaluate(nobody, examples, POLICIES, journal=Journal(path, {}))) == first

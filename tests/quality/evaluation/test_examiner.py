@@ -10,7 +10,7 @@ from kvlinker.base.types.answers import TokenLogprob
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.examiner import Examiner
-from kvlinker.quality.evaluation.examples import Answered, Skipped
+from kvlinker.quality.evaluation.examples import ExampleAnswer, Skipped
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import WINDOW, make_example, results_of
 from tests.toy_models import loaded_model
@@ -26,7 +26,7 @@ def ask(llm, example, **kwargs):
 
 def test_answers_are_those_that_users_get(llm):
     example = make_example(first_line=False)
-    results = results_of(Examiner(llm).examine(example, POLICIES), Answered)
+    results = results_of(Examiner(llm).examine(example, POLICIES), ExampleAnswer)
     assert [result.policy for result in results] == list(POLICIES)
     for result in results:
         answer = ask(llm, example, policy=result.policy)
@@ -40,7 +40,7 @@ def test_answers_are_those_that_users_get(llm):
 
 def test_full_agrees_with_itself_exactly_and_others_less(llm):
     examiner = Examiner(llm)
-    results = [results_of(examiner.examine(make_example(number), POLICIES), Answered) for number in range(4)]
+    results = [results_of(examiner.examine(make_example(number), POLICIES), ExampleAnswer) for number in range(4)]
     for full, *others in results:
         assert (full.agreement, full.kl, full.recomputed_fraction) == (1, 0, 1)
         assert all(other.kl > 0 for other in others)
@@ -59,24 +59,26 @@ def test_full_asked_again_is_the_same_to_the_bit(llm):
 def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
     for number in range(40):  # many are answered with nothing, or with next to nothing
         example = make_example(number, first_line=False)
-        (long,) = results_of(Examiner(llm, max_tokens=40).examine(example, ("naive",)), Answered)
-        (short,) = results_of(Examiner(llm, max_tokens=3).examine(example, ("naive",)), Answered)
+        (long,) = results_of(Examiner(llm, max_tokens=40).examine(example, ("naive",)), ExampleAnswer)
+        (short,) = results_of(Examiner(llm, max_tokens=3).examine(example, ("naive",)), ExampleAnswer)
         assert long.text.startswith(short.text)
         if len(short.text) < len(long.text):
             break
     else:
         pytest.fail("no answer is longer than 3 tokens")
     lines: Any = _Said("  yes, \n no")
-    (first_line,) = results_of(Examiner(lines).examine(make_example(), ("full",)), Answered)
+    (first_line,) = results_of(Examiner(lines).examine(make_example(), ("full",)), ExampleAnswer)
     assert first_line.text == "yes,"
-    (whole,) = results_of(Examiner(lines).examine(make_example(first_line=False), ("full",)), Answered)
+    (whole,) = results_of(Examiner(lines).examine(make_example(first_line=False), ("full",)), ExampleAnswer)
     assert whole.text == "yes, \n no"
 
 
 def test_of_choices_one_is_given(llm):
     choices = ("the red one", "a blue one")
     for policy in POLICIES:
-        (result,) = results_of(Examiner(llm).examine(make_example(choices=choices, max_tokens=16), (policy,)), Answered)
+        (result,) = results_of(
+            Examiner(llm).examine(make_example(choices=choices, max_tokens=16), (policy,)), ExampleAnswer
+        )
         assert result.text in choices
 
 
@@ -88,9 +90,9 @@ def test_contexts_over_the_window_are_skipped_or_truncated(llm):
     assert skipped.where == "toys 0"
     assert f"the model takes {WINDOW}" in skipped.reason
     assert "--truncate" in skipped.reason
-    (truncated,) = results_of(Examiner(llm, truncate=True).examine(example, ("naive",)), Answered)
+    (truncated,) = results_of(Examiner(llm, truncate=True).examine(example, ("naive",)), ExampleAnswer)
     ends = dataclasses.replace(example, passages=(passages[0], passages[1], passages[7]))
-    (expected,) = results_of(Examiner(llm).examine(ends, ("naive",)), Answered)
+    (expected,) = results_of(Examiner(llm).examine(ends, ("naive",)), ExampleAnswer)
     assert truncated.text == expected.text
     assert truncated.cached_tokens == 300
     assert isinstance(Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES), Skipped)
@@ -100,7 +102,7 @@ def test_contexts_over_the_window_are_skipped_or_truncated(llm):
 
 def test_an_answer_that_ends_at_once_still_has_a_distribution(llm):
     silent: Any = _Silent(llm)
-    full, naive = results_of(Examiner(silent).examine(make_example(), ("full", "naive")), Answered)
+    full, naive = results_of(Examiner(silent).examine(make_example(), ("full", "naive")), ExampleAnswer)
     assert full.text == naive.text == ""
     assert full.kl == 0 < naive.kl
 
@@ -109,7 +111,7 @@ def test_a_failing_policy_takes_its_example_out_for_all(llm):
     failing: Any = _Failing(llm, "naive", KVLinkerError("It broke."))
     outcome = Examiner(failing).examine(make_example(), POLICIES)
     assert outcome == Skipped("toys 0", "It broke.")
-    assert len(results_of(Examiner(failing).examine(make_example(), ("full", "legolink-4")), Answered)) == 2
+    assert len(results_of(Examiner(failing).examine(make_example(), ("full", "legolink-4")), ExampleAnswer)) == 2
     failing = _Failing(llm, "naive", EngineClosedError("Closed."))
     with pytest.raises(EngineClosedError):
         Examiner(failing).examine(make_example(), POLICIES)
@@ -186,7 +188,7 @@ def test_prompts_are_prepared_and_policies_need_no_name(llm):
 
     example = make_example(3)
     examiner = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()})
-    full, naive, everything = results_of(examiner.examine(example, ("full", "naive", "everything")), Answered)
+    full, naive, everything = results_of(examiner.examine(example, ("full", "naive", "everything")), ExampleAnswer)
     assert full.text == naive.text == everything.text
     assert naive.kl == pytest.approx(0, abs=1e-4)
     assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)

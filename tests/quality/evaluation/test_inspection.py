@@ -7,7 +7,7 @@ import torch
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.examiner import Examiner
-from kvlinker.quality.evaluation.examples import Answered
+from kvlinker.quality.evaluation.examples import ExampleAnswer
 from kvlinker.quality.evaluation.inspection import LAST_QUERIES, EngineInspector, deviation
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import make_example, results_of
@@ -83,7 +83,7 @@ def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):
 def test_results_carry_deviations_when_they_are_wanted(family):
     loaded, llm = family
     outcome = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(make_example(), ("full", "naive"))
-    full, naive = (result.deviation for result in results_of(outcome, Answered))
+    full, naive = (result.deviation for result in results_of(outcome, ExampleAnswer))
     assert full is not None
     assert naive is not None
     assert set(full.kv) == {0.0}

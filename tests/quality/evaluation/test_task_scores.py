@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvlinker.quality.evaluation.examples import Answered, Deviation, Scored
+from kvlinker.quality.evaluation.examples import Deviation, ExampleAnswer, Scored
 from kvlinker.quality.evaluation.task_scores import task_scores
 from tests.quality.evaluation.conftest import make_continuation, make_example
 
 
 def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None):
-    return Answered(example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation)
+    return ExampleAnswer(example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation)
 
 
 def answered():

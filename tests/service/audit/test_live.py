@@ -27,8 +27,8 @@ def test_it_finds_what_bench_quality_finds_on_the_same_requests(reader, anaphora
             found = Examiner(llm, max_tokens=4, one_by_one=False).examine(example, ["naive"])
             assert not isinstance(found, Skipped)
             results += found
-        assert llm.oversight.auditor.wait(60)
-        tally = llm.oversight.auditor.figures.by_policy()["naive"]
+        assert llm.policy_manager.auditor.wait(60)
+        tally = llm.policy_manager.auditor.figures.by_policy()["naive"]
         exposed = metrics.exposition().decode()
     agreement = sum(result.agreement for result in results) / QUESTIONS
     assert 0 < agreement < 1
@@ -58,7 +58,7 @@ def test_answers_are_the_same_with_and_without_it(reader, anaphora, tmp_path):
             sampled = llm.chat_completion(messages, max_tokens=8, temperature=1.0, seed=3)
             told = llm.chat_completion(messages, max_tokens=8, temperature=0, logprobs=2)
             answers[share] = (sampled.text, sampled.logprobs, told.text, told.logprobs)
-            assert (llm.oversight.auditor is None) == (share == "0%")
+            assert (llm.policy_manager.auditor is None) == (share == "0%")
     assert answers["0%"] == answers["100%"]
 
 
@@ -73,10 +73,10 @@ def test_a_bad_policy_is_caught_and_raised_within_200_requests(reader, anaphora,
             messages = [{"role": "user", "content": [*ids, example.question]}]
             asked.append(llm.read_chat(messages).policy.name)
             llm.chat_completion(messages, max_tokens=4, temperature=0)
-            assert llm.oversight.auditor.wait(30)
+            assert llm.policy_manager.auditor.wait(30)
             if asked[-1] != "naive":
                 break
-        (decision,) = llm.oversight.controller.decisions
+        (decision,) = llm.policy_manager.controller.decisions
         assert llm.read_chat(messages, policy="naive").policy.name == "naive", "who names a policy gets it"
     assert set(asked[:-1]) == {"naive"}
     assert (decision.before, decision.after, decision.reason) == ("naive", "query-10", "below target")

@@ -14,7 +14,7 @@ from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit import recognition
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.implicit.windows import WindowHash
-from tests.service.implicit.test_sights import document
+from tests.service.implicit.test_seen_lines import document
 from tests.toy_tokenizers import byte_level
 
 ENCODER = TextEncoder(byte_level())

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.store.format.byte_source import AheadSource, Bytes
+from kvlinker.store.format.byte_source import Bytes, ReadAheadSource
 
 DATA = np.random.default_rng(1).integers(0, 256, 1000, dtype=np.uint8)
 
 
-def source(journeys: list[tuple[int, int]], ahead: int) -> AheadSource:
+def source(journeys: list[tuple[int, int]], ahead: int) -> ReadAheadSource:
     def fetch(offset: int, length: int) -> Bytes:
         assert 0 <= offset <= offset + length <= len(DATA)
         journeys.append((offset, length))
         return DATA[offset : offset + length]
 
-    return AheadSource(len(DATA), fetch, ahead_bytes=ahead)
+    return ReadAheadSource(len(DATA), fetch, ahead_bytes=ahead)
 
 
 @given(reads=st.lists(st.tuples(st.integers(0, 1100), st.integers(0, 300)), max_size=20), ahead=st.integers(1, 400))

@@ -12,7 +12,7 @@ from kvlinker.base.events import Events
 from kvlinker.store import DiskTier, Speeds
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.loading.bandwidths import DRIFT_NOTES, Bandwidths, LoadTime, Read
+from kvlinker.store.loading.bandwidths import DRIFT_NOTES, Bandwidths, LoadTime, TimedRead
 from kvlinker.store.tiers import object_tier, redis_tier
 
 
@@ -72,7 +72,7 @@ def test_the_busy_share_is_averaged_too() -> None:
 
 def test_threads_that_read_at_once_deliver_together() -> None:
     bandwidths = Bandwidths()
-    reads = [Read(10.0, 11.0, 0.1, 400), Read(10.5, 11.5, 0.3, 400), Read(12.0, 12.5, 0.1, 200)]
+    reads = [TimedRead(10.0, 11.0, 0.1, 400), TimedRead(10.5, 11.5, 0.3, 400), TimedRead(12.0, 12.5, 0.1, 200)]
     bandwidths.note_reads("disk", reads)
     taken = bandwidths.time([("disk", 1000)])
     assert taken is not None

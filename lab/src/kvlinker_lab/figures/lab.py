@@ -13,7 +13,7 @@ from typing import Any
 from kvlinker.llm import LLM, Message
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject, make_subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel, make_subject
 from kvlinker.quality.bench.quality import CONTEXT_SETTINGS, Quality, QualityOptions, main_rows, run_quality
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
@@ -57,11 +57,11 @@ class Lab:
     progress: Progress = silent
 
     @cached_property
-    def reader(self) -> Subject:
+    def reader(self) -> MeasuredModel:
         """The model that answers questions."""
         return make_subject(self.settings, shape=None, command=self.command)
 
-    def timed(self, shape: str) -> Subject:
+    def timed(self, shape: str) -> MeasuredModel:
         """Make random weights of a shape that is large enough for times to mean something."""
         return make_subject(self.settings, shape=self.shape or shape, command=self.command)
 

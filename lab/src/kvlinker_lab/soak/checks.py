@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from kvlinker.quality.bench.harness.report import Check
+from kvlinker.quality.bench.harness.report import ReportCheck
 from kvlinker_lab.soak.clients import Tally
 from kvlinker_lab.soak.readings import Figures
 
@@ -13,7 +13,7 @@ _MOST_FAILURES = 3
 """Kinds of failures that are told."""
 
 
-def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) -> Check:
+def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) -> ReportCheck:
     """Check that a quantity does not grow.
 
     The first third of the values, in which caches fill, does not count: the median of the last third may exceed that
@@ -22,17 +22,17 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
     third = len(values) // 3
     middle, last = median(values[third : 2 * third]), median(values[2 * third :])
     allowed = max(growth * middle, slack)
-    return Check(
+    return ReportCheck(
         name,
         last - middle <= allowed,
         f"{middle:.1f} in the middle third, {last:.1f} in the last, which may be {allowed:.1f} more",
     )
 
 
-def nothing_failed(tally: Tally) -> Check:
+def nothing_failed(tally: Tally) -> ReportCheck:
     """Check that everything was answered, but for what was aborted on purpose, and for what had been deleted."""
     told = "".join(f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES))
-    return Check(
+    return ReportCheck(
         "failed requests",
         not tally.failures,
         f"{tally.failures.total()} beside {tally.complete} complete answers, {tally.aborted} aborted on purpose and "
@@ -40,11 +40,11 @@ def nothing_failed(tally: Tally) -> Check:
     )
 
 
-def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> Check:
+def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportCheck:
     """Check that no request was lost which a server had accepted and had time to finish, in restarts that ended with
     these exit ``statuses``; ``refused`` requests were sent again."""
     wrong = sorted({status for status in statuses if status})
-    return Check(
+    return ReportCheck(
         "restarts",
         not (tally.lost or wrong),
         f"{tally.lost} requests lost and {tally.cut} cut off in {len(statuses)} restarts, beside {refused} refusals of "
@@ -52,14 +52,14 @@ def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> Check:
     )
 
 
-def requests_counted(tally: Tally, since: Figures, now: Figures) -> Check:
+def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
     """Check that the server counted each request once; one that was aborted may have ended before it noticed, or not
     have begun."""
     ended, failed = (
         now.total("requests_total", **labels) - since.total("requests_total", **labels)
         for labels in ({}, {"reason": "failed"})
     )
-    return Check(
+    return ReportCheck(
         "requests counted",
         tally.complete <= ended <= tally.complete + tally.aborted and not failed,
         f"{ended} by the server, {failed} of them failed; by clients {tally.complete} complete and {tally.aborted} "
@@ -67,7 +67,7 @@ def requests_counted(tally: Tally, since: Figures, now: Figures) -> Check:
     )
 
 
-def tokens_counted(calm: Tally, before: Figures, after: Figures) -> Check:
+def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     """Check that server and clients count the same tokens, where no request was aborted."""
     counted = {
         source: after.total("prompt_tokens_total", source=source) - before.total("prompt_tokens_total", source=source)
@@ -81,23 +81,25 @@ def tokens_counted(calm: Tally, before: Figures, after: Figures) -> Check:
         "output": calm.output_tokens,
     }
     shown = ", ".join(f"{name} {counted[name]} and {got[name]}" for name in got)
-    return Check("tokens counted", counted == got, f"by the server and by clients, of {calm.complete} answers: {shown}")
+    return ReportCheck(
+        "tokens counted", counted == got, f"by the server and by clients, of {calm.complete} answers: {shown}"
+    )
 
 
-def nothing_held(figures: Figures) -> Check:
+def nothing_held(figures: Figures) -> ReportCheck:
     """Check that a server which nobody asks holds nothing for requests."""
     running, waiting, slots = map(figures.total, ("requests_running", "requests_waiting", "kv_slots_used"))
-    return Check(
+    return ReportCheck(
         "held by requests",
         not (running or waiting or slots),
         f"{slots} slots used, {running} requests running and {waiting} waiting when all were answered",
     )
 
 
-def audit_done(figures: Figures) -> Check:
+def audit_done(figures: Figures) -> ReportCheck:
     """Check that every answer that the audit took was compared."""
     pending, failed = figures.total("audit_pending"), figures.total("audit_skipped_total", reason="failed")
-    return Check(
+    return ReportCheck(
         "audit",
         not (pending or failed),
         f"{figures.total('audit_samples_total')} answers compared, {pending} pending, {failed} failed; "
@@ -105,27 +107,27 @@ def audit_done(figures: Figures) -> Check:
     )
 
 
-def disk_indexed(figures: Figures, sizes: Sequence[int]) -> Check:
+def disk_indexed(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
     """Check that the disk tier knows just what lies there; ``sizes`` are those of the chunk files in bytes."""
     chunks, nbytes = (figures.total(name, tier="disk") for name in ("store_chunks", "store_bytes"))
-    return Check(
+    return ReportCheck(
         "disk index",
         (chunks, nbytes) == (len(sizes), sum(sizes)),
         f"{chunks} chunks of {nbytes} bytes in the index, {len(sizes)} files of {sum(sizes)} bytes on the disk",
     )
 
 
-def nothing_kept(caches: int, figures: Figures, files: int) -> Check:
+def nothing_kept(caches: int, figures: Figures, files: int) -> ReportCheck:
     """Check that no chunk outlives the deletion of all context caches."""
     chunks = figures.total("store_chunks")
-    return Check(
+    return ReportCheck(
         "deleted",
         not (caches or chunks or files),
         f"{caches} context caches, {chunks} chunks in tiers and {files} chunk files once all were deleted",
     )
 
 
-def log_clean(log: str) -> Check:
+def log_clean(log: str) -> ReportCheck:
     """Check that a server logged no error."""
     errors = [line for line in log.splitlines() if " ERROR " in line or line.startswith("Traceback")]
-    return Check("log", not errors, f"{len(errors)} errors" + "".join(f"; {line:.200}" for line in errors[:1]))
+    return ReportCheck("log", not errors, f"{len(errors)} errors" + "".join(f"; {line:.200}" for line in errors[:1]))

@@ -23,7 +23,7 @@ from kvlinker.quality.bench.load.driver import (
     RequestResult,
 )
 from kvlinker.quality.bench.load.endpoint import Endpoint
-from kvlinker.quality.bench.load.prompts import DocumentForm, LinkedDocuments, MarkedDocuments, PlainDocuments
+from kvlinker.quality.bench.load.prompts import CachedDocuments, DocumentForm, MarkedDocuments, PlainDocuments
 from kvlinker.quality.bench.load.traffic import Conversation, make_conversations
 from kvlinker_lab.soak.library import Library
 from kvlinker_lab.soak.plan import SoakPlan
@@ -178,7 +178,7 @@ class Clients:
         policy = self._plan.policies[int(generator.integers(len(self._plan.policies)))]
         texts = tuple(self._library.texts)
         forms = (
-            LinkedDocuments(tuple(self._library.ids), policy),
+            CachedDocuments(tuple(self._library.ids), policy),
             MarkedDocuments(texts, policy),
             PlainDocuments(texts),
         )
@@ -186,7 +186,7 @@ class Clients:
 
     def _was_deleted(self, conversation: Conversation, form: DocumentForm) -> bool:
         """Return whether one of a conversation's documents was deleted meanwhile, or may have expired."""
-        if not isinstance(form, LinkedDocuments):
+        if not isinstance(form, CachedDocuments):
             return False
         documents = {*conversation.preamble, *(one for turn in conversation.turns for one in turn.documents)}
         return any(form.ids[document] in self._library.gone for document in documents)

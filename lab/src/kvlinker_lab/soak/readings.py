@@ -14,7 +14,7 @@ from kvlinker.quality.bench.load.servers import Server, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ResourceUsage:
     """Holds what a server takes at one moment, with the processes that it started."""
 
     memory_bytes: int
@@ -26,7 +26,7 @@ class Taken:
     """Bytes of all files in the state directory."""
 
     @classmethod
-    def by(cls, server: Server) -> Taken:
+    def by(cls, server: Server) -> ResourceUsage:
         """Look at a server whose process and state directory are known."""
         assert server.process is not None
         assert server.state_dir is not None

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 
 from kvlinker.doors.client import AsyncClient
-from kvlinker.quality.bench.harness.report import Check, Row
+from kvlinker.quality.bench.harness.report import ReportCheck, Row
 from kvlinker.quality.bench.load.endpoint import Endpoint
 from kvlinker.quality.bench.load.servers import COMMAND, Server
 from kvlinker_lab.soak import checks
 from kvlinker_lab.soak.clients import Clients
 from kvlinker_lab.soak.library import Library
 from kvlinker_lab.soak.plan import SoakPlan
-from kvlinker_lab.soak.readings import Figures, Taken, file_sizes
+from kvlinker_lab.soak.readings import Figures, ResourceUsage, file_sizes
 from kvlinker_lab.soak.retrying import RetryingTransport
 
 QUIET_SECONDS = 300.0
@@ -36,7 +36,7 @@ class SoakResult:
     """Holds the samples that were taken on the way as rows, and the checks of the end."""
 
     rows: list[Row] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[ReportCheck] = field(default_factory=list)
 
 
 def run_soak(
@@ -150,7 +150,7 @@ class _Soak:
             self.told(row)
 
     async def _row(self, seconds: float) -> dict[str, Any]:
-        taken = await asyncio.to_thread(Taken.by, self.server)
+        taken = await asyncio.to_thread(ResourceUsage.by, self.server)
         figures = await self._figures()
         tally = self.clients.tally
         return {
@@ -184,20 +184,20 @@ class _Soak:
             await asyncio.sleep(_POLL_SECONDS)
         return figures
 
-    async def _settled(self, check: Callable[[], Any]) -> Check:
+    async def _settled(self, check: Callable[[], Any]) -> ReportCheck:
         """Return a check once it passes, for writers and deletions may be under way, or ``QUIET_SECONDS`` are over."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + QUIET_SECONDS
         while True:
-            found: Check = await check()
+            found: ReportCheck = await check()
             if found.passed or clock() >= deadline:
                 return found
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _disk_indexed(self) -> Check:
+    async def _disk_indexed(self) -> ReportCheck:
         return checks.disk_indexed(await self._figures(), self._chunk_files())
 
-    async def _nothing_kept(self) -> Check:
+    async def _nothing_kept(self) -> ReportCheck:
         caches = (await self.client.caches_usage())["caches"]
         return checks.nothing_kept(caches, await self._figures(), len(self._chunk_files()))
 
@@ -206,7 +206,7 @@ class _Soak:
         assert self.server.state_dir is not None
         return file_sizes(self.server.state_dir / "chunks", "*.safetensors")
 
-    def _state_checked(self) -> Check:
+    def _state_checked(self) -> ReportCheck:
         """Have ``kvlinker caches check`` read the state directory."""
         command = [
             *COMMAND,
@@ -217,4 +217,4 @@ class _Soak:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         said = "; ".join((done.stdout + done.stderr).strip().splitlines())
-        return Check("kvlinker caches check", done.returncode == 0, said)
+        return ReportCheck("kvlinker caches check", done.returncode == 0, said)

@@ -8,7 +8,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.files import check_cold_reads
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Report
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.store.crowd import crowd_rows
 from kvlinker_lab.store.first_token import first_token_rows
 from kvlinker_lab.store.hiding import hiding_rows
@@ -17,7 +17,7 @@ from kvlinker_lab.store.writing import writing_rows
 
 
 def run_store(
-    subject: Subject,
+    subject: MeasuredModel,
     workload: Workload,
     *,
     policies: Sequence[str],

@@ -10,9 +10,9 @@ from functools import partial
 
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.store.rows import store_row
-from kvlinker_lab.store.tiered import Taken, TieredPrompt
+from kvlinker_lab.store.tiered import FirstTokenTimes, TieredPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Case:
 
 
 def first_token_rows(
-    subject: Subject,
+    subject: MeasuredModel,
     workload: Workload,
     policies: Sequence[str],
     tiers: Sequence[str],
@@ -63,7 +63,7 @@ def first_token_rows(
         cases = [
             _Case(policy, tiered, state) for policy in policies for tiered in (host, *others) for state in tiered.states
         ]
-        taken: dict[_Case, list[Taken]] = {case: [] for case in cases}
+        taken: dict[_Case, list[FirstTokenTimes]] = {case: [] for case in cases}
         for turn in range(repeat + 1):
             for case in cases:
                 progress(f"turn {turn} of {repeat}: {case.policy} from {case.tiered.tier} {case.state}")
@@ -74,7 +74,7 @@ def first_token_rows(
         return [row for case in cases for row in _rows(case, taken[case], at_host[case.policy])]
 
 
-def _rows(case: _Case, taken: Sequence[Taken], at_host: float) -> Iterator[Row]:
+def _rows(case: _Case, taken: Sequence[FirstTokenTimes], at_host: float) -> Iterator[Row]:
     ttft = _median_ttft(taken)
     if case.tiered.tier == "host":
         yield case.row("time to first token", ttft, host=at_host, beside=None)
@@ -87,5 +87,5 @@ def _rows(case: _Case, taken: Sequence[Taken], at_host: float) -> Iterator[Row]:
     yield case.row("load, then compute", before, host=at_host, beside=("layer-wise", ttft))
 
 
-def _median_ttft(taken: Sequence[Taken]) -> float:
+def _median_ttft(taken: Sequence[FirstTokenTimes]) -> float:
     return statistics.median(one.ttft for one in taken)

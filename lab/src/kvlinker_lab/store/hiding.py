@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store.loading.bandwidths import DRIFT_NOTES
 from kvlinker_lab.store.rows import store_row
 from kvlinker_lab.store.throttling_proxy import throttling_proxy
@@ -23,7 +23,7 @@ CODEC = "raw"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TurnTimes:
     """Seconds of one turn: of loading alone, of computing from host memory, and of both together."""
 
     load: float
@@ -37,7 +37,7 @@ class Taken:
 
 
 def hiding_rows(
-    subject: Subject,
+    subject: MeasuredModel,
     workload: Workload,
     policies: Sequence[str],
     *,
@@ -78,15 +78,15 @@ def hiding_rows(
     return rows
 
 
-def _taken(host: TieredPrompt, other: TieredPrompt, policy: str, repeat: int) -> list[Taken]:
+def _taken(host: TieredPrompt, other: TieredPrompt, policy: str, repeat: int) -> list[TurnTimes]:
     for _ in range(DRIFT_NOTES):  # until the store believes the bandwidth
         other.load_seconds()
     other.ttft(policy)
-    return [Taken(other.load_seconds(), host.ttft(policy), other.ttft(policy)) for _ in range(repeat)]
+    return [TurnTimes(other.load_seconds(), host.ttft(policy), other.ttft(policy)) for _ in range(repeat)]
 
 
-def _row(tiered: TieredPrompt, policy: str, case: str, taken: Sequence[Taken], *, bandwidth: float) -> Row:
-    middle = Taken(
+def _row(tiered: TieredPrompt, policy: str, case: str, taken: Sequence[TurnTimes], *, bandwidth: float) -> Row:
+    middle = TurnTimes(
         statistics.median(one.load for one in taken),
         statistics.median(one.compute for one in taken),
         statistics.median(one.together for one in taken),

@@ -16,14 +16,14 @@ from kvlinker.base.events import Events
 from kvlinker.quality.bench.harness.files import chunk_files, copy_seconds, read_seconds, total_bytes
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format.codecs import find_codec
 from kvlinker_lab.store.rows import store_row
 
 
 def throughput_rows(
-    subject: Subject, workload: Workload, codecs: Sequence[str], *, repeat: int, progress: Callable[[str], None]
+    subject: MeasuredModel, workload: Workload, codecs: Sequence[str], *, repeat: int, progress: Callable[[str], None]
 ) -> list[Row]:
     """All chunks of a prompt put and got, one after the other, in turn with the copies; medians after one warm-up."""
     kv = _random_kv(subject, workload.chunk_tokens)
@@ -65,7 +65,7 @@ def _measure(keys: Sequence[str], kv: ChunkKV, codec: str) -> _Measured:
         return _Measured(seconds, total_bytes(files))
 
 
-def _random_kv(subject: Subject, tokens: int) -> ChunkKV:
+def _random_kv(subject: MeasuredModel, tokens: int) -> ChunkKV:
     def random(heads: int, dim: int) -> torch.Tensor:
         return torch.randn(heads, tokens, dim).to(subject.loaded.dtype)
 

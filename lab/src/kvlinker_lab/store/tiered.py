@@ -14,14 +14,14 @@ from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache, read_seconds
 from kvlinker.quality.bench.harness.measurement import TENANT
-from kvlinker.quality.bench.harness.subject import Subject
-from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, Measurement, policy_measurement
+from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, FirstTokenTime, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.store.loading.prompt_load import Urgency
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class FirstTokenTimes:
     """Seconds: to the first token; of getting all chunks whole; of reading the tier's files, where it has files."""
 
     ttft: float
@@ -38,13 +38,13 @@ class TieredPrompt:
     folder: Path
     store: ChunkStore
     keys: Sequence[str]
-    measure: dict[str, Callable[[], Measurement]]
+    measure: dict[str, Callable[[], FirstTokenTime]]
 
     @classmethod
     @contextmanager
     def start(
         cls,
-        subject: Subject,
+        subject: MeasuredModel,
         prompt: Prompt,
         policies: Sequence[str],
         *,
@@ -80,12 +80,12 @@ class TieredPrompt:
         """The states of the tier that are measured; one without a name where there is nothing to distinguish."""
         return ("warm", "cold") if self.tier == "disk" else ("",)
 
-    def take(self, policy: str, state: str) -> Taken:
+    def take(self, policy: str, state: str) -> FirstTokenTimes:
         """Measure in one of ``states``."""
         if self.tier == "host":
-            return Taken(self.ttft(policy), 0.0)
+            return FirstTokenTimes(self.ttft(policy), 0.0)
         if self.tier != "disk":
-            return Taken(self.ttft(policy), self._get_all())
+            return FirstTokenTimes(self.ttft(policy), self._get_all())
         files = chunk_files(self.folder)
         prepare = read_seconds if state == "warm" else drop_from_page_cache
         prepare(files)
@@ -93,7 +93,7 @@ class TieredPrompt:
         prepare(files)
         ttft = self.ttft(policy)
         prepare(files)
-        return Taken(ttft, self._get_all(), reading)
+        return FirstTokenTimes(ttft, self._get_all(), reading)
 
     def ttft(self, policy: str) -> float:
         """Return the seconds to the first token, with the tier as it is."""

@@ -13,7 +13,7 @@ from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.quality.bench.harness.measurement import TENANT, Workload
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker_lab.store.rows import store_row
@@ -23,7 +23,7 @@ CHUNKS_ON_DISK = 16
 
 
 def writing_rows(
-    subject: Subject, workload: Workload, policies: Sequence[str], *, repeat: int, progress: Callable[[str], None]
+    subject: MeasuredModel, workload: Workload, policies: Sequence[str], *, repeat: int, progress: Callable[[str], None]
 ) -> list[Row]:
     """Prompts from host memory, with and without new chunks being written to disk all the while, in turn; medians."""
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)

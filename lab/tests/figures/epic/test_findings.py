@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.quality.evaluation.examples import Answered, Question
+from kvlinker.quality.evaluation.examples import ExampleAnswer, Question
 from kvlinker_lab.figures.epic import accuracy, chunk_cuts, context_length
 from kvlinker_lab.figures.epic.chunk_cuts import POLICIES, _change, _pairs
 from kvlinker_lab.figures.epic.tradeoff import with_pareto
@@ -63,9 +63,9 @@ def test_the_tradeoff_names_front_and_worst_kind() -> None:
     assert "fastest first: attnlink-16. EPIC has a place on it, CacheBlend has none." in said
 
 
-def answered(example: str, text: str, task: str = "t") -> tuple[Question, tuple[Answered, ...]]:
+def answered(example: str, text: str, task: str = "t") -> tuple[Question, tuple[ExampleAnswer, ...]]:
     asked = Question(example, "toy", task, ("p",), "q", ("right",), metric="exact_match")
-    return asked, (Answered(asked.digest, "naive", 1, 1, 1.0, 0.0, text),)
+    return asked, (ExampleAnswer(asked.digest, "naive", 1, 1, 1.0, 0.0, text),)
 
 
 def test_cuts_are_compared_on_the_same_examples() -> None:

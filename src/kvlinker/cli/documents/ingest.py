@@ -15,8 +15,8 @@ from kvlinker.base.types.context_cache import LONGEST_NAME
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.documents.cost import tell_cost, tell_taken
 from kvlinker.cli.documents.files import find_files
-from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
-from kvlinker.cli.documents.plan import Document, Plan, Splitting, plan_ingestion
+from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
+from kvlinker.cli.documents.plan import Plan, PlannedFile, Splitting, plan_ingestion
 from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
@@ -77,7 +77,7 @@ def _check_method(method: str) -> None:
         raise fail(f"--method is {method!r}: {allowed}", BAD_USAGE)
 
 
-def _run(plan: Plan, library: Library, ttl: float | None) -> None:
+def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
     """Cache what is missing, and print all chunks in the order of the files."""
     pieces = plan.missing
     before = library.storage() if pieces else None
@@ -92,13 +92,13 @@ def _run(plan: Plan, library: Library, ttl: float | None) -> None:
         tell_taken(pieces, before, library.storage())
 
 
-def _print_cached(document: Document) -> None:
+def _print_cached(document: PlannedFile) -> None:
     for index, cached in sorted(document.cached.items()):
         start, end = int(cached.metadata["start"]), int(cached.metadata["end"])
         _print(document, index, cached.id, start, end, cached.tokens, new=False)
 
 
-def _cache_missing(document: Document, library: Library, options: dict[str, Any], advance: Advance) -> None:
+def _cache_missing(document: PlannedFile, library: CacheLibrary, options: dict[str, Any], advance: Advance) -> None:
     for indices in _batches(document):
         pieces = [document.missing[index] for index in indices]
         ids = library.cache(
@@ -112,7 +112,7 @@ def _cache_missing(document: Document, library: Library, options: dict[str, Any]
         advance(Path(document.source).name, sum(piece.tokens for piece in pieces))
 
 
-def _batches(document: Document) -> Iterator[Sequence[int]]:
+def _batches(document: PlannedFile) -> Iterator[Sequence[int]]:
     """Yield the indices of the missing chunks, those together that begin within the same ``BATCH_TOKENS``."""
     starts = accumulate((piece.tokens for piece in document.missing.values()), initial=0)
     batch: list[int] = []
@@ -127,7 +127,7 @@ def _batches(document: Document) -> Iterator[Sequence[int]]:
         yield batch
 
 
-def _print(document: Document, index: int, cache_id: str, start: int, end: int, tokens: int, *, new: bool) -> None:
+def _print(document: PlannedFile, index: int, cache_id: str, start: int, end: int, tokens: int, *, new: bool) -> None:
     line = {
         "id": cache_id,
         "file": document.source,
@@ -140,7 +140,7 @@ def _print(document: Document, index: int, cache_id: str, start: int, end: int, 
     typer.echo(json.dumps(line, ensure_ascii=False))
 
 
-def _finish(plan: Plan, library: Library, *, sync: bool) -> None:
+def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:
     """Remove what is stale, if that is asked for, and sum up."""
     new, old = len(plan.missing), sum(len(document.cached) for document in plan.documents)
     if sync:

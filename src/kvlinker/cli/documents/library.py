@@ -49,7 +49,7 @@ LOOK_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class ExistingCache:
     """A context cache that exists already."""
 
     id: str
@@ -74,7 +74,7 @@ class Storage:
     budget_bytes: int
 
 
-class Library(ABC):
+class CacheLibrary(ABC):
     """The context caches of one tenant, with the model that makes and uses them."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Library(ABC):
         """
 
     @abstractmethod
-    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
         """Yield the context caches that have all these pairs, the oldest first."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Library(ABC):
         """Tell what KV takes on the disk, once what was cached is there."""
 
 
-class LocalLibrary(Library):
+class LocalLibrary(CacheLibrary):
     """Works on a state directory with a model in this process."""
 
     def __init__(self, llm: LLM, tenant: str) -> None:
@@ -124,9 +124,9 @@ class LocalLibrary(Library):
         self._llm.store.flush()  # what is told to be cached is on the disk, should the process be killed
         return [cache.id for cache in made]
 
-    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
         for one in _all(partial(self._llm.list_caches, tenant=self._tenant), metadata):
-            yield Cached(one.id, one.tokens, one.metadata, self._llm.caches.is_usable(one))
+            yield ExistingCache(one.id, one.tokens, one.metadata, self._llm.caches.is_usable(one))
 
     def delete(self, cache_id: str) -> None:
         with suppress(ContextCacheNotFoundError):
@@ -148,7 +148,7 @@ class LocalLibrary(Library):
         return Storage(self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget)
 
 
-class RemoteLibrary(Library):
+class RemoteLibrary(CacheLibrary):
     """Has a running server do it."""
 
     def __init__(self, client: Client) -> None:
@@ -160,9 +160,9 @@ class RemoteLibrary(Library):
     def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
         return [one.id for one in self._client.generate_context_cache(texts, metadata=list(metadata), **options)]
 
-    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
         for one in _all(self._client.list_caches, metadata):
-            yield Cached(one.id, one.tokens, one.metadata, one.usable)
+            yield ExistingCache(one.id, one.tokens, one.metadata, one.usable)
 
     def delete(self, cache_id: str) -> None:
         with suppress(ContextCacheNotFoundError):
@@ -188,7 +188,7 @@ class RemoteLibrary(Library):
 
 
 @contextmanager
-def open_library(settings: Settings, *, url: str | None, api_key: str | None) -> Iterator[Library]:
+def open_library(settings: Settings, *, url: str | None, api_key: str | None) -> Iterator[CacheLibrary]:
     """Open the library of a server at ``url``, or load the model, without one; the context caches are the key's.
 
     Raises what ``LLM`` and ``Client`` raise.

@@ -14,7 +14,7 @@ from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import warn
 from kvlinker.cli.documents.conversion import MissingLibraryError
 from kvlinker.cli.documents.files import File, NoTextError
-from kvlinker.cli.documents.library import Cached, Library
+from kvlinker.cli.documents.library import CacheLibrary, ExistingCache
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""
@@ -35,7 +35,7 @@ class Splitting:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class PlannedFile:
     """A file's chunks: those that are cached, and those that are to be cached, by their index in the file."""
 
     source: str
@@ -43,7 +43,7 @@ class Document:
     """See ``Splitting.version_of``."""
 
     chunks: int
-    cached: Mapping[int, Cached]
+    cached: Mapping[int, ExistingCache]
     missing: Mapping[int, Piece]
 
     def metadata(self, index: int) -> dict[str, str]:
@@ -64,9 +64,9 @@ class Document:
 class Plan:
     """Lists what an ingestion caches, and what it finds stale."""
 
-    documents: Sequence[Document]
+    documents: Sequence[PlannedFile]
 
-    stale: Sequence[Cached]
+    stale: Sequence[ExistingCache]
     """Context caches of files that are gone, and of what changed files were before."""
 
     @property
@@ -75,20 +75,20 @@ class Plan:
         return [piece for document in self.documents for piece in document.missing.values()]
 
 
-def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Library, splitting: Splitting) -> Plan:
+def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: CacheLibrary, splitting: Splitting) -> Plan:
     """Read the files, and compare them with what is cached. Files without text, and those that are too long for a
     server to split, are left out with a warning.
 
     A file that was ingested in this version before is read, but neither converted nor split. ``paths`` are what the
-    user named: a file that is gone is one of them or was below one. Raises what ``Library.split`` raises.
+    user named: a file that is gone is one of them or was below one. Raises what ``CacheLibrary.split`` raises.
     """
-    known: defaultdict[str, list[Cached]] = defaultdict(list)
+    known: defaultdict[str, list[ExistingCache]] = defaultdict(list)
     for cached in library.caches(ORIGIN):
         if not all(cached.metadata.get(name, "").isdecimal() for name in _NUMBERS):
             continue  # its metadata was changed since
         known[cached.metadata.get("source", "")].append(cached)
     documents = []
-    stale: list[Cached] = []
+    stale: list[ExistingCache] = []
     for path in files:
         source = str(path)[-LONGEST_VALUE:]
         try:
@@ -112,21 +112,23 @@ def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Librar
     return Plan(documents, stale)
 
 
-def _plan_file(path: Path, source: str, known: Sequence[Cached], library: Library, splitting: Splitting) -> Document:
+def _plan_file(
+    path: Path, source: str, known: Sequence[ExistingCache], library: CacheLibrary, splitting: Splitting
+) -> PlannedFile:
     source.encode()
     file = File(path, path.read_bytes())
     version = splitting.version_of(file)
-    cached: dict[int, Cached] = {}
+    cached: dict[int, ExistingCache] = {}
     chunks = None
     for one in known:
         if one.usable and one.metadata.get("version") == version:
             cached.setdefault(int(one.metadata["index"]), one)
             chunks = int(one.metadata["chunks"])
     if chunks is not None and len(cached) == chunks:
-        return Document(source, version, chunks, cached, {})
+        return PlannedFile(source, version, chunks, cached, {})
     pieces = library.split(file.text(), method=splitting.method, max_tokens=splitting.max_tokens)
     missing = {index: piece for index, piece in enumerate(pieces) if index not in cached}
-    return Document(source, version, len(pieces), cached, missing)
+    return PlannedFile(source, version, len(pieces), cached, missing)
 
 
 def _is_gone(source: str, paths: Sequence[Path]) -> bool:

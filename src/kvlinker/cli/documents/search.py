@@ -12,7 +12,7 @@ import typer
 from kvlinker.base.errors import ContextLengthError
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
-from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
@@ -81,7 +81,7 @@ def ask(
 
 
 def _answer(
-    library: Library, question: str, hits: Sequence[SearchHit], policy: str | None, max_tokens: int
+    library: CacheLibrary, question: str, hits: Sequence[SearchHit], policy: str | None, max_tokens: int
 ) -> tuple[str, Sequence[SearchHit]]:
     """Return the answer, and the hits that the model read: as many of the best as its context window has room for.
 

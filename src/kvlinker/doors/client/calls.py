@@ -51,7 +51,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class HttpCall(Generic[T]):
     """Describes a request, and how its answer is read.
 
     ``named``: the values that an error's ``param`` may name, where they are not in the body.
@@ -81,86 +81,90 @@ class Call(Generic[T]):
         return self.read(response)
 
 
-def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
+def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> HttpCall[tuple[RemoteContextCache, ...]]:
     """Create one context cache per chunk, in order. A string is one chunk.
 
     ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
     ``scope``.
     """
-    return Call(
+    return HttpCall(
         "POST", CACHES, read_caches, {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options}
     )
 
 
 def cache_text(
     text: str, *, method: str = "passage", max_tokens: int = 512, **options: Any
-) -> Call[tuple[RemoteContextCache, ...]]:
+) -> HttpCall[tuple[RemoteContextCache, ...]]:
     """Have the server split a text, and cache its chunks. ``options`` are those of ``generate_context_cache``."""
     split = {"method": method, "max_tokens": max_tokens}
-    return Call("POST", CACHES, read_caches, {"input": text, "split": split, **options})
+    return HttpCall("POST", CACHES, read_caches, {"input": text, "split": split, **options})
 
 
-def split_text(text: str, *, method: str = "passage", max_tokens: int = 512) -> Call[tuple[Piece, ...]]:
+def split_text(text: str, *, method: str = "passage", max_tokens: int = 512) -> HttpCall[tuple[Piece, ...]]:
     """Have the server tell into which chunks it would split a text; nothing is cached."""
     body = {"input": text, "split": {"method": method, "max_tokens": max_tokens}}
-    return Call("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
+    return HttpCall("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
 
 
 def search(
     query: str, *, limit: int = 10, metadata: Mapping[str, str] | None = None, scope: str = "private"
-) -> Call[tuple[SearchHit, ...]]:
+) -> HttpCall[tuple[SearchHit, ...]]:
     """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
 
     Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
     """
     body = {"query": query, "limit": limit, "metadata": dict(metadata or {}), "scope": scope}
-    return Call("POST", f"{CACHES}/search", read_hits, body)
+    return HttpCall("POST", f"{CACHES}/search", read_hits, body)
 
 
-def read_cache(cache: HasId | str) -> Call[CacheContent]:
+def read_cache(cache: HasId | str) -> HttpCall[CacheContent]:
     """Read a context cache's text and token ids."""
-    return Call("GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)})
+    return HttpCall("GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)})
 
 
-def server_status() -> Call[dict[str, Any]]:
+def server_status() -> HttpCall[dict[str, Any]]:
     """Tell how busy and how full the server is, in the fields of the HTTP API."""
-    return Call("GET", "status", _read_json)
+    return HttpCall("GET", "status", _read_json)
 
 
-def server_metrics() -> Call[str]:
+def server_metrics() -> HttpCall[str]:
     """Tell the server's metrics, in Prometheus' text format."""
-    return Call("GET", "metrics", lambda response: response.text)
+    return HttpCall("GET", "metrics", lambda response: response.text)
 
 
-def chat_completion(messages: Sequence[Message], *, policy: str | None = None, **sampling: Any) -> Call[RemoteAnswer]:
+def chat_completion(
+    messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
+) -> HttpCall[RemoteAnswer]:
     """Answer a conversation. ``sampling`` are fields of the HTTP API, such as ``max_tokens``."""
-    return Call("POST", CHAT, read_answer, _chat_body(messages, policy, sampling))
+    return HttpCall("POST", CHAT, read_answer, _chat_body(messages, policy, sampling))
 
 
-def stream_chat_completion(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> Call[None]:
+def stream_chat_completion(
+    messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
+) -> HttpCall[None]:
     """Answer a conversation as a stream of events, which the clients read themselves."""
-    return Call("POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True})
+    return HttpCall("POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True})
 
 
-def explain(messages: Sequence[Message], *, policy: str | None = None) -> Call[dict[str, Any]]:
+def explain(messages: Sequence[Message], *, policy: str | None = None) -> HttpCall[dict[str, Any]]:
     """Tell how a conversation is linked, without answering it; the fields are those of the HTTP API."""
-    return Call("POST", EXPLAIN, _read_json, _chat_body(messages, policy, {}))
+    return HttpCall("POST", EXPLAIN, _read_json, _chat_body(messages, policy, {}))
 
 
-def expire_cache(cache: HasId | str) -> Call[None]:
+def expire_cache(cache: HasId | str) -> HttpCall[None]:
     """Delete a context cache."""
-    return Call("DELETE", _cache_path(cache), lambda _: None, named={"id": _id_of(cache)})
+    return HttpCall("DELETE", _cache_path(cache), lambda _: None, named={"id": _id_of(cache)})
 
 
-def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> Call[int]:
+def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> HttpCall[int]:
     """Delete all context caches that have all these pairs of metadata; return how many."""
     query = _metadata_query(metadata) | {"scope": scope}
-    return Call("DELETE", CACHES, lambda response: int(response.json()["deleted"]), query=query)
+    return HttpCall("DELETE", CACHES, lambda response: int(response.json()["deleted"]), query=query)
 
 
-def update_cache(cache: HasId | str, **changes: Any) -> Call[RemoteContextCache]:
+def update_cache(cache: HasId | str, **changes: Any) -> HttpCall[RemoteContextCache]:
     """Change ``ttl``, ``expires_at``, ``name``, ``metadata`` or ``pinned``; None removes."""
-    return Call("PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)})
+    return HttpCall("PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)})
 
 
 def list_caches(
@@ -170,7 +174,7 @@ def list_caches(
     order: str = "desc",
     metadata: Mapping[str, str] | None = None,
     scope: str = "private",
-) -> Call[RemotePage]:
+) -> HttpCall[RemotePage]:
     """List at most ``limit`` context caches by time of creation, those behind ``after``.
 
     Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
@@ -178,12 +182,12 @@ def list_caches(
     query = {"limit": str(limit), "order": order, "scope": scope, **_metadata_query(metadata or {})}
     if after is not None:
         query["after"] = _id_of(after)
-    return Call("GET", CACHES, read_page, query=query)
+    return HttpCall("GET", CACHES, read_page, query=query)
 
 
-def caches_usage(*, scope: str = "private") -> Call[dict[str, Any]]:
+def caches_usage(*, scope: str = "private") -> HttpCall[dict[str, Any]]:
     """Tell how many context caches there are, what their KV takes, and the quota, in the fields of the HTTP API."""
-    return Call("GET", f"{CACHES}/usage", _read_json, query={"scope": scope})
+    return HttpCall("GET", f"{CACHES}/usage", _read_json, query={"scope": scope})
 
 
 def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:

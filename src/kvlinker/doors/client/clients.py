@@ -14,7 +14,7 @@ from httpx_sse import EventSource
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.client import calls
-from kvlinker.doors.client.calls import Call, Message
+from kvlinker.doors.client.calls import HttpCall, Message
 from kvlinker.doors.client.wire import RemoteAnswer, read_texts, transport_errors
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ def _with_self(method: Callable[P, T]) -> Callable[P, T]:
     return method
 
 
-def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
+def _sent(describe: Callable[P, HttpCall[T]]) -> Callable[Concatenate[Client, P], T]:
     """Make the method of ``Client`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
@@ -45,7 +45,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]
     return _with_self(method)
 
 
-def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+def _sent_async(describe: Callable[P, HttpCall[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """Make the method of ``AsyncClient`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)

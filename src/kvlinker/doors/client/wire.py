@@ -188,20 +188,20 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
     """Make the error that an answer tells of; ``body`` is what was sent."""
     try:
         error = response.json()["error"]
-        told = {name: error[name] for name in ("message", "code", "param")}
+        details = {name: error[name] for name in ("message", "code", "param")}
     except (ValueError, KeyError, TypeError):
-        told = {"message": f"{response.url} answered {response.status_code}.", "code": None, "param": None}
-    if told["code"] == OverloadedError.code:
-        return OverloadedError(told["message"], retry_after=int(response.headers.get("retry-after", 1)))
-    if told["code"] == ContextCacheNotFoundError.code:
-        return ContextCacheNotFoundError(_at(body, told["param"]))
-    return _error_of(told, status=response.status_code)
+        details = {"message": f"{response.url} answered {response.status_code}.", "code": None, "param": None}
+    if details["code"] == OverloadedError.code:
+        return OverloadedError(details["message"], retry_after=int(response.headers.get("retry-after", 1)))
+    if details["code"] == ContextCacheNotFoundError.code:
+        return ContextCacheNotFoundError(_at(body, details["param"]))
+    return _error_of(details, status=response.status_code)
 
 
-def _error_of(told: Mapping[str, Any], *, status: int) -> KVLinkerError:
+def _error_of(details: Mapping[str, Any], *, status: int) -> KVLinkerError:
     fallback = InvalidRequestError if 400 <= status < 500 else KVLinkerError
-    message = in_words_of("python", told["message"])
-    error = _ERRORS.get(told["code"], fallback)(message, param=told["param"], code=told["code"])
+    message = in_words_of("python", details["message"])
+    error = _ERRORS.get(details["code"], fallback)(message, param=details["param"], code=details["code"])
     error.status = status
     return error
 

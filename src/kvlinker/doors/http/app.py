@@ -40,7 +40,7 @@ from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.answers import MessageStreamEvent
 from kvlinker.doors.http.messages.blocks import UnknownBlock
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.models import ServedModel
 from kvlinker.doors.http.responses import routes as responses
 from kvlinker.doors.http.responses.events import ResponseStreamEvent
 from kvlinker.doors.http.responses.items import UnknownItem
@@ -94,7 +94,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await run_in_threadpool(llm.oversight.resume)
+        await run_in_threadpool(llm.policy_manager.resume)
         sweeper = asyncio.create_task(sweep_forever(llm.caches))
         try:
             yield
@@ -115,7 +115,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
         telemetry=telemetry_options(tracer_provider),
     )
     drain = Drain(settings.drain_timeout)
-    app.state.service = Service(llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider))
+    app.state.served = ServedModel(llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider))
     app.state.keyed = bool(settings.accepted_keys)
     hosts = hosts_to_check(settings)
     app.state.hosts_checked = hosts is not None

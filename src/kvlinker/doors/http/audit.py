@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.llm import LLM
 from kvlinker.service.audit.comparison import RequestKind
 from kvlinker.service.audit.controller import EVERYBODY, Reason
@@ -138,21 +138,21 @@ class AuditObject(ResponseBody):
 
 
 @router.get("/audit")
-async def read_audit(service: ServiceParam, caller: CallerParam) -> AuditObject:
+async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObject:
     """Tell how live answers compare with full computation, by policy and by kind of request; and the default policy."""
-    auditor, tenant = service.llm.oversight.auditor, None if caller.admin else caller.tenant
+    auditor, tenant = served.llm.policy_manager.auditor, None if caller.admin else caller.tenant
     figures = AuditFigures() if auditor is None else auditor.figures
     skipped = {} if auditor is None else auditor.skipped
     return AuditObject(
-        model=service.llm.model_name,
-        share=service.settings.audit,
+        model=served.llm.model_name,
+        share=served.settings.audit,
         pending=0 if auditor is None else auditor.pending,
         skipped={str(reason): count for reason, count in skipped.items()},
         policies=_policies(figures, tenant),
         kinds=[KindAudit.of(policy, kind, tally) for (policy, kind), tally in figures.by_kind(tenant).items()],
         tenants=_tenants(figures) if caller.admin else None,
-        setting=_setting(service.llm, caller.tenant),
-        decisions=_decisions(service.llm, tenant),
+        setting=_setting(served.llm, caller.tenant),
+        decisions=_decisions(served.llm, tenant),
     )
 
 
@@ -166,7 +166,7 @@ def _tenants(figures: AuditFigures) -> list[TenantAudit]:
 
 
 def _setting(llm: LLM, tenant: str) -> PolicySetting:
-    controller = llm.oversight.controller
+    controller = llm.policy_manager.controller
     return PolicySetting(
         policy=llm.default_policy(tenant).name,
         target=None if controller is None else controller.target,
@@ -176,6 +176,6 @@ def _setting(llm: LLM, tenant: str) -> PolicySetting:
 
 def _decisions(llm: LLM, tenant: str | None) -> list[DecisionObject]:
     """Return the last decisions, those that concern a tenant or all."""
-    decisions = () if llm.oversight.controller is None else llm.oversight.controller.decisions
+    decisions = () if llm.policy_manager.controller is None else llm.policy_manager.controller.decisions
     seen = (each for each in decisions if tenant in (None, each.tenant) or each.tenant == EVERYBODY)
     return [DecisionObject(**asdict(each) | {"time": int(each.time)}) for each in seen]

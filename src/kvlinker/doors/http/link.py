@@ -30,7 +30,7 @@ from kvlinker.doors.http.fields.bodies import (
 from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
-from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Explanation
 
 router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
@@ -115,22 +115,24 @@ class PromptExplanation(LinkExplanation):
 
 
 @router.get("/policies", response_model=PolicyList)
-async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
+async def list_policies(served: ServedModelParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
-    data = [{"object": "policy", **policy} for policy in service.llm.policies()]
-    return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
+    data = [{"object": "policy", **policy} for policy in served.llm.policies()]
+    return JSONResponse({"object": "list", "data": data, "default": served.llm.default_policy(tenant).name})
 
 
 @router.post("/link/explain", response_model=PromptExplanation, responses=error_responses(400, 404, 429, 503))
-async def explain_link(body: ExplainRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
+async def explain_link(
+    body: ExplainRequest, request: Request, served: ServedModelParam, tenant: TenantParam
+) -> Response:
     """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no
     answer."""
-    service.check_model(body.model)
-    explanation = await service.encoding.run(request, lambda: _explain(service, body, tenant))
-    return JSONResponse(await run_in_threadpool(explanation.to_json) | {"model": service.llm.model_name})
+    served.check_model(body.model)
+    explanation = await served.encoding.run(request, lambda: _explain(served, body, tenant))
+    return JSONResponse(await run_in_threadpool(explanation.to_json) | {"model": served.llm.model_name})
 
 
-def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation:
+def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanation:
     policy = body.link.policy if body.link else None
     implicit = body.link.implicit if body.link else None
     attention = bool(body.link and body.link.attention)
@@ -138,7 +140,7 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         with blaming("messages"):
-            return service.llm.explain(
+            return served.llm.explain(
                 messages,
                 documents=documents,
                 options=TemplateOptions(tools=shown_tools(body.tools)),
@@ -149,4 +151,4 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
             )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
-        return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant)
+        return served.llm.explain(prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant)

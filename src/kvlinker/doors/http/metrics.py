@@ -182,7 +182,7 @@ class _Gauges(Collector):
         self._llm = llm
 
     def collect(self) -> Iterator[Metric]:
-        load = self._llm.load()
+        load = self._llm.current_load()
         for name, text, value in (
             ("requests_running", "Requests being computed.", load.running),
             ("requests_waiting", "Requests in the queue.", load.waiting),
@@ -224,7 +224,7 @@ class _Gauges(Collector):
 
     def _audit(self) -> Iterator[Metric]:
         """Yield the agreement of each policy with its exact interval, where there is an audit."""
-        auditor = self._llm.oversight.auditor
+        auditor = self._llm.policy_manager.auditor
         if auditor is None:
             return
         yield GaugeMetricFamily("kvlinker:audit_pending", "Answers that wait to be compared.", value=auditor.pending)

@@ -44,7 +44,7 @@ class EncodingThreads:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServedModel:
     """Holds one model, as one app serves it."""
 
     llm: LLM
@@ -63,12 +63,12 @@ class Service:
             )
 
 
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+async def _service(request: Request) -> ServedModel:
+    served: ServedModel = request.app.state.served
+    return served
 
 
-ServiceParam = Annotated[Service, Depends(_service)]
+ServedModelParam = Annotated[ServedModel, Depends(_service)]
 
 
 class ModelObject(ResponseBody):
@@ -89,19 +89,19 @@ class ModelList(ResponseBody):
 
 
 @router.get("")
-async def list_models(service: ServiceParam) -> ModelList:
+async def list_models(served: ServedModelParam) -> ModelList:
     """List the one model that is served."""
-    return ModelList(data=[_model(service)])
+    return ModelList(data=[_model(served)])
 
 
 @router.get("/{name:path}", responses=error_responses(404))
-async def read_model(name: str, service: ServiceParam) -> ModelObject:
+async def read_model(name: str, served: ServedModelParam) -> ModelObject:
     """Describe the model of this name."""
-    service.check_model(name)
-    return _model(service)
+    served.check_model(name)
+    return _model(served)
 
 
-def _model(service: Service) -> ModelObject:
+def _model(served: ServedModel) -> ModelObject:
     return ModelObject(
-        id=service.llm.model_name, created=int(service.llm.created_at), max_model_len=service.llm.max_model_len
+        id=served.llm.model_name, created=int(served.llm.created_at), max_model_len=served.llm.max_model_len
     )

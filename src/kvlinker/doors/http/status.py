@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.metrics import CONTENT_TYPE
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(tags=["status"])
 
@@ -86,12 +86,12 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/health", responses=_UNHEALTHY)
-async def health(service: ServiceParam, response: Response) -> Health:
+async def health(served: ServedModelParam, response: Response) -> Health:
     """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine has failed."""
-    if service.llm.healthy and not service.drain.began:
+    if served.llm.healthy and not served.drain.began:
         return Health(status="ok")
     response.status_code = 503
-    return Health(status="draining" if service.drain.began else "engine failed")
+    return Health(status="draining" if served.drain.began else "engine failed")
 
 
 @router.get("/live")
@@ -101,28 +101,28 @@ async def live() -> Liveness:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(service: ServiceParam) -> Response:
+async def metrics(served: ServedModelParam) -> Response:
     """Tell all metrics in Prometheus' text format."""
-    return Response(await run_in_threadpool(service.metrics.exposition), media_type=CONTENT_TYPE)
+    return Response(await run_in_threadpool(served.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
-def status(service: ServiceParam) -> ServerStatus:
+def status(served: ServedModelParam) -> ServerStatus:
     """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
-    llm = service.llm
-    load, bandwidths = llm.load(), llm.bandwidths()
+    llm = served.llm
+    load, bandwidths = llm.current_load(), llm.bandwidths()
     return ServerStatus(
         model=llm.model_name,
         max_model_len=llm.max_model_len,
         policy=llm.default_policy().name,
         started_at=int(llm.created_at),
-        requests=RequestCounts(running=load.running, waiting=load.waiting, finished=service.metrics.finished()),
+        requests=RequestCounts(running=load.running, waiting=load.waiting, finished=served.metrics.finished()),
         kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),
-        prompt_tokens=PromptTokenCounts(**service.metrics.prompt_tokens()),
-        output_tokens=service.metrics.output_tokens(),
+        prompt_tokens=PromptTokenCounts(**served.metrics.prompt_tokens()),
+        output_tokens=served.metrics.output_tokens(),
         prefill_tokens_per_second=llm.prefill_rate(),
         kv_bytes_per_token=llm.engine.kv_bytes_per_token,
-        disk_codec=service.settings.disk_codec,
+        disk_codec=served.settings.disk_codec,
         tiers=[
             TierStatus(
                 name=tier.name,

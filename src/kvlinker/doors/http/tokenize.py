@@ -29,7 +29,7 @@ from kvlinker.doors.http.fields.bodies import (
 )
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
-from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Prompt
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)
@@ -67,7 +67,7 @@ class TokenizeRequest(RequestBody):
         return self
 
 
-class Tokens(ResponseBody):
+class TokenizeAnswer(ResponseBody):
     """Token ids, how many, and how many prompt and answer may have together."""
 
     tokens: list[int]
@@ -75,21 +75,21 @@ class Tokens(ResponseBody):
     max_model_len: int
 
 
-@router.post("/tokenize", response_model=Tokens, responses=error_responses(400, 404))
-async def tokenize(body: TokenizeRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
+@router.post("/tokenize", response_model=TokenizeAnswer, responses=error_responses(400, 404))
+async def tokenize(body: TokenizeRequest, request: Request, served: ServedModelParam, tenant: TenantParam) -> Response:
     """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
 
     They may be more than the context window takes, but texts that are far too long for it are refused.
     """
-    service.check_model(body.model)
-    tokens = await service.encoding.run(request, lambda: _token_ids(service, body, tenant))
+    served.check_model(body.model)
+    tokens = await served.encoding.run(request, lambda: _token_ids(served, body, tenant))
     note_tokens(request.scope, len(tokens))
-    told = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
-    return JSONResponse(told.model_dump())
+    answer = TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=served.llm.max_model_len)
+    return JSONResponse(answer.model_dump())
 
 
-def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int]:
-    llm, link = service.llm, body.link or LinkOptions()
+def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[int]:
+    llm, link = served.llm, body.link or LinkOptions()
     if body.text is not None:
         return list(llm.token_ids(body.text))
     how: dict[str, Any] = {"policy": link.policy, "implicit": link.implicit, "keeps": False, "tenant": tenant}

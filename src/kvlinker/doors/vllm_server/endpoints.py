@@ -22,9 +22,9 @@ from fastapi.routing import APIRoute
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.http.app import create_app
 from kvlinker.doors.http.edge.address import is_loopback
-from kvlinker.doors.http.models import Service
-from kvlinker.doors.vllm_server.diversion import Diversion
-from kvlinker.doors.vllm_server.linked_requests import LinkedRequests
+from kvlinker.doors.http.models import ServedModel
+from kvlinker.doors.vllm_server.linking_routes import LinkingRoutes
+from kvlinker.doors.vllm_server.route_override import RouteOverride
 from kvlinker.engines.vllm.adapter import load_chat_template
 from kvlinker.engines.vllm.frontend.client import VLLMClient
 from kvlinker.engines.vllm.frontend.source import VLLMSource
@@ -50,7 +50,7 @@ class KVLinkerEndpoints:
         self._running = AsyncExitStack()
 
     def attach_router(self, app: FastAPI) -> None:
-        self._diversion = Diversion(app)
+        self._diversion = RouteOverride(app)
         app.router.routes.insert(0, self._diversion)
         outer = app.router.lifespan_context
 
@@ -76,14 +76,14 @@ class KVLinkerEndpoints:
         client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
         llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
-        linked = LinkedRequests(self._diversion, llm, state.online_renderer).router
+        linked = LinkingRoutes(self._diversion, llm, state.online_renderer).router
         replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in replaced]
         app.include_router(linked)
         await self._running.enter_async_context(app.router.lifespan_context(app))
-        service: Service = app.state.service
-        prometheus_client.REGISTRY.register(service.metrics.registry)
-        self._running.callback(prometheus_client.REGISTRY.unregister, service.metrics.registry)
+        served: ServedModel = app.state.served
+        prometheus_client.REGISTRY.register(served.metrics.registry)
+        self._running.callback(prometheus_client.REGISTRY.unregister, served.metrics.registry)
         self._diversion.app = app
 
 

@@ -98,8 +98,8 @@ class AnswerEditor:
         """Return the server-sent events that are whole by now."""
         *events, rest = (self._rest + message.get("body", b"")).split(b"\n\n")
         self._rest = rest if message.get("more_body", False) else b""
-        told = b"".join(self._event(event) + b"\n\n" for event in events)
-        return told if message.get("more_body", False) else told + rest
+        sent = b"".join(self._event(event) + b"\n\n" for event in events)
+        return sent if message.get("more_body", False) else sent + rest
 
     def _event(self, event: bytes) -> bytes:
         head, mark, data = event.partition(b"data: ")

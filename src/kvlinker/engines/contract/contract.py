@@ -165,7 +165,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         """Return the engine's current load."""
         ...
 

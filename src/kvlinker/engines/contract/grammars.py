@@ -60,8 +60,8 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
 def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
     """Return the error of a grammar that answers cannot be made to follow."""
     name = _NAMES.get(grammar.kind, grammar.kind)
-    told = shortened(cause, _CAUSE_CHARACTERS)
-    return InvalidRequestError(f"This {name} cannot be enforced: {told}", param=grammar.param)
+    reason = shortened(cause, _CAUSE_CHARACTERS)
+    return InvalidRequestError(f"This {name} cannot be enforced: {reason}", param=grammar.param)
 
 
 def _check_size(grammar: AnswerGrammar, what: str, count: int, most: int) -> None:

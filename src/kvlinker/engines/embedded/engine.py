@@ -22,8 +22,8 @@ from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engines.contract.limits import RequestLimits
-from kvlinker.engines.embedded.chunks.building import ChunkBuilder
-from kvlinker.engines.embedded.chunks.loading import LinkLoader
+from kvlinker.engines.embedded.chunks.loading import PromptLoader
+from kvlinker.engines.embedded.chunks.pending import ChunkBuilder
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
 from kvlinker.engines.embedded.execution.runner import Runner
@@ -32,7 +32,7 @@ from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.generation import Generation
-from kvlinker.engines.embedded.requests.linked import Explaining, LinkedRequest
+from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
 from kvlinker.engines.embedded.scheduling.admission import Admission
@@ -46,7 +46,7 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore, Speeds
 
-L = TypeVar("L", bound=LinkedRequest)
+L = TypeVar("L", bound=PromptRequest)
 
 POOL_SHARE = 0.25
 """The share of the available memory that the pool takes."""
@@ -80,7 +80,7 @@ class EmbeddedEngine:
     """``Engine`` over one model in this process. See ``kvlinker.engines.contract.contract`` for the contract.
 
     A request is checked (``RequestLimits``) and enters the scheduler, which has its chunks' KV fetched in another
-    thread (``LinkLoader``). Then the engine's thread (``EngineLoop``) computes it step by step.
+    thread (``PromptLoader``). Then the engine's thread (``EngineLoop``) computes it step by step.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EmbeddedEngine:
             )
         self._scheduler = Scheduler(
             SequenceSlots(slots, keeps_prefixes=keeps_prefixes, spill=spill),
-            lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
+            lambda request: self._loaders.submit(self._links.load, cast(PromptRequest, request)),
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
             admission=Admission(throughput.seconds, max_waiting=settings.max_waiting, slo_ttft=settings.slo_ttft),
@@ -141,7 +141,7 @@ class EmbeddedEngine:
         builder = None
         if variants is not None:
             builder = VariantBuilder(loaded, variants, self._scheduler, self._background.submit, longest=longest)
-        self._links = LinkLoader(
+        self._links = PromptLoader(
             loaded,
             store,
             self._scheduler,
@@ -238,7 +238,7 @@ class EmbeddedEngine:
             WholeScoring(tokens, self._runner.head, first=first, top=top, tenant=tenant)
         ).future
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         return EngineLoad(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
@@ -261,7 +261,7 @@ class EmbeddedEngine:
         request.chunk_bytes = self._links.sizes(request.request.prompt.chunks, request.tenant)
         return self._scheduler.enter(request)
 
-    def _note_use(self, request: LinkedRequest) -> None:
+    def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None
         self._background.submit(self._links.note_use, request.request, request.link, request.refinement)
 

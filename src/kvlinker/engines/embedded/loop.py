@@ -16,7 +16,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
-from kvlinker.engines.embedded.requests.request import Ending, Request, State
+from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler, Step
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -98,7 +98,7 @@ class EngineLoop:
         self._throughput.note(step.batch, self._clock() - begin)
         self._tell_cancelled()
         for request in step.requests:
-            if request.state is State.RUNNING:
+            if request.state is RequestState.RUNNING:
                 self._go_on(request, result)
 
     def _go_on(self, request: Request, result: StepResult) -> None:

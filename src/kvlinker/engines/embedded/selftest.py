@@ -4,7 +4,6 @@ check``."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
-from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.engines.contract.selftest import CHUNK, GARBAGE, PROMPT_TOKENS, SCATTERED, TOLERANCE, SelfTestCheck
+from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import LayerShape, context_window, trace_layers
@@ -25,21 +25,11 @@ from kvlinker.engines.embedded.model.rotary import RotatedKeys
 from kvlinker.linking.plan import Range
 from kvlinker.store.chunk_kv import ChunkKV, changed
 
-PROMPT_TOKENS = 96
-SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
-"""Ranges that the recomputation check overwrites with garbage; the last one ends the prompt."""
-
-CHUNK = (23, 80)
-"""The range that is linked where it was computed."""
-
 CHUNKS = ((23, 40), (40, 61), (66, 80))
 """The ranges that are computed alone, and linked."""
 
 BEHIND = PROMPT_TOKENS - CHUNK[1]
 """The tokens behind the chunks, whose logits are compared."""
-
-TOLERANCE = 1e-4
-"""Largest ‖ours − model's‖ / ‖model's‖ that passes, both computed in fp32."""
 
 OF_PLACE = ("relocate", "move", "far")
 """The checks that fail where a model computes something else further on in a text."""
@@ -49,21 +39,7 @@ ANGLE_ROUNDING = 2.0**-23
 from the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check's verdict; ``error`` is relative: ‖ours − expected‖ / ‖expected‖."""
-
-    name: str
-    meaning: str
-    error: float
-    allowed: float = TOLERANCE
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.allowed  # false for NaN
-
-
-def self_test(model: Any) -> tuple[Check, ...]:
+def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
     """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of
     96 tokens.
 
@@ -86,7 +62,7 @@ def self_test(model: Any) -> tuple[Check, ...]:
     return tuple(checks)
 
 
-def refusal_after(model: Any, checks: Sequence[Check]) -> UnsupportedModelError | None:
+def refusal_after(model: Any, checks: Sequence[SelfTestCheck]) -> UnsupportedModelError | None:
     """Return the error, with the figures, that refuses a model after these checks; None where all
     passed."""
     failed = checks[-1]
@@ -108,7 +84,7 @@ def require_exact(model: Any) -> None:
         raise error
 
 
-def _checks(subject: _Subject) -> Iterator[Check]:
+def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     tokens = subject.tokens
     oracle = subject.oracle()
     expected = oracle.logits
@@ -116,29 +92,29 @@ def _checks(subject: _Subject) -> Iterator[Check]:
     capture = Capture(subject.layers, [CHUNK], dtype=torch.float32)
 
     whole = subject.computed(runner, [(0, len(tokens))], capture=capture)
-    yield Check("prefill", "a prompt computed at once", _error(whole, expected))
+    yield SelfTestCheck("prefill", "a prompt computed at once", _error(whole, expected))
 
     for begin, end in SCATTERED:
         _spoil(runner.pool, begin, end)
     again = subject.computed(runner, SCATTERED)
-    yield Check("recompute", "scattered tokens computed again over garbage", _error(again, expected))
+    yield SelfTestCheck("recompute", "scattered tokens computed again over garbage", _error(again, expected))
 
     (chunk,) = capture.finish()
     linked = subject.linked(runner, {CHUNK: chunk})
-    yield Check("link", "a chunk's stored KV attended to at its position", _error(linked, expected))
+    yield SelfTestCheck("link", "a chunk's stored KV attended to at its position", _error(linked, expected))
 
     rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
     relative = max(rotary.relative_error(subject.window) for rotary in rotaries)
     rounding = subject.window * ANGLE_ROUNDING
     meaning = f"rotary embedding depends on distances alone, over {subject.window:,} positions"
-    yield Check("relocate", meaning, relative, TOLERANCE + rounding)
+    yield SelfTestCheck("relocate", meaning, relative, TOLERANCE + rounding)
 
     linked = subject.linked(runner, subject.alone(runner))
     further = max(subject.window - len(tokens), 0)
     there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
     here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
-    yield Check("move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here)
-    yield Check("far", f"the same, {further:,} positions further on", there)
+    yield SelfTestCheck("move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here)
+    yield SelfTestCheck("far", f"the same, {further:,} positions further on", there)
 
 
 class _Subject:
@@ -163,15 +139,15 @@ class _Subject:
     def alone(self, runner: Runner) -> dict[Range, ChunkKV]:
         """Return the KV of CHUNKS, each computed from position 0 on."""
         captures: dict[Range, Capture] = {}
-        sights: dict[object, Sight] = {}
+        visible_kv: dict[object, VisibleKV] = {}
         runs = []
         for chunk in CHUNKS:
             begin, end = chunk
             own = np.arange(end - begin)
             captures[chunk] = Capture(self.layers, [(0, len(own))], dtype=torch.float32)
-            sights[chunk] = Sight((), (SlotSpan(begin, len(own)),), own, OwnTokens(own, ()))
+            visible_kv[chunk] = VisibleKV((), (SlotSpan(begin, len(own)),), own, OwnTokens(own, ()))
             runs.append(Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk))
-        runner.step(Batch(tuple(runs), sights))
+        runner.step(Batch(tuple(runs), visible_kv))
         return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
 
     def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
@@ -198,13 +174,13 @@ class _Subject:
         chunks, when all are computed. Position p lies in slot p, but for tokens behind a shared
         chunk."""
         own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
-        sight = Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
+        visible = VisibleKV(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
         found = []
         for begin, end in runs:
             slots = np.searchsorted(own, np.arange(begin, end))
             wants_logits = end > PROMPT_TOKENS - BEHIND
             found.append(Run(slots, begin, self.tokens[begin:end], wants_logits, capture))
-        batch = Batch(tuple(found), {None: sight})
+        batch = Batch(tuple(found), {None: visible})
         seen: list[Tensor] = []
         handle = self._model.register_forward_hook(lambda model, args, output: seen.append(output.logits[0].float()))
         try:
@@ -216,7 +192,7 @@ class _Subject:
 
 def _spoil(pool: KVPool, begin: int, end: int) -> None:
     for tensor in (*pool.keys, *pool.values):
-        tensor[:, begin:end] = 100.0
+        tensor[:, begin:end] = GARBAGE
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:

@@ -26,8 +26,8 @@ from kvlinker.engines.vllm.adapter import (
 from kvlinker.engines.vllm.options import REFUSAL_FILE, ConnectorOptions, connector_settings
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.steps import StepReport, StepTransfers
-from kvlinker.engines.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
-from kvlinker.engines.vllm.worker.linking_worker import LinkingWorker, WorkerResults
+from kvlinker.engines.vllm.scheduler.transfer_scheduler import StepLimits, TransferScheduler
+from kvlinker.engines.vllm.worker.transfer_worker import TransferWorker, WorkerResults
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
 from kvlinker.store.format.encryption import Sealing, load_cipher
 
@@ -83,12 +83,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
             sealing=Sealing(load_cipher(settings.encryption_key)),
             pinned=is_worker and torch.cuda.is_available(),
         )
-        self._scheduler: LinkingScheduler | None = None
+        self._scheduler: TransferScheduler | None = None
         if not is_worker:
             end_with_parent()
             signer = PlanSigner.of(settings.state_dir)
-            self._scheduler = LinkingScheduler(limits=self._limits, signer=signer, is_stored=self._chunks.contains)
-        self._worker: LinkingWorker | None = None
+            self._scheduler = TransferScheduler(limits=self._limits, signer=signer, is_stored=self._chunks.contains)
+        self._worker: TransferWorker | None = None
         self._report = StepReport()
         self._results = WorkerResults()
 
@@ -139,7 +139,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         return False, self._scheduling.finished(request.request_id)
 
     @property
-    def _scheduling(self) -> LinkingScheduler:
+    def _scheduling(self) -> TransferScheduler:
         assert self._scheduler is not None, "vLLM calls the scheduler's methods of a worker's connector"
         return self._scheduler
 
@@ -148,7 +148,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the worker's side. Raises UnsupportedModelError for a model that cannot be linked."""
         try:
-            self._worker = LinkingWorker(
+            self._worker = TransferWorker(
                 bind_caller(),
                 self._chunks,
                 pass_tokens=self._limits.step_tokens,

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.engines.vllm.scheduler.link_throttle import SLOWDOWN
+from kvlinker.engines.vllm.scheduler.transfer_throttle import SLOWDOWN
 from kvlinker.settings import Settings, read_settings
 
 REFUSAL_FILE = "refusal_file"

@@ -116,10 +116,10 @@ def _tool_call(value: Mapping[str, Any]) -> ToolCall:
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError(f"no call of a function: {value!r}")
-    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    for text in (name, told):
+    encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    for text in (name, encoded):
         text.encode()  # halves of surrogate pairs, which escapes can spell, are no text
-    return ToolCall(_new_call_id(), name, told)
+    return ToolCall(_new_call_id(), name, encoded)
 
 
 def _new_call_id() -> str:

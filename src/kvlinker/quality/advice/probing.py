@@ -29,7 +29,7 @@ from kvlinker.quality.advice.recommendation import TierFigures
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import TENANT, Workload, cache_chunks, first_token, greedy_request
 from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, Tier, load_cipher
@@ -80,7 +80,7 @@ class Delivery:
 
 
 def advise(
-    subject: Subject,
+    subject: MeasuredModel,
     settings: Settings,
     policy: str,
     *,

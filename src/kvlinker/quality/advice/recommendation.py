@@ -122,10 +122,10 @@ def _ways_out(by_price: Sequence[TierFigures]) -> list[str]:
 
 
 def _added(tier: TierFigures) -> str:
-    told = f"{1e3 * tier.added_seconds:.0f} ms"
+    text = f"{1e3 * tier.added_seconds:.0f} ms"
     if tier.overlaps:
-        return told
+        return text
     return (
-        f"{told} (reading keeps a processor busy for {tier.busy_percent:.0f}% of that time, and so comes before the "
+        f"{text} (reading keeps a processor busy for {tier.busy_percent:.0f}% of that time, and so comes before the "
         "computation)"
     )

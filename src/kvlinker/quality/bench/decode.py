@@ -32,7 +32,7 @@ from kvlinker.quality.bench.harness.measurement import (
     transformers_decode_step,
 )
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
 COLUMNS = ("case", "system", "ms_per_step", "ratio")
@@ -73,7 +73,7 @@ def decode(
 
 
 def run_decode(
-    subjects: Mapping[str, Subject],
+    subjects: Mapping[str, MeasuredModel],
     batches: Sequence[int],
     workload: Workload,
     *,
@@ -117,7 +117,7 @@ def decode_case(batch: int, workload: Workload) -> str:
     return f"{batch} × {workload.fresh_tokens}"
 
 
-def _in_kvlinker(subject: Subject, prompts: Batches, policy: str, steps: int) -> dict[int, float]:
+def _in_kvlinker(subject: MeasuredModel, prompts: Batches, policy: str, steps: int) -> dict[int, float]:
     """Return the seconds of a step by batch size, from an engine that is started for it."""
     slots = max(size * (len(batch[0]) + steps + START_TOKENS) for size, batch in prompts.items())
     with subject.llm(kv_slots=slots) as llm:

@@ -94,7 +94,7 @@ def load(
         patience=patience,
         seed=seed,
     )
-    told = {
+    settings_shown = {
         "traffic": traffic,
         "requests": requests,
         "library": library,
@@ -115,7 +115,7 @@ def load(
         measured = run_load(
             competitors, lambda _: nullcontext(Server(url)), plan, api_key=api_key, progress=setup.progress
         )
-        told = {"model": f"served at {place}", "dtype": "unknown", **told}
+        settings_shown = {"model": f"served at {place}", "dtype": "unknown", **settings_shown}
     else:
         engines = [EMBEDDED, VLLM] if setup.settings.engine == VLLM else [EMBEDDED]
         named = competing_policies(policies or POLICIES)
@@ -123,13 +123,18 @@ def load(
         with model_to_serve(setup.settings, setup.shape) as settings:
             measured = run_load(competitors, starting(settings), plan, progress=setup.progress)
         dtype = str(choose_dtype(setup.settings.dtype, device)).removeprefix("torch.")
-        told = {"model": setup.shape or settings.served_name, "dtype": dtype, **told, "audit": settings.audit}
+        settings_shown = {
+            "model": setup.shape or settings.served_name,
+            "dtype": dtype,
+            **settings_shown,
+            "audit": settings.audit,
+        }
 
     return Report(
         command=setup.command,
         machine=describe_machine(device),
         versions=versions(),
-        settings=told,
+        settings=settings_shown,
         rows=measured.rows,
         columns=[column for column in COLUMNS if any(row[column] is not None for row in measured.rows)],
         warnings=measured.warnings,

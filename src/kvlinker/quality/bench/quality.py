@@ -24,7 +24,7 @@ from kvlinker.quality.bench.harness.benchmark import (
     names,
 )
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
@@ -208,10 +208,10 @@ def quality(
 
 
 def run_quality(
-    subject: Subject,
+    subject: MeasuredModel,
     settings: Settings,
     options: QualityOptions,
-    others: Mapping[str, Subject] = MappingProxyType({}),
+    others: Mapping[str, MeasuredModel] = MappingProxyType({}),
     *,
     progress: Progress = silent,
 ) -> Quality:

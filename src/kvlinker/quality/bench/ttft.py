@@ -35,7 +35,7 @@ from kvlinker.quality.bench.harness.measurement import (
     matmul_rate,
 )
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
 from kvlinker.quality.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.quality.progress import Progress, silent
@@ -132,7 +132,7 @@ def ttft(
 
 
 def run_ttft(
-    subject: Subject,
+    subject: MeasuredModel,
     workloads: Sequence[Workload],
     policies: Sequence[str],
     *,
@@ -177,7 +177,7 @@ def run_ttft(
             taken = in_turn(
                 competitors,
                 repeat=repeat,
-                what=partial(_told, len(prompt)),
+                what=partial(_step_name, len(prompt)),
                 progress=progress,
             )
             rows += _rows(
@@ -194,7 +194,7 @@ def run_ttft(
     return replace(report, columns=COLUMNS)
 
 
-def _told(tokens: int, competitor: tuple[str, str]) -> str:
+def _step_name(tokens: int, competitor: tuple[str, str]) -> str:
     system, policy = competitor
     return f"{policy} ({system}), {tokens} tokens"
 
@@ -212,7 +212,7 @@ def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class FirstTokenTime:
     """Holds one time to first token in seconds, and the parts that make it up."""
 
     ttft: float
@@ -223,7 +223,7 @@ def _rows(
     engine: EmbeddedEngine,
     workload: Workload,
     prompt: Prompt,
-    taken: Mapping[tuple[str, str], Sequence[Measurement]],
+    taken: Mapping[tuple[str, str], Sequence[FirstTokenTime]],
     *,
     tier: str,
     kv_bytes_per_token: int,
@@ -265,12 +265,12 @@ def policy_measurement(
     policy: str,
     *,
     before: Callable[[], object] | None = None,
-) -> Callable[[], Measurement]:
+) -> Callable[[], FirstTokenTime]:
     """Return what measures one time to first token with its parts, behind ``before``; the engine must be idle
     otherwise."""
     from kvlinker.engines.embedded.execution.forward_pass import Profile
 
-    def measure() -> Measurement:
+    def measure() -> FirstTokenTime:
         if before is not None:
             before()
         profile = Profile()
@@ -283,7 +283,7 @@ def policy_measurement(
                 handle.remove()
             engine.runner.profile = None
         parts = dict(profile.seconds) | {"load": measured.timing.load}
-        return Measurement(measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())})
+        return FirstTokenTime(measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())})
 
     return measure
 
@@ -293,7 +293,7 @@ def _forget_files(state_dir: Path) -> None:
     drop_from_page_cache(chunk_files(state_dir))
 
 
-def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:
+def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> FirstTokenTime:
     """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
     import torch
 
@@ -304,7 +304,7 @@ def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:
         begin = time.perf_counter()
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         output.logits.argmax().item()
-        return Measurement(time.perf_counter() - begin, {})
+        return FirstTokenTime(time.perf_counter() - begin, {})
 
 
 def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:

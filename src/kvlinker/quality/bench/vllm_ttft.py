@@ -19,7 +19,7 @@ from kvlinker.engines.contract.contract import Failed, GenerationEvent
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import (
-    FirstToken,
+    FirstTokenAnswer,
     Workload,
     cache_chunks,
     first_token,
@@ -27,7 +27,7 @@ from kvlinker.quality.bench.harness.measurement import (
     in_turn,
 )
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, load_settings
 
@@ -72,7 +72,7 @@ class _Gaps(NamedTuple):
 
 
 def run_vllm_ttft(
-    subject: Subject,
+    subject: MeasuredModel,
     settings: Settings,
     workloads: Sequence[Workload],
     policies: Sequence[str],
@@ -120,7 +120,7 @@ def run_vllm_ttft(
 
 
 def _small_steps(
-    subject: Subject,
+    subject: MeasuredModel,
     settings: Settings,
     workloads: Sequence[Workload],
     rows: Sequence[Row],
@@ -151,7 +151,7 @@ def _small_steps(
 
 
 @contextmanager
-def _vllm(subject: Subject, settings: Settings, window: int, tier: str) -> Iterator[LLM]:
+def _vllm(subject: MeasuredModel, settings: Settings, window: int, tier: str) -> Iterator[LLM]:
     """Run the subject's weights in vLLM, with a store of its own whose chunks lie in the tier."""
     from kvlinker.llm import LLM
 
@@ -185,9 +185,9 @@ def _row(
 ) -> Row:
     """Make the row of a case; ``recomputed`` and ``gaps`` are None where they were not measured."""
     full = medians.get("full")
-    told: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
+    times: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
     if gaps is not None:
-        told = dict(zip(told, (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)), strict=True))
+        times = dict(zip(times, (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)), strict=True))
     return {
         "policy": policy,
         "engine": "vllm",
@@ -198,7 +198,7 @@ def _row(
         "ttft_ms": 1e3 * medians[policy],
         "speedup": None if full is None else full / medians[policy],
         "recomputed_tokens": recomputed,
-        **told,
+        **times,
     }
 
 
@@ -223,13 +223,13 @@ def _gaps(llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progre
     )
 
 
-def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstToken:
+def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstTokenAnswer:
     """Answer the prompt in full, with what vLLM's prefix cache holds after it answered ``before`` in full."""
     _alone(llm, before, "full")
     return first_token(llm.engine, prompt, "full")
 
 
-def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstToken:
+def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstTokenAnswer:
     """Answer the prompt with nothing beside it."""
     _forget(llm)
     return first_token(llm.engine, prompt, policy)

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.model_files import read_model
-from kvlinker.engines.embedded.selftest import Check, self_test
+from kvlinker.engines.contract.selftest import SelfTestCheck
+from kvlinker.engines.embedded.selftest import self_test
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.quality.bench.harness.subject import Subject, make_subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel, make_subject
 from kvlinker.quality.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.service.audit.certificate import Agreement, Certificate
@@ -107,7 +108,7 @@ def audit_own_chunks(llm: LLM, options: CertifyOptions, *, progress: Progress = 
 
     ``llm`` audits all of its answers. Prompts that do not fit the model's window are left out.
     """
-    assert llm.oversight.auditor is not None
+    assert llm.policy_manager.auditor is not None
     draw = random.Random(options.seed)
     caches = [*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED)]
     if len(caches) < 2:
@@ -120,8 +121,8 @@ def audit_own_chunks(llm: LLM, options: CertifyOptions, *, progress: Progress = 
             llm.chat_completion([{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0)
         except ContextLengthError:
             continue
-        llm.oversight.auditor.wait(COMPARED_SECONDS)
-    tally = llm.oversight.auditor.figures.by_policy(DEFAULT_TENANT).get(llm.default_policy().name)
+        llm.policy_manager.auditor.wait(COMPARED_SECONDS)
+    tally = llm.policy_manager.auditor.figures.by_policy(DEFAULT_TENANT).get(llm.default_policy().name)
     return agreement(0, 0) if tally is None else agreement(tally.agreeing, tally.samples)
 
 
@@ -145,10 +146,10 @@ def _audited(settings: Settings, policy: str) -> Settings:
 
 
 def _certificate(
-    subject: Subject,
+    subject: MeasuredModel,
     quality: Quality,
     options: CertifyOptions,
-    checks: Sequence[Check],
+    checks: Sequence[SelfTestCheck],
     tasks: Mapping[str, Agreement],
     fingerprint: str,
 ) -> Certificate:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.evaluation.examples import (
-    Answered,
     Deviation,
     Example,
+    ExampleAnswer,
     ExampleResults,
     Result,
     Scored,
@@ -119,5 +119,5 @@ class Journal:
 
 def _result(fields: dict[str, Any]) -> Result:
     inside = fields.pop("deviation")
-    kind = Scored if "loss" in fields else Answered
+    kind = Scored if "loss" in fields else ExampleAnswer
     return kind(**fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"])))

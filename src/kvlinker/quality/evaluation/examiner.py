@@ -20,10 +20,10 @@ from kvlinker.llm import LLM, Answer, ContentPart, Message
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.examples import (
     REFERENCE,
-    Answered,
     Continuation,
     Deviation,
     Example,
+    ExampleAnswer,
     ExampleResults,
     Question,
     Result,
@@ -269,7 +269,7 @@ class QuestionTrial:
 
     def run(self, policy: str | Policy) -> PolicyRun:
         answer = self.ask(policy)
-        return PolicyRun(answer.usage, (answer.first_token,), partial(Answered, text=answer.text))
+        return PolicyRun(answer.usage, (answer.first_token,), partial(ExampleAnswer, text=answer.text))
 
     def ask(self, policy: str | Policy) -> GreedyAnswer:
         """Return the answer under a policy."""

@@ -122,7 +122,7 @@ class _Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(_Result):
+class ExampleAnswer(_Result):
     """Holds a question's answer; its first token is what is compared with full's."""
 
     text: str
@@ -136,7 +136,7 @@ class Scored(_Result):
     """The mean loss in nats per token."""
 
 
-Result = Answered | Scored
+Result = ExampleAnswer | Scored
 """The result of one policy on one example."""
 
 ExampleResults = tuple[Result, ...] | Skipped

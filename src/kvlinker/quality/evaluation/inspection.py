@@ -107,7 +107,7 @@ class EngineInspector:
     def _wait_until_idle(self) -> None:
         """Wait until no request holds slots, which are freed shortly after a request's last event."""
         deadline = time.monotonic() + IDLE_WITHIN
-        while self._llm.load().slots_used:
+        while self._llm.current_load().slots_used:
             if time.monotonic() > deadline:
                 raise InvalidRequestError("Deviations can only be measured while no other request runs.")
             time.sleep(0.001)

@@ -30,7 +30,7 @@ FRAMEWORKS = {
 version or another, and the name in it."""
 
 
-class Joined(NamedTuple):
+class JoinedPrompt(NamedTuple):
     """Passages and a question in one text."""
 
     text: str
@@ -49,7 +49,7 @@ class Template:
     between: str = "\n\n"
     """Stands between two passages."""
 
-    def join(self, passages: Sequence[str], question: str) -> Joined:
+    def join(self, passages: Sequence[str], question: str) -> JoinedPrompt:
         """Join the passages, without white space around them."""
         before, behind = self.text.split("{context}")
         text, spans = before.replace("{question}", question), []
@@ -57,7 +57,7 @@ class Template:
             text += self.between if index else ""
             spans.append((len(text), len(text) + len(passage.strip())))
             text += passage.strip()
-        return Joined(text + behind.replace("{question}", question), tuple(spans))
+        return JoinedPrompt(text + behind.replace("{question}", question), tuple(spans))
 
 
 def find_template(name: str) -> Template:
@@ -107,7 +107,7 @@ class Recognised(NamedTuple):
     """The number of passages that are one mark each, from their first character to their last."""
 
 
-def recognise(recognizer: Recognizer, joined: Joined, *, tenant: str) -> Recognised:
+def recognise(recognizer: Recognizer, joined: JoinedPrompt, *, tenant: str) -> Recognised:
     """Have a text read, and compare what is marked with the passages in it."""
     (message,) = recognizer.mark([ChatMessage("user", (joined.text,))], tenant=tenant)
     marks: list[Span] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvlinker.quality.evaluation.examples import REFERENCE, Answered, Example, Question, Result
+from kvlinker.quality.evaluation.examples import REFERENCE, Example, ExampleAnswer, Question, Result
 from kvlinker.quality.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.service.audit.statistics import Interval
@@ -65,7 +65,7 @@ def task_scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: 
 
 def main_score(example: Example, result: Result) -> float:
     """Score one result by the metric that its task is usually measured by."""
-    if isinstance(result, Answered):
+    if isinstance(result, ExampleAnswer):
         assert isinstance(example, Question)
         return best_score(METRICS[example.metric], result.text, example.answers)
     return result.loss
@@ -106,9 +106,9 @@ def _values(group: Sequence[_ByPolicy], policy: str) -> dict[str, list[float]]:
 def _measures(example: Example, result: Result, full: Result) -> dict[str, float]:
     """Measure one result by every metric."""
     measures: dict[str, float] = {}
-    if isinstance(result, Answered):
+    if isinstance(result, ExampleAnswer):
         assert isinstance(example, Question)
-        assert isinstance(full, Answered)
+        assert isinstance(full, ExampleAnswer)
         for name, metric in METRICS.items():
             measures[name] = best_score(metric, result.text, example.answers)
         for name, metric in VERSUS_FULL.items():

@@ -112,19 +112,19 @@ class AuditMemory:
                     FORMAT_VERSION,
                 )
                 return
-            told = _CONTENTS.validate_python(content)
+            contents = _CONTENTS.validate_python(content)
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("The audit begins anew, for %s cannot be read: %s", self._path, error)
             return
-        if (told.version, told.fingerprint) != (FORMAT_VERSION, self._fingerprint):
+        if (contents.version, contents.fingerprint) != (FORMAT_VERSION, self._fingerprint):
             logger.warning("The audit begins anew, for %s is another version's, or another model's.", self._path)
             return
-        self._figures.restore(told.figures)
-        if self._controller is None or told.controller is None:
+        self._figures.restore(contents.figures)
+        if self._controller is None or contents.controller is None:
             return
-        if not self._controller.restore(told.controller):
+        if not self._controller.restore(contents.controller):
             logger.warning("The default policy begins as it is set: its ladder or its target was another one before.")
 
     def _content(self) -> str:

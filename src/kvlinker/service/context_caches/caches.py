@@ -21,8 +21,8 @@ from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches.creation import Creation, Metadata
+from kvlinker.service.context_caches.maintenance import Maintenance
 from kvlinker.service.context_caches.texts import ChunkTexts
-from kvlinker.service.context_caches.upkeep import Upkeep
 from kvlinker.store import (
     UNCHANGED,
     Catalog,
@@ -83,7 +83,7 @@ class ContextCaches:
         self._store = store
         self._texts = texts
         self._limits = Limits(quotas, store.largest_budget_bytes // 2, implicit_caches)
-        self._upkeep = Upkeep(catalog, store, texts)
+        self._maintenance = Maintenance(catalog, store, texts)
         self._creation = Creation(
             model=model,
             builder=builder,
@@ -91,7 +91,7 @@ class ContextCaches:
             catalog=catalog,
             texts=texts,
             limits=self._limits,
-            upkeep=self._upkeep,
+            maintenance=self._maintenance,
             events=events,
         )
         catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
@@ -242,7 +242,7 @@ class ContextCaches:
         )
         self._catalog.persist()
         if pinned is not UNCHANGED:
-            self._upkeep.pin()
+            self._maintenance.pin()
         return updated
 
     def delete(self, cache_id: str, *, tenant: str, admin: bool = False) -> None:
@@ -253,7 +253,7 @@ class ContextCaches:
         owner = self._writable(cache_id, tenant, admin)
         released = self._catalog.delete(cache_id, owner, time.time())
         self._catalog.persist()
-        self._upkeep.drop(released)
+        self._maintenance.drop(released)
 
     def delete_matching(
         self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
@@ -273,7 +273,7 @@ class ContextCaches:
                 scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
             )
             self._catalog.persist()
-            self._upkeep.drop(released)
+            self._maintenance.drop(released)
             deleted += count
             if count < DELETED_AT_ONCE:
                 return deleted
@@ -281,9 +281,9 @@ class ContextCaches:
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Also takes over what other processes on this catalog did, as ``Upkeep.sweep`` tells.
+        Also takes over what other processes on this catalog did, as ``Maintenance.sweep`` tells.
         """
-        return self._upkeep.sweep()
+        return self._maintenance.sweep()
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
         """Tell what the tenant, or the shared corpus, has, and how much it may have."""

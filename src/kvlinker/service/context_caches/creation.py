@@ -16,8 +16,8 @@ from kvlinker.base.types.limits import MAX_CHUNKS
 from kvlinker.base.types.tenants import SHARED_TENANT, UNLIMITED
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.context_caches.maintenance import Maintenance
 from kvlinker.service.context_caches.texts import ChunkTexts
-from kvlinker.service.context_caches.upkeep import Upkeep
 from kvlinker.store import Catalog, ContextCache, Limits, Room, StoreError, new_context_cache_id
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
@@ -36,7 +36,7 @@ class Creation:
         catalog: Catalog,
         texts: ChunkTexts,
         limits: Limits,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         events: Events,
     ) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class Creation:
         self._catalog = catalog
         self._texts = texts
         self._limits = limits
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self._events = events
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
 
@@ -82,11 +82,11 @@ class Creation:
             self._catalog.check_room(records, self._limits, now=created)
         entered: Future[tuple[ContextCache, ...]] = Future()
         keys = [record.chunk_key for record in records]
-        self._upkeep.spare(keys)
+        self._maintenance.spare(keys)
         try:
             computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
         except BaseException:
-            self._upkeep.spare_no_longer(keys)
+            self._maintenance.spare_no_longer(keys)
             raise
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
@@ -151,7 +151,7 @@ class Creation:
         try:
             self._writer.submit(self._enter, computed, records, entered)
         except BaseException as error:
-            self._upkeep.spare_no_longer([record.chunk_key for record in records])
+            self._maintenance.spare_no_longer([record.chunk_key for record in records])
             entered.set_exception(error)
 
     def _enter(
@@ -163,24 +163,24 @@ class Creation:
                 computed.result()
                 room = self._catalog.add(records, self._limits, now=time.time())
             finally:
-                self._upkeep.spare_no_longer(keys)
+                self._maintenance.spare_no_longer(keys)
             self._catalog.persist()
             self._drop(room)
             if records[0].pinned:
-                self._upkeep.pin()
+                self._maintenance.pin()
             with suppress(StoreError):  # the next sweep catches up
                 self._texts.index({record.chunk_key: record.chunk for record in records})
             entered.set_result(records)
         except BaseException as error:
             try:
                 with suppress(StoreError):
-                    self._upkeep.drop(keys)
+                    self._maintenance.drop(keys)
             finally:
                 entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:
         """Delete the KV of chunks that the catalog gave up for others, and tell how many context caches went."""
-        self._upkeep.drop(room.released)
+        self._maintenance.drop(room.released)
         if room.evicted:
             self._events.publish(ImplicitEvicted(room.evicted))
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit.known import KnownTexts, Span
-from kvlinker.service.implicit.sights import LEAST_CHARACTERS, RecentDigests, Sights, Unit, units_of
+from kvlinker.service.implicit.seen_lines import LEAST_CHARACTERS, Line, RecentDigests, SeenLines, units_of
 from kvlinker.service.implicit.windows import WINDOW, WindowHash
 from kvlinker.store import Catalog
 
@@ -85,7 +85,7 @@ class _TenantTexts:
     def __init__(self, windows: WindowHash) -> None:
         self.lock = threading.Lock()
         self.known = KnownTexts(windows)
-        self.sights = Sights()
+        self.seen_lines = SeenLines()
         self.beginnings = RecentDigests(MOST_BEGINNINGS)
         """The SHA-256 of prompts up to the ends of lines."""
 
@@ -95,7 +95,7 @@ class _TenantTexts:
     def remember(self, reading: _Reading) -> None:
         """Remember what a prompt brought, once it is read: it does not come again within itself."""
         for units in reading.fresh:
-            self.sights.note(units)
+            self.seen_lines.note(units)
         self.beginnings.add(reading.beginnings)
 
 
@@ -103,7 +103,7 @@ class _Reading:
     """Reads one prompt, message by message."""
 
     def __init__(self, texts: _TenantTexts) -> None:
-        self.fresh: list[list[Unit]] = []
+        self.fresh: list[list[Line]] = []
         """The units behind what began as an earlier prompt did, in rows."""
 
         self.beginnings: list[bytes] = []
@@ -143,7 +143,7 @@ class _Reading:
                 self.beginnings.append(beginning)
                 if beginning not in self._texts.beginnings:
                     new.append(unit)
-            passages += self._texts.sights.seen(new)
+            passages += self._texts.seen_lines.seen(new)
             self.fresh.append(new)
             self._read(text[end:behind])
             end = behind

@@ -67,7 +67,7 @@ class FileSource:
         return part
 
 
-class AheadSource:
+class ReadAheadSource:
     """Bytes behind a slow connection, read by one thread at a time.
 
     Each round trip fetches more than was asked for, up to a multiple of ``ahead_bytes``, since the next read usually

@@ -44,7 +44,7 @@ class LoadTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TimedRead:
     """One read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance counter, and the
     ``busy`` seconds of the thread."""
 
@@ -84,7 +84,7 @@ class Bandwidths:
             self._speeds.note(self._name(tier), [self._averaged(tier, nbytes / seconds), busy])
             self._measured_at[tier] = time.monotonic()
 
-    def note_reads(self, tier: str, reads: Sequence[Read]) -> None:
+    def note_reads(self, tier: str, reads: Sequence[TimedRead]) -> None:
         """Record the reads of several threads: their bytes arrived during the time in which at least one of them was
         reading."""
         seconds, reached = 0.0, float("-inf")

@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvlinker.base.threads import compute_serially
-from kvlinker.store.loading.bandwidths import Bandwidths, Read
+from kvlinker.store.loading.bandwidths import Bandwidths, TimedRead
 from kvlinker.store.loading.prompt_load import ChunkLoad, PromptLoad, Urgency
-from kvlinker.store.loading.reading import Form, Found, Reading, ReadLayer, Turn
+from kvlinker.store.loading.reading import ChunkRead, Form, Found, ReadLayer, ReadTurn
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class LayerLoader:
         self._form = form
         self._clock = clock
         self._lock = threading.Lock()  # guards all that follows
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, ChunkRead] = {}
         self._prompts: set[PromptLoad] = set()
-        self._reads: defaultdict[str, list[Read]] = defaultdict(list)  # by tier, not yet noted
+        self._reads: defaultdict[str, list[TimedRead]] = defaultdict(list)  # by tier, not yet noted
         self._turns = itertools.count()
         self._threads: set[threading.Thread] = set()
         self._abandoned: set[threading.Thread] = set()
@@ -71,10 +71,10 @@ class LayerLoader:
         prompt = PromptLoad(chunks, urgency, self._clock)
         with self._lock:
             if not self._closed:
-                turn = Turn(ahead, next(self._turns))
+                turn = ReadTurn(ahead, next(self._turns))
                 self._prompts.add(prompt)
                 for chunk in chunks:
-                    self._readings.setdefault(chunk.key, Reading(chunk, turn, self._form)).join(chunk, prompt, turn)
+                    self._readings.setdefault(chunk.key, ChunkRead(chunk, turn, self._form)).join(chunk, prompt, turn)
                 self._start_threads()
         if self._closed:
             prompt.expire()
@@ -113,7 +113,7 @@ class LayerLoader:
         while (reading := self._next()) is not None:
             self._hand_out(reading, *reading.advance())
 
-    def _next(self) -> Reading | None:
+    def _next(self) -> ChunkRead | None:
         """Return the chunk to go on with; None where this thread is to end, because it finds none or was abandoned."""
         me = threading.current_thread()
         with self._lock:
@@ -130,7 +130,7 @@ class LayerLoader:
                 self._start_threads()  # there may be too few, where too many hung
             return None
 
-    def _hand_out(self, reading: Reading, found: Found, read: Read) -> None:
+    def _hand_out(self, reading: ChunkRead, found: Found, read: TimedRead) -> None:
         """Give what was read to all prompts that want it, and end the reading with the last of it; the prompts of one
         that has been removed meanwhile have ended already."""
         with self._lock:
@@ -189,7 +189,7 @@ class LayerLoader:
                 prompt.expire()
             self._settle(late.union(prompt for reading in hung for _, prompt in reading.takers))
 
-    def _replace_thread(self, reading: Reading) -> None:
+    def _replace_thread(self, reading: ChunkRead) -> None:
         """Abandon the thread of a hanging read, which ends when its read does, and start another; the lock is held."""
         assert reading.thread is not None
         self._threads.discard(reading.thread)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV, LayerLostError
-from kvlinker.store.loading.bandwidths import Read
+from kvlinker.store.loading.bandwidths import TimedRead
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, PromptLoad
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ReadLayer:
 Found = OpenedChunk | LoadedChunk | ReadLayer | None
 
 
-class Turn(NamedTuple):
+class ReadTurn(NamedTuple):
     """The order in which chunks are read."""
 
     ahead: bool
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     """The number of the eldest prompt that wants it."""
 
 
-class Reading:
+class ChunkRead:
     """A chunk that is being read.
 
     One thread at a time advances it. Prompts join, and what was read is noted, under the loader's lock. ``end`` and
@@ -49,7 +49,7 @@ class Reading:
     again when none can join any more.
     """
 
-    def __init__(self, chunk: ChunkLoad, turn: Turn, form: Form) -> None:
+    def __init__(self, chunk: ChunkLoad, turn: ReadTurn, form: Form) -> None:
         self.key = chunk.key
         self.turn = turn
         self.takers: list[tuple[ChunkLoad, PromptLoad]] = []
@@ -79,14 +79,14 @@ class Reading:
         """True if nothing is left to read: the chunk is there, no copy of it is left, or no prompt waits for it."""
         return self.loaded is not None or self._exhausted or not any(chunk.waiting for chunk, _ in self.takers)
 
-    def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: Turn) -> None:
+    def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: ReadTurn) -> None:
         """Have one more prompt get the layers, in the earlier of the turns."""
         self.turn = min(self.turn, turn)
         self.takers.append((chunk, prompt))
         if self.opened is not None:
             self._open(chunk, self.opened)
 
-    def advance(self) -> tuple[Found, Read]:
+    def advance(self) -> tuple[Found, TimedRead]:
         """Open a copy, or read the next layer; None where there is none, or it cannot be read. Returns the time that it
         took, too."""
         found: Found = None
@@ -103,9 +103,9 @@ class Reading:
                     nbytes = reader.nbytes // reader.layers
         except Exception:
             logger.exception("A chunk could not be read from %s.", self.place)
-        return found, Read(begin, time.perf_counter(), time.thread_time() - busy, nbytes)
+        return found, TimedRead(begin, time.perf_counter(), time.thread_time() - busy, nbytes)
 
-    def note(self, found: Found, read: Read) -> OpenedChunk | None:
+    def note(self, found: Found, read: TimedRead) -> OpenedChunk | None:
         """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another may be found."""
         self._seconds += read.seconds
         failed = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
-from kvlinker.store.tiers.others import Others
+from kvlinker.store.tiers.other_processes import OtherProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class IndexedFolder:
         self._evicted = evicted
         self._yields = yields
         self._adopts = adopts
-        self._others = Others() if adopts else None
+        self._others = OtherProcesses() if adopts else None
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._reserved_bytes = 0

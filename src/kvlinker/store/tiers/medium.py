@@ -38,7 +38,7 @@ class MediumUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteOutcome:
     """The outcome of a write."""
 
     stored: bool
@@ -85,7 +85,7 @@ class BlobMedium(Protocol):
         """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobGone and BlobDamaged."""
         ...
 
-    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Written:
+    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         """Keep a blob of ``nbytes``, at most the budget, evicting for it. One that is there already stays."""
         ...
 

@@ -28,7 +28,7 @@ from kvlinker.store.tiers.medium import (
     MediumRefused,
     MediumUnavailable,
     MediumUsage,
-    Written,
+    WriteOutcome,
     place_of,
     redacted,
 )
@@ -139,7 +139,7 @@ class ObjectMedium:
             raise BlobDamaged(f"it ends {len(target) - len(data)} bytes too early")
         target[:] = data
 
-    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Written:
+    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         evicted = self._evict_for(nbytes)
         try:
             with _translated():
@@ -148,7 +148,7 @@ class ObjectMedium:
             raise MediumRefused(f"there is no such place: {error.__cause__}") from error
         with self._lock:
             self._note(key, nbytes, time.time())
-        return Written(stored=True, evicted=evicted + self._evict_for(0))
+        return WriteOutcome(stored=True, evicted=evicted + self._evict_for(0))
 
     def delete(self, key: str) -> None:
         with self._lock:

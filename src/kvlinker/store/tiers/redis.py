@@ -23,7 +23,7 @@ from kvlinker.store.tiers.medium import (
     MediumRefused,
     MediumUnavailable,
     MediumUsage,
-    Written,
+    WriteOutcome,
     place_of,
     redacted,
 )
@@ -115,11 +115,11 @@ class RedisMedium:
         if position != len(target):
             raise BlobDamaged(f"it ends {len(target) - position} bytes too early")
 
-    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Written:
+    def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         begin = partial(self._run, redis_scripts.BEGIN, key, nbytes, self.budget_bytes)
         evicted, answer = self._making_way(key, nbytes, begin)
         if answer is None:
-            return Written(stored=True, evicted=evicted)
+            return WriteOutcome(stored=True, evicted=evicted)
         evicted += _sizes(answer)
         temporary = self._temporary + secrets.token_hex(16)
         try:
@@ -132,7 +132,7 @@ class RedisMedium:
             with suppress(MediumUnavailable, MediumRefused):
                 self._run(redis_scripts.ABANDON, key, temporary=temporary)
             raise
-        return Written(stored, evicted)
+        return WriteOutcome(stored, evicted)
 
     def delete(self, key: str) -> None:
         self._run(redis_scripts.DELETE, key)

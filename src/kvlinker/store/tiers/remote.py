@@ -14,7 +14,7 @@ import numpy as np
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerLostError
-from kvlinker.store.format.byte_source import AheadSource, BufferSource, Bytes
+from kvlinker.store.format.byte_source import BufferSource, Bytes, ReadAheadSource
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.compression import UnreadableHereError
@@ -23,7 +23,7 @@ from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import TierCheck, checked_key
-from kvlinker.store.tiers.medium import KEYS_AT_ONCE, BlobDamaged, BlobMedium, MediumRefused, MediumUsage, Written
+from kvlinker.store.tiers.medium import KEYS_AT_ONCE, BlobDamaged, BlobMedium, MediumRefused, MediumUsage, WriteOutcome
 from kvlinker.store.tiers.outages import ANSWER_SECONDS, PAUSE_SECONDS, GuardedMedium
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
 
-_NOTHING_WRITTEN = Written(stored=False)
+_NOTHING_WRITTEN = WriteOutcome(stored=False)
 
 
 class BlobTier:
@@ -103,7 +103,7 @@ class BlobTier:
             self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
             return None
         failed = partial(self._failed_to_read, key)
-        source = AheadSource(nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes)
+        source = ReadAheadSource(nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes)
         try:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:

@@ -141,7 +141,7 @@ def test_who_waits_alone_leaves_when_another_could_run(gated, expected, leaving)
     made, tier = gated
     tier.let(1)
     late, _ = made.submit(PROMPT)
-    wait_until(lambda: made.engine.load().running)
+    wait_until(lambda: made.engine.current_load().running)
     tier.wait_until_reached(1)
     assert not leaving
     assert made.answer(NEIGHBOUR, "full").finished.reason == "length"
@@ -161,7 +161,7 @@ def test_two_that_are_late_wait_together_until_one_can_go_on(gated, expected, le
         tier.let(1)
         held.wait_until_ready(3)  # so that the step behind this one has both
     before.wait()
-    wait_until(lambda: made.engine.load().running == 2)
+    wait_until(lambda: made.engine.current_load().running == 2)
     tier.let(10**6)
     for outcome in both:
         assert outcome.wait().tokens == expected["legolink-4"][0]
@@ -199,11 +199,11 @@ def test_a_late_request_counts_as_waiting_and_can_be_cancelled(gated, leaving):
     tier.let(1)
     late, cancel = made.submit(PROMPT)
     wait_until(lambda: leaving)
-    load = made.engine.load()
+    load = made.engine.current_load()
     assert (load.running, load.waiting) == (1, 1)
     cancel.cancel()
     assert late.wait().finished.reason == "cancelled"
-    assert made.engine.load().waiting == 0
+    assert made.engine.current_load().waiting == 0
     tier.let(10**6)
     handle.cancel()
     neighbour.wait()
@@ -213,7 +213,7 @@ def test_closing_does_not_wait_for_what_is_late(gated):
     made, tier = gated
     tier.let(1)
     late, _ = made.submit(PROMPT)
-    wait_until(lambda: made.engine.load().running)
+    wait_until(lambda: made.engine.current_load().running)
     tier.wait_until_reached(1)
     closing = threading.Thread(target=made.engine.close)
     closing.start()

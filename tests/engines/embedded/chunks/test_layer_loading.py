@@ -7,9 +7,9 @@ import pytest
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.engines.embedded.chunks.loading import LinkLoader
+from kvlinker.engines.embedded.chunks.loading import PromptLoader
 from kvlinker.engines.embedded.engine import LOADERS
-from kvlinker.engines.embedded.requests.linked import LinkedRequest
+from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
 from kvlinker.store import DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth
@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, wait_until
 
 PLENTY = 1 << 28
 POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
-lose = LinkedRequest.lose
+lose = PromptRequest.lose
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 
 
@@ -106,7 +106,7 @@ def expect_pipelining(made):
 
 def wait_until_running(made):
     """A step is under way, or about to be."""
-    wait_until(lambda: made.engine.load().running)
+    wait_until(lambda: made.engine.current_load().running)
 
 
 def wait_for(seen, count):
@@ -223,7 +223,7 @@ def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expecte
         lost.append(request)
         lose(request)
 
-    monkeypatch.setattr(LinkedRequest, "lose", losing)
+    monkeypatch.setattr(PromptRequest, "lose", losing)
     tier.let(1)
     tier.unreadable = (1,)
     outcome, _ = made.submit(PROMPT, policy)
@@ -336,13 +336,13 @@ def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gate
 
 def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(gated, monkeypatch):
     """The request ends before the first layers are there, with which it would begin."""
-    complete, completed = LinkLoader._complete, threading.Event()
+    complete, completed = PromptLoader._complete, threading.Event()
 
     def completing(*args):
         complete(*args)
         completed.set()
 
-    monkeypatch.setattr(LinkLoader, "_complete", completing)
+    monkeypatch.setattr(PromptLoader, "_complete", completing)
     made, tier = gated
     tier.let(0)
     outcome, handle = made.submit(PROMPT)

@@ -4,7 +4,7 @@ import torch
 
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
-from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, Sight
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model_loading import prepare_model
@@ -40,10 +40,10 @@ def test_models_answer_as_with_torch(kernel, native_anew, family):
             for begin, end in parts
         ]
         own = np.arange(200)
-        sights: dict[object, Sight] = {
-            slot: Sight((), (SlotSpan(slot, 200),), own, OwnTokens(own, ())) for slot in (0, 210)
+        visible_kv: dict[object, VisibleKV] = {
+            slot: VisibleKV((), (SlotSpan(slot, 200),), own, OwnTokens(own, ())) for slot in (0, 210)
         }
-        result = runner.step(Batch(tuple(runs), sights))
+        result = runner.step(Batch(tuple(runs), visible_kv))
         assert list(result.logits) == [0, 210]
         return torch.stack(list(result.logits.values()))
 

@@ -7,7 +7,7 @@ import torch
 
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.contract.observation import ScoreCollector
-from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, Sight
+from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
@@ -49,7 +49,7 @@ def true_chunk_kv(loaded, prompt, names=None, step=10**6):
 def own_sight(length):
     """What a sequence sees that has computed so many tokens itself, into the pool's first slots."""
     positions = np.arange(length)
-    return Sight((), (SlotSpan(0, len(positions)),), positions, OwnTokens(positions, ()))
+    return VisibleKV((), (SlotSpan(0, len(positions)),), positions, OwnTokens(positions, ()))
 
 
 def computed_layers(explanation, layers):

@@ -12,7 +12,7 @@ import torch
 
 from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
@@ -80,7 +80,7 @@ def test_the_same_batch_gives_the_same_bits():
     def logits():
         pool = KVPool(loaded.layers, 64, dtype=loaded.dtype, device=loaded.device)
         runner = Runner(loaded.model, loaded.layers, pool)
-        runs, sights = [], {}
+        runs, visible_kv = [], {}
         for number, order in enumerate([(0, 1, 2), (1, 2), (2, 0), (0,)]):
             start, shared = 0, []
             for index in order:
@@ -89,8 +89,8 @@ def test_the_same_batch_gives_the_same_bits():
             own = np.arange(start, start + 11)
             owner = object()
             runs.append(Run(16 * number + np.arange(11), start, tokens, True, owner=owner))
-            sights[owner] = Sight(tuple(shared), (SlotSpan(16 * number, 11),), own, OwnTokens(own, shared))
-        return torch.stack(list(runner.step(Batch(tuple(runs), sights)).logits.values()))
+            visible_kv[owner] = VisibleKV(tuple(shared), (SlotSpan(16 * number, 11),), own, OwnTokens(own, shared))
+        return torch.stack(list(runner.step(Batch(tuple(runs), visible_kv)).logits.values()))
 
     first = logits()
     assert all(torch.equal(logits(), first) for _ in range(3))
@@ -104,7 +104,7 @@ def test_a_further_request_takes_slots_for_what_it_computes(bench):
     for outcome, _ in running:
         outcome.wait_for_token()
     fresh = int((~prompt.cached).sum())
-    assert made.engine.load().slots_used <= 3 * (fresh + 400 + 1)
+    assert made.engine.current_load().slots_used <= 3 * (fresh + 400 + 1)
     assert made.store.held_bytes == bytes_of(made, *prompt.chunks)
     for _, handle in running:
         handle.cancel()

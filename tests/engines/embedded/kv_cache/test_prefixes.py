@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.embedded.kv_cache import paths, prefixes
-from kvlinker.engines.embedded.kv_cache.paths import LinkedChunk, LinkedPath, linked_path
+from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath, linked_path
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
@@ -68,7 +68,7 @@ class TreeMachine(RuleBasedStateMachine):
     is on disk, as long as that keeps it, and still belongs to just that beginning."""
 
     TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
-    CHUNK = st.sampled_from([(LinkedChunk("a", ""), 3), (LinkedChunk("b", ""), 2), (LinkedChunk("b", "naive"), 2)])
+    CHUNK = st.sampled_from([(PathChunk("a", ""), 3), (PathChunk("b", ""), 2), (PathChunk("b", "naive"), 2)])
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,24 +77,24 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator = SlotAllocator(120)
         self.spill = FakeSpill(self)
         self.tree = PrefixTree(self.allocator, self.spill)
-        self.paths: list[tuple[LinkedPath, tuple[str, ...]]] = []
+        self.paths: list[tuple[SequencePath, tuple[str, ...]]] = []
         self.contents = np.full(120, "", dtype=object)  # what each slot holds: all that stands before it, too
         self.holders: list[tuple[SlotSpan, ...]] = []
 
-    def path(self, tenant: str, tokens: list[int], chunk: tuple[LinkedChunk, int] | None, start: int) -> LinkedPath:
+    def path(self, tenant: str, tokens: list[int], chunk: tuple[PathChunk, int] | None, start: int) -> SequencePath:
         if chunk is None or start + chunk[1] > len(tokens):
-            return LinkedPath(tenant, np.array(tokens))
+            return SequencePath(tenant, np.array(tokens))
         tokens = [*tokens[:start], *[ord(chunk[0].key)] * chunk[1], *tokens[start + chunk[1] :]]
-        return LinkedPath(tenant, np.array(tokens), {start: chunk})
+        return SequencePath(tenant, np.array(tokens), {start: chunk})
 
-    def own(self, path: LinkedPath) -> np.ndarray:
+    def own(self, path: SequencePath) -> np.ndarray:
         mask = np.ones(len(path.tokens), dtype=bool)
         for start, (chunk, length) in path.chunks.items():
             mask[start : start + length] = False
             mask[start] = chunk.linked == "naive"  # a token that was computed again
         return np.flatnonzero(mask)
 
-    def story(self, path: LinkedPath, position: int) -> str:
+    def story(self, path: SequencePath, position: int) -> str:
         """All that the KV of a position depends on."""
         chunks = [(start, *entry) for start, entry in path.chunks.items() if start <= position]
         return f"{path.tenant}{path.tokens[: position + 1].tolist()}{chunks}"
@@ -182,7 +182,7 @@ class TreeMachine(RuleBasedStateMachine):
                         tokens += [ord(chunk.key)] * sizes[chunk.key]
                     else:
                         tokens.append(item)
-                path = LinkedPath(tenant, np.array(tokens), chunks)
+                path = SequencePath(tenant, np.array(tokens), chunks)
                 stories = [self.story(path, position) for position in node.own]
                 if node.spans is not None:
                     assert node in self.tree._used
@@ -294,7 +294,7 @@ def test_one_of_many_is_found() -> None:
     assert spans is not None
     for number in range(20_000):
         tokens = np.array([number % 200, number // 200, number])
-        tree.insert(LinkedPath("tenant", tokens), np.arange(3), [SlotSpan(3 * number, 3)])
+        tree.insert(SequencePath("tenant", tokens), np.arange(3), [SlotSpan(3 * number, 3)])
     prompt = Prompt((FreshSegment((7, 30, 30 * 200 + 7, *range(20))),))
     assert len(tree) > 20_000
     assert sum(count for _, count in tree._follow("tenant", prompt.tokens)) == 3
@@ -316,10 +316,10 @@ def test_a_path_of_many_nodes_is_found() -> None:
 def test_a_look_up_stays_with_the_chunks_that_it_comes_to(monkeypatch) -> None:
     """It holds the scheduler's lock."""
     slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"), (prompt_of(HEADER, 1, FIRST), "naive"))
-    tried: list[LinkedChunk] = []
+    tried: list[PathChunk] = []
 
-    def linked_chunk(key: str, linked: str) -> LinkedChunk:
-        tried.append(LinkedChunk(key, linked))
+    def linked_chunk(key: str, linked: str) -> PathChunk:
+        tried.append(PathChunk(key, linked))
         return tried[-1]
 
     monkeypatch.setattr(paths, "LinkedChunk", linked_chunk)
@@ -336,7 +336,7 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     path = linked_path("tenant", make_plan(prompt, policy, PromptEvidence()), keys_of(prompt))
     spans = slots._prefixes.acquire(path, reused)
     assert sum(span.size for span in spans) == len(HEADER)
-    assert list(slots._prefixes._names) == [LinkedChunk(CHUNKS[0].content, "naive")]
+    assert list(slots._prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
 
 
 def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
@@ -344,9 +344,9 @@ def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
     allocator = SlotAllocator(200)
     spill = FakeSpill(SimpleNamespace(contents=np.full(200, "", dtype=object)))
     tree = PrefixTree(allocator, spill)
-    chunk = {len(HEADER): (LinkedChunk("chunk", "naive"), 3)}
-    linked = [LinkedPath("tenant", np.array([*HEADER, 1, 2, 3, *[last] * LEAST_TOKENS]), chunk) for last in (4, 5)]
-    for path in (*linked, LinkedPath("tenant", np.array([*HEADER, *[6] * LEAST_TOKENS]))):
+    chunk = {len(HEADER): (PathChunk("chunk", "naive"), 3)}
+    linked = [SequencePath("tenant", np.array([*HEADER, 1, 2, 3, *[last] * LEAST_TOKENS]), chunk) for last in (4, 5)]
+    for path in (*linked, SequencePath("tenant", np.array([*HEADER, *[6] * LEAST_TOKENS]))):
         own = np.setdiff1d(np.arange(len(path.tokens)), len(HEADER) + np.arange(3) if path.chunks else ())
         spans = allocator.allocate(len(own))
         assert spans is not None

@@ -68,7 +68,7 @@ def test_choices_of_different_lengths_end_each_for_itself(bench):
     outcomes = made.submit_choices(PROMPT, 4, temperature=1.0, seed=1, max_tokens=20, stop=(text[5],))[0]
     reasons = {outcome.wait().finished.reason for outcome in outcomes}
     assert "stop" in reasons
-    assert made.engine.load().slots_used == 0
+    assert made.engine.current_load().slots_used == 0
 
 
 def test_one_token_each_needs_no_slots_for_the_others(bench):
@@ -120,7 +120,7 @@ def test_a_request_that_is_refused_holds_no_place(bench):
     for _ in range(3):
         with pytest.raises(OverloadedError, match="2 requests"):
             made.submit_choices(PROMPT, 2)
-    assert made.engine.load().waiting == 2
+    assert made.engine.current_load().waiting == 2
     for outcomes, handle in [*waiting, running]:
         handle.cancel()
         for outcome in outcomes:

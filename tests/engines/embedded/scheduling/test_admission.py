@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import OverloadedError
-from kvlinker.engines.embedded.requests.request import State
+from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.scheduling.admission import SIMILAR_SECONDS
 from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
 from tests.engines.embedded.fake_runner import CHUNK_BYTES, LAYERS, Simulation, Work, arriving
@@ -17,7 +17,9 @@ def admitted(simulation, works):
     order: list[Work] = []
     while len(order) < len(works):
         simulation.step()
-        order += [work for work in works if work.state not in (State.READY, State.LOADING) and work not in order]
+        order += [
+            work for work in works if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
+        ]
     return order
 
 
@@ -99,14 +101,16 @@ def test_who_has_taken_all_places_gives_one_up_to_a_tenant_that_has_none():
     works = decoding(simulation, 4, tenant="many")
     other = simulation.add(20, 3, tenant="few")
     simulation.step()
-    assert other.state is State.RUNNING
-    assert [work.state for work in works] == [State.RUNNING] * 3 + [State.PREEMPTED], "the last one gives way"
+    assert other.state is RequestState.RUNNING
+    assert [work.state for work in works] == [RequestState.RUNNING] * 3 + [RequestState.PREEMPTED], (
+        "the last one gives way"
+    )
     again = [simulation.add(20, 3, tenant=name) for name in ("few", "fewer", "fewest")]
     for _ in range(60):
         simulation.load_all()
         simulation.step()
     assert all(work.told == ["finished"] for work in (other, *again))
-    assert [work.state for work in works] == [State.RUNNING] * 4
+    assert [work.state for work in works] == [RequestState.RUNNING] * 4
     assert simulation.scheduler.preemptions <= 3, "each gives way once, and one of them never"
 
 
@@ -155,7 +159,7 @@ def test_those_without_a_token_give_way_first():
         simulation.step()
     simulation.add(20, tenant="few")
     simulation.step()
-    assert (prompt.state, second.state) == (State.PREEMPTED, State.RUNNING)
+    assert (prompt.state, second.state) == (RequestState.PREEMPTED, RequestState.RUNNING)
 
 
 def test_nobody_gives_way_in_vain():
@@ -165,7 +169,7 @@ def test_nobody_gives_way_in_vain():
     simulation.add(290, tenant="few")
     for _ in range(5):
         simulation.step()
-    assert [work.state for work in works] == [State.RUNNING] * 2
+    assert [work.state for work in works] == [RequestState.RUNNING] * 2
     assert simulation.scheduler.preemptions == 0
 
 
@@ -185,9 +189,11 @@ def test_who_arrives_after_a_requests_turn_comes_after_it(arrivals, max_running)
     order: list[Work] = []
 
     def step():
-        running = {work.tenant for work in works if work.state is State.RUNNING}
+        running = {work.tenant for work in works if work.state is RequestState.RUNNING}
         simulation.step()
-        new = [work for work in works if work.state not in (State.READY, State.LOADING) and work not in order]
+        new = [
+            work for work in works if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
+        ]
         order.extend(sorted(new, key=lambda work: work.turn))
         placeless.update(work for work in new if work.tenant not in running)
 

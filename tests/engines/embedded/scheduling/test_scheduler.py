@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
-from kvlinker.engines.embedded.requests.request import State
+from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.scheduling import scheduler as scheduling
 from kvlinker.engines.embedded.scheduling import slots as slots_module
 from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
@@ -31,7 +31,7 @@ def owners(batch):
     return [run.owner for run in batch.runs]
 
 
-def state_of(work: Work) -> State:
+def state_of(work: Work) -> RequestState:
     """Return where the work stands now: mypy takes an attribute that was compared to keep its value."""
     return work.state
 
@@ -61,7 +61,7 @@ def test_requests_are_admitted_in_order_of_arrival_and_only_as_slots_allow():
     for work in reversed(works):
         simulation.load(work)
     simulation.scheduler.next_step()
-    assert [work.state for work in works] == [State.RUNNING, State.RUNNING, State.READY]
+    assert [work.state for work in works] == [RequestState.RUNNING, RequestState.RUNNING, RequestState.READY]
     assert (simulation.scheduler.running, simulation.scheduler.waiting) == (2, 1)
 
 
@@ -104,7 +104,7 @@ def test_an_ending_that_raises_ends_nobody_else(monkeypatch, caplog, how):
         monkeypatch.setattr(broken, "cancel", tell)
         simulation.scheduler.cancel([broken])
     simulation.run()
-    assert broken.state is State.FINISHED
+    assert broken.state is RequestState.FINISHED
     assert other.told == ["finished"]
     assert "nobody is there" in caplog.text
 
@@ -124,24 +124,24 @@ def test_an_ending_that_raises_does_not_keep_the_engine_from_closing(monkeypatch
 def test_states_change_as_told_and_in_no_other_way():
     simulation = Simulation(30)
     work = simulation.enter(5)
-    assert state_of(work) is State.LOADING
-    for state in (State.RUNNING, State.PREEMPTED, State.LOADING):
+    assert state_of(work) is RequestState.LOADING
+    for state in (RequestState.RUNNING, RequestState.PREEMPTED, RequestState.LOADING):
         with pytest.raises(RuntimeError, match=f"loading cannot become {state.value}"):
             simulation.scheduler._move(work, state)
     simulation.load_all()
-    assert state_of(work) is State.READY
+    assert state_of(work) is RequestState.READY
     simulation.run()
-    assert state_of(work) is State.FINISHED
+    assert state_of(work) is RequestState.FINISHED
     with pytest.raises(RuntimeError, match="finished cannot become ready"):
-        simulation.scheduler._move(work, State.READY)
+        simulation.scheduler._move(work, RequestState.READY)
 
 
 def test_the_last_admitted_gives_way_and_starts_again():
     simulation = Simulation(180, max_step_tokens=100)
     first, second = simulation.add(20, 100), simulation.add(20, 100)
-    while second.state is not State.PREEMPTED:
+    while second.state is not RequestState.PREEMPTED:
         simulation.step()
-    assert first.state is State.RUNNING
+    assert first.state is RequestState.RUNNING
     assert simulation.scheduler.preemptions == 1
     simulation.run()
     assert first.told == second.told == ["finished"]
@@ -219,10 +219,10 @@ def test_one_chunk_at_a_time_beside_answers_and_more_without():
     waiting = [simulation.add(900) for _ in range(2)]
     batch = simulation.step()
     assert owners(batch) == [answer.sequence]
-    assert [chunk.state for chunk in chunks] == [State.RUNNING, State.READY, State.READY]
+    assert [chunk.state for chunk in chunks] == [RequestState.RUNNING, RequestState.READY, RequestState.READY]
     simulation.scheduler.cancel(waiting)
     simulation.step()
-    assert [chunk.state for chunk in chunks] == [State.RUNNING] * 3
+    assert [chunk.state for chunk in chunks] == [RequestState.RUNNING] * 3
 
 
 def test_the_same_chunk_is_one_request_until_it_ends():
@@ -249,8 +249,8 @@ def test_a_chunk_that_an_answer_waits_for_gets_slots_before_answers_that_came_la
     simulation.step()
     chunk = simulation.enter_chunk(90, urgent=True)
     later = [simulation.add(20) for _ in range(5)]
-    while chunk.state is not State.FINISHED:
-        assert all(work.state is State.READY for work in later)
+    while chunk.state is not RequestState.FINISHED:
+        assert all(work.state is RequestState.READY for work in later)
         simulation.step()
     assert running.told == ["finished"]
     simulation.run()
@@ -263,7 +263,7 @@ def test_variants_wait_for_an_idle_engine_and_the_last_comes_first():
     assert variants[0].told == ["cancelled"], "the oldest makes room"
     chunk, answer = simulation.enter_chunk(9), simulation.add(9, 3)
     while not (chunk.told and answer.told):
-        assert all(variant.state is not State.RUNNING for variant in variants)
+        assert all(variant.state is not RequestState.RUNNING for variant in variants)
         simulation.step()
     order = []
     while simulation.step() is not None:
@@ -279,7 +279,7 @@ def test_what_runs_in_the_background_pauses_and_goes_on(others):
     other = simulation.enter_chunk(9) if others == "chunk" else simulation.add(9, 3)
     while not other.told:
         assert background.sequence not in owners(simulation.step())
-    assert background.state is State.RUNNING, "it keeps its slots"
+    assert background.state is RequestState.RUNNING, "it keeps its slots"
     assert simulation.scheduler.running == 0
     steps = 0
     while not background.told:
@@ -294,10 +294,10 @@ def test_what_runs_in_the_background_gives_its_slots_up_to_whoever_needs_them():
     simulation.step()
     small = simulation.add(8, 3)
     simulation.step()
-    assert state_of(background) is State.RUNNING
+    assert state_of(background) is RequestState.RUNNING
     large = simulation.add(80)
     simulation.step()
-    assert state_of(background) is State.PREEMPTED
+    assert state_of(background) is RequestState.PREEMPTED
     simulation.run()
     assert small.told == large.told == background.told == ["finished"]
 
@@ -345,7 +345,7 @@ def test_choices_take_slots_for_the_prompt_once():
     choices = simulation.add(60, 10, n=8).all_choices()
     for _ in range(4):
         simulation.step()
-    assert all(choice.state is State.RUNNING for choice in choices)
+    assert all(choice.state is RequestState.RUNNING for choice in choices)
     assert simulation.slots.used == 60 + 8 * 10
 
 
@@ -437,15 +437,15 @@ def test_a_late_request_leaves_and_comes_back_when_half_of_the_rest_is_there():
     kv = arriving(8, delivered=1)
     simulation.load(late, kv)
     simulation.step()
-    assert state_of(late) is State.LOADING
+    assert state_of(late) is RequestState.LOADING
     assert simulation.scheduler.waiting == 1
     output = neighbour.output
     simulation.step()
     assert neighbour.output == output - 1
     kv.deliver(LAYER)
-    assert state_of(late) is State.LOADING
+    assert state_of(late) is RequestState.LOADING
     kv.deliver(LAYER)
-    assert state_of(late) is State.READY
+    assert state_of(late) is RequestState.READY
     simulation.run()
     assert late.told == ["finished"]
     assert late.lost == 0
@@ -459,9 +459,9 @@ def test_who_is_late_twice_waits_for_all_layers(monkeypatch):
     simulation.load(late, kv)
     simulation.step()
     for _ in range(LAYERS):
-        assert late.state is State.LOADING
+        assert late.state is RequestState.LOADING
         kv.deliver(LAYER)
-    assert late.state is State.READY
+    assert late.state is RequestState.READY
     simulation.run()
     assert len(simulation.runner.steps) == 2
 
@@ -682,7 +682,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def turns_follow_arrivals(self):
-        waiting = [work for work in self.works if work.state in (State.READY, State.PREEMPTED)]
+        waiting = [work for work in self.works if work.state in (RequestState.READY, RequestState.PREEMPTED)]
         assert all(work.seconds_left >= 0 and work.turn >= work.arrived for work in waiting)
 
     @invariant()
@@ -710,7 +710,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.step()
         self.simulation.scheduler.check_integrity()
         assert all(len(work.told) == 1 for work in self.works)
-        assert all(work.state is State.FINISHED or work.choice for work in self.works)
+        assert all(work.state is RequestState.FINISHED or work.choice for work in self.works)
         assert self.simulation.scheduler.idle
         assert self.simulation.slots.used == 0
         assert self.simulation.holds.nbytes == 0

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlinker.engines.contract.cost import CostModel
-from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost, throughput_name
 from kvlinker.store import Speeds
@@ -35,7 +35,7 @@ def batch(*ranges, shared=(), **options):
     runs = tuple(
         Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges
     )
-    return Batch(runs, {None: Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
+    return Batch(runs, {None: VisibleKV(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
 
 
 def decoding(*positions, beside=()):
@@ -49,8 +49,8 @@ def decoding(*positions, beside=()):
         for begin, end in beside
     ]
     own = np.arange(1)
-    sight = Sight((), (SlotSpan(0, 1),), own, OwnTokens(own, ()))
-    return Batch(tuple(runs), {run.owner: sight for run in runs})
+    visible = VisibleKV((), (SlotSpan(0, 1),), own, OwnTokens(own, ()))
+    return Batch(tuple(runs), {run.owner: visible for run in runs})
 
 
 def prefill_seconds(throughput: ComputeThroughput, tokens: int) -> float:

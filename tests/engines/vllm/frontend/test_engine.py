@@ -17,7 +17,7 @@ from kvlinker.base.types.answers import Delta
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished, GenerationRequest
-from kvlinker.engines.vllm.frontend.linker import LinkedPrompt
+from kvlinker.engines.vllm.frontend.linker import StoredLink
 from kvlinker.engines.vllm.protocol.transfer_plan import TransferOutcome
 from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
@@ -203,7 +203,7 @@ def test_cancelled_requests_free_their_room(served, llm):
     sinks = [Sink() for _ in range(3)]
     handles = [llm.engine.generate(request(llm), sink.put) for sink in sinks]
     assert isinstance(sinks[0].get(), Delta)
-    assert llm.load().running == 3
+    assert llm.current_load().running == 3
     for handle in handles:
         handle.cancel()
         handle.cancel()
@@ -288,7 +288,7 @@ def test_cancelling_ends_all_choices(served, llm):
     sink = Sink()
     handle = llm.engine.generate(request(llm, n=3), sink.put)
     assert isinstance(sink.get(2), Delta)
-    assert llm.load().running == 3
+    assert llm.current_load().running == 3
     handle.cancel()
     for choice in range(3):
         assert sink.rest(choice)[-1].reason == "cancelled"
@@ -451,7 +451,7 @@ def test_tenants_share_nothing(llm):
     for chunk in prompt.chunks:
         keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant) for tenant in ("a", "b")]
         assert [llm.store.tier_of(key) for key in keys] == ["disk", "disk"]
-    linked = LinkedPrompt(Link.begin(prompt, parse_policy("naive")), layers=2, keys=("0" * 64, "1" * 64))
+    linked = StoredLink(Link.begin(prompt, parse_policy("naive")), layers=2, keys=("0" * 64, "1" * 64))
     assert linked.salt("a") != linked.salt("b")
 
 

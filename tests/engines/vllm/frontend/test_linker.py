@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker.engines.vllm.frontend.linker import LinkedPrompt
+from kvlinker.engines.vllm.frontend.linker import StoredLink
 from kvlinker.linking import Link, parse_policy
 from tests.engines.embedded.conftest import linked_prompt
 
@@ -10,8 +10,8 @@ from tests.engines.embedded.conftest import linked_prompt
 def test_one_transfer_plan_has_another_salt_for_every_tenant() -> None:
     prompt = linked_prompt(60, 40, seed=22)
 
-    def linked(policy: str) -> LinkedPrompt:
-        return LinkedPrompt(Link.begin(prompt, parse_policy(policy)), layers=2, keys=("0" * 64, "1" * 64))
+    def linked(policy: str) -> StoredLink:
+        return StoredLink(Link.begin(prompt, parse_policy(policy)), layers=2, keys=("0" * 64, "1" * 64))
 
     salts = [linked(policy).salt(tenant) for policy in ("naive", "legolink-4") for tenant in ("a", "b")]
     assert len(set(salts)) == 4

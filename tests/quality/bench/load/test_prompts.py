@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.quality.bench.load.prompts import (
-    LinkedDocuments,
+    CachedDocuments,
     MarkedDocuments,
     PlainDocuments,
     PrefixIndex,
@@ -31,7 +31,7 @@ def test_documents_as_text() -> None:
 
 
 def test_documents_as_context_caches() -> None:
-    form = LinkedDocuments(["cc_a", "cc_b", "cc_c"], "legolink-16")
+    form = CachedDocuments(["cc_a", "cc_b", "cc_c"], "legolink-16")
     body = write_request(CONVERSATION, [], form, model="m")
     assert body["messages"] == [
         {"role": "system", "content": [{"type": "context_cache", "id": "cc_a"}]},

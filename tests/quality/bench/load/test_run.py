@@ -22,7 +22,7 @@ from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.cli import app
 from kvlinker.quality.bench import load_benchmark
 from kvlinker.quality.bench.harness.shapes import random_model
-from kvlinker.quality.bench.harness.subject import Subject, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel, served
 from kvlinker.quality.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.quality.bench.load.report import ServiceObjective
 from kvlinker.quality.bench.load.run import EMBEDDED, Competitor, LoadPlan, competing_policies, run_load
@@ -39,7 +39,7 @@ CELL = ServiceObjective(60.0, 60.0)
 def server() -> Iterator[Server]:
     """A tiny model behind kvlinker's server, in this process."""
     loaded = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
-    subject = Subject("tiny", "kvlinker bench load", loaded, {})
+    subject = MeasuredModel("tiny", "kvlinker bench load", loaded, {})
     with subject.llm(kv_slots=4000, disk_space=0) as llm, served(llm) as url:
         yield Server(url, psutil.Process())
 

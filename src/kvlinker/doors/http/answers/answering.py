@@ -25,7 +25,7 @@ from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
 from kvlinker.doors.http.fields.bodies import ResponseBody, SamplingBody
 from kvlinker.doors.http.fields.explanations import LinkExplanation
-from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
 
@@ -54,7 +54,7 @@ class UsageBody(ResponseBody):
     prompt_tokens_details: PromptTokensDetails
 
 
-class LinkedCacheBody(ResponseBody):
+class UsedCacheBody(ResponseBody):
     """A context cache in the prompt; ``created`` is true if this request brought its text first."""
 
     id: str
@@ -67,11 +67,11 @@ class LinkBody(ResponseBody):
     ``explanation`` is there where the request asked for it."""
 
     policy: str
-    context_caches: list[LinkedCacheBody]
+    context_caches: list[UsedCacheBody]
     explanation: LinkExplanation | None = None
 
 
-class Asked(NamedTuple):
+class PreparedRequest(NamedTuple):
     """What a request asks the engine for: ``prompts``, by the fields that they come from, and how to answer them."""
 
     prompts: Mapping[str, ReadPrompt]
@@ -130,10 +130,10 @@ def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str
 
 
 async def respond(
-    service: Service,
+    served: ServedModel,
     request: Request,
     body: SamplingBody,
-    build: Callable[[], Asked],
+    build: Callable[[], PreparedRequest],
     answer_format: AnswerFormat,
     *,
     ignored: Sequence[str] = (),
@@ -145,14 +145,14 @@ async def respond(
     ``build`` makes the prompts; like all that takes long, it runs in a thread.
     """
 
-    def begin() -> Asked:
+    def begin() -> PreparedRequest:
         asked = build()
         answer_format.begin([read.prompt for read in asked.prompts.values()])
         return asked
 
-    choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
+    choices = await begin_choices(served, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
-        events = _chunks(service.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
+        events = _chunks(served.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
         return EventStream(choices, events, ignored_header(ignored))
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
@@ -160,26 +160,26 @@ async def respond(
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
 
     def tell() -> dict[str, Any]:
-        link = explained_body(service.llm, choices, answers[0].explanation) or link_body(choices.prompts.values())
+        link = explained_body(served.llm, choices, answers[0].explanation) or link_body(choices.prompts.values())
         answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
         return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
 
-    told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
+    content = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
     timing = server_timing([answer.timing for answer in answers])
-    return JSONResponse(told, headers={"Server-Timing": timing, **ignored_header(ignored)})
+    return JSONResponse(content, headers={"Server-Timing": timing, **ignored_header(ignored)})
 
 
 async def begin_choices(
-    service: Service, request: Request, build: Callable[[], Asked], *, n: int, tenant: str
+    served: ServedModel, request: Request, build: Callable[[], PreparedRequest], *, n: int, tenant: str
 ) -> Choices:
     """Build the prompts and queue their choices, in a thread. Raises what both raise."""
     loop = asyncio.get_running_loop()
-    trace = None if service.tracing is None else service.tracing.begin(request.headers)
+    trace = None if served.tracing is None else served.tracing.begin(request.headers)
 
     def begin() -> Choices:
         asked = build()
         return Choices(
-            service.llm,
+            served.llm,
             asked.prompts,
             asked.sampling,
             n=n,
@@ -190,8 +190,8 @@ async def begin_choices(
             trace=trace,
         )
 
-    choices = await service.encoding.run(request, begin)
-    service.drain.add(choices)
+    choices = await served.encoding.run(request, begin)
+    served.drain.add(choices)
     return choices
 
 
@@ -270,9 +270,9 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
 def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
     """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
     linked = [prompt for prompt in prompts if prompt.linked]
-    caches: dict[str, LinkedCacheBody] = {}
+    caches: dict[str, UsedCacheBody] = {}
     for cache in (each for prompt in linked for each in prompt.linked):
-        body = LinkedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
+        body = UsedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
         caches.setdefault(cache.id, body)
     return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
 
@@ -282,10 +282,10 @@ def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) 
     if explanation is None:
         return None
     (read,) = choices.prompts.values()
-    told = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
+    explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
     caches = link_body([read])
     return LinkBody(
-        policy=read.policy.name, context_caches=[] if caches is None else caches.context_caches, explanation=told
+        policy=read.policy.name, context_caches=[] if caches is None else caches.context_caches, explanation=explained
     )
 
 

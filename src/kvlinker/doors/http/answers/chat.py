@@ -17,7 +17,14 @@ from kvlinker.base.types.answers import AnswerPiece, Delta, TokenLogprob
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.base.types.tools import Tool
-from kvlinker.doors.http.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.doors.http.answers.answering import (
+    LinkBody,
+    PreparedRequest,
+    UsageBody,
+    completion_responses,
+    finite,
+    respond,
+)
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
@@ -36,11 +43,11 @@ from kvlinker.doors.http.fields.tools import (
     call_deltas,
     call_objects,
 )
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import AnswerReader
-from kvlinker.prompting.conversing import Conversing
+from kvlinker.prompting.request_tools import RequestTools
 from kvlinker.service.answer import finish_reason
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
@@ -127,19 +134,19 @@ class ChatCompletionRequest(ReasoningFields):
             tenant=tenant,
         )
 
-    def conversing(self, llm: LLM) -> Conversing:
+    def request_tools(self, llm: LLM) -> RequestTools:
         """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools that are not
         offered."""
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedToolBody) else self.tool_choice
         tools = [tool.tool() for tool in self.tools or ()]
-        return llm.conversing(tools, choice, several=self.parallel_tool_calls is not False)
+        return llm.request_tools(tools, choice, several=self.parallel_tool_calls is not False)
 
-    def asked(self, llm: LLM, conversing: Conversing, *, tenant: str) -> Asked:
+    def asked(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
         """Return the prompt, which shows the tools, and how to answer it. It takes long for long conversations: call it
         in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
-        read = self.read(llm, conversing.tools, tenant=tenant)
-        fields = conversing.sampling_fields(read.prompt, self.sampling_fields())
-        return Asked({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
+        read = self.read(llm, request_tools.tools, tenant=tenant)
+        fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
+        return PreparedRequest({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -242,30 +249,30 @@ class ChatCompletionChunk(ResponseBody):
     responses=completion_responses(ChatCompletionChunk.__name__, ignores=True),
 )
 async def create_chat_completion(
-    body: ChatCompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+    body: ChatCompletionRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
-    service.check_model(body.model)
-    conversing = body.conversing(service.llm)
-    answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
+    served.check_model(body.model)
+    request_tools = body.request_tools(served.llm)
+    answer_format = ChatFormat(served.llm, request_tools, logprobs=bool(body.logprobs))
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
-        build = partial(body.asked, service.llm, conversing, tenant=tenant)
-        ignored = body.reasoning_effect(service.llm).ignored
-        return await respond(service, request, body, build, answer_format, ignored=ignored, tenant=tenant)
+        build = partial(body.asked, served.llm, request_tools, tenant=tenant)
+        ignored = body.reasoning_effect(served.llm).ignored
+        return await respond(served, request, body, build, answer_format, ignored=ignored, tenant=tenant)
 
 
 class ChatFormat:
     """An ``AnswerFormat``."""
 
-    def __init__(self, llm: LLM, conversing: Conversing, *, logprobs: bool) -> None:
+    def __init__(self, llm: LLM, request_tools: RequestTools, *, logprobs: bool) -> None:
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": llm.model_name,
         }
         self._llm = llm
-        self._conversing = conversing
+        self._request_tools = request_tools
         self._logprobs = logprobs
         self._readers: dict[int, AnswerReader] = {}
         self._calls: defaultdict[int, int] = defaultdict(int)
@@ -279,11 +286,11 @@ class ChatFormat:
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
         piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
-        return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
+        return _choice(index, self._delta(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, AnswerPiece.joined(self._reader(index).finish()))
-        return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
+        delta = self._delta(index, AnswerPiece.joined(self._reader(index).finish()))
+        return _choice(index, delta, finish_reason=finish_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
@@ -294,36 +301,36 @@ class ChatFormat:
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
-        told = answer.read_by(self._reader(index))
+        answered = answer.read_by(self._reader(index))
         message = AssistantMessage(
-            content=None if told.tool_calls and not told.text else told.text,
-            reasoning_content=told.reasoning or None,
-            tool_calls=call_objects(told.tool_calls) or None,
+            content=None if answered.tool_calls and not answered.text else answered.text,
+            reasoning_content=answered.reasoning or None,
+            tool_calls=call_objects(answered.tool_calls) or None,
         )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
-            finish_reason=told.finish_reason,
+            finish_reason=answered.finish_reason,
         )
 
     def _reader(self, index: int) -> AnswerReader:
         """Return the reader of a choice."""
         if index not in self._readers:
-            self._readers[index] = self._conversing.reader(self._prompt)
+            self._readers[index] = self._request_tools.reader(self._prompt)
         return self._readers[index]
 
-    def _told(self, index: int, piece: AnswerPiece) -> ChatDelta:
+    def _delta(self, index: int, piece: AnswerPiece) -> ChatDelta:
         """Return a piece of an answer as streams tell it."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if piece.content:
-            told["content"] = piece.content
+            fields["content"] = piece.content
         if piece.reasoning:
-            told["reasoning_content"] = piece.reasoning
+            fields["reasoning_content"] = piece.reasoning
         if piece.calls:
-            told["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
+            fields["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
             self._calls[index] += len(piece.calls)
-        return ChatDelta(**told)
+        return ChatDelta(**fields)
 
     def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._logprobs:

@@ -16,14 +16,21 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, PromptLogprobs, TokenLogprob
 from kvlinker.base.types.limits import MAX_CHOICES, MOST_PARTS
 from kvlinker.base.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
-from kvlinker.doors.http.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.doors.http.answers.answering import (
+    LinkBody,
+    PreparedRequest,
+    UsageBody,
+    completion_responses,
+    finite,
+    respond,
+)
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import Part, ResponseBody, Text, TokenId, content_of
 from kvlinker.doors.http.fields.decoding import DecodingBody
 from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
 
@@ -191,25 +198,25 @@ class CompletionChunk(ResponseBody):
 
 @router.post("/v1/completions", response_model=Completion, responses=completion_responses(CompletionChunk.__name__))
 async def create_completion(
-    body: CompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+    body: CompletionRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
-    service.check_model(body.model)
+    served.check_model(body.model)
     given = prompts_of(body.prompt)
-    answer_format = CompletionFormat(service.llm, body, given)
+    answer_format = CompletionFormat(served.llm, body, given)
 
-    def build() -> Asked:
+    def build() -> PreparedRequest:
         built = {}
         for index, prompt in enumerate(given):
             field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
             with blaming(field):
-                built[field] = service.llm.read_completion(
+                built[field] = served.llm.read_completion(
                     prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
                 )
-        sampling = service.llm.sampling_params(**body.sampling_fields())
-        return Asked(built, sampling, body.explains, body.shows_attention)
+        sampling = served.llm.sampling_params(**body.sampling_fields())
+        return PreparedRequest(built, sampling, body.explains, body.shows_attention)
 
-    return await respond(service, request, body, build, answer_format, tenant=tenant)
+    return await respond(served, request, body, build, answer_format, tenant=tenant)
 
 
 class CompletionFormat:
@@ -253,8 +260,8 @@ class CompletionFormat:
                 entries = [*self._prompt_entries(index, scored), *entries]
             choice = self._choice(index, text, entries, answer.finish_reason)
             if (most := self._body.prompt_logprobs) is not None:
-                told = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text, most=most)
-                choice = choice.model_copy(update={"prompt_logprobs": told})
+                scores = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text, most=most)
+                choice = choice.model_copy(update={"prompt_logprobs": scores})
             choices.append(choice)
         return Completion(**self._head, choices=choices, usage=usage)
 
@@ -297,7 +304,7 @@ class CompletionFormat:
             self._offsets[index] += len(entry.text)
         return CompletionLogprobs(
             tokens=[entry.text for entry in entries],
-            token_logprobs=[_told(entry) for entry in entries],
+            token_logprobs=[_json_logprob(entry) for entry in entries],
             top_logprobs=[
                 None if math.isnan(entry.logprob) else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
                 for entry in entries
@@ -306,5 +313,5 @@ class CompletionFormat:
         )
 
 
-def _told(entry: TokenLogprob) -> float | None:
+def _json_logprob(entry: TokenLogprob) -> float | None:
     return None if math.isnan(entry.logprob) else finite(entry.logprob)

@@ -16,13 +16,19 @@ from starlette.types import Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.doors.http.answers.answering import Asked, EventStream, begin_choices, ignored_header, server_timing
+from kvlinker.doors.http.answers.answering import (
+    EventStream,
+    PreparedRequest,
+    begin_choices,
+    ignored_header,
+    server_timing,
+)
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
 from kvlinker.doors.http.fields.bodies import Part, TextPart
-from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import ReadPrompt
 
@@ -96,7 +102,7 @@ class Translation:
     def _last_path(self) -> str:
         return f"messages.{len(self.values['messages']) - 1}"
 
-    def told_path(self, path: str) -> str:
+    def own_path(self, path: str) -> str:
         """Return the path of the caller's field that a field of the chat request comes from."""
         names = path.split(".")
         for length in range(len(names), 0, -1):
@@ -116,7 +122,7 @@ class Translation:
             raise
 
     def _renamed(self, path: str | None) -> str | None:
-        return None if path is None else self.told_path(path)
+        return None if path is None else self.own_path(path)
 
 
 class EventBody(Protocol):
@@ -135,12 +141,12 @@ class DialectAnswer(Protocol):
         """Take note of the prompt, and return the events with which a stream begins."""
         ...
 
-    def told(self, step: BlockStep) -> Iterable[EventBody]:
+    def events_of(self, step: BlockStep) -> Iterable[EventBody]:
         """Return the events of a step."""
         ...
 
     def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        """Take note of the end, with all blocks; steps that end the last of them may yet be told."""
+        """Take note of the end, with all blocks; steps that end the last of them may yet be events_of."""
         ...
 
     def closing(self) -> Iterable[EventBody]:
@@ -157,7 +163,7 @@ class DialectAnswer(Protocol):
 
 
 async def respond_in_dialect(
-    service: Service,
+    served: ServedModel,
     request: Request,
     translation: Translation,
     answer: DialectAnswer,
@@ -166,28 +172,28 @@ async def respond_in_dialect(
 ) -> Response:
     """Answer a conversation, whole or as a stream."""
     with translation.renaming():
-        chat = await service.encoding.run(request, translation.request)
+        chat = await served.encoding.run(request, translation.request)
         if chat.explains:
             raise InvalidRequestError(
                 "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain explains a prompt "
                 "without answering it.",
                 param="link.explain",
             )
-        service.check_model(chat.model)
-        conversing = chat.conversing(service.llm)
+        served.check_model(chat.model)
+        request_tools = chat.request_tools(served.llm)
         reader: BlockReader
 
-        def build() -> Asked:
+        def build() -> PreparedRequest:
             nonlocal reader
-            asked = chat.asked(service.llm, conversing, tenant=tenant)
+            asked = chat.asked(served.llm, request_tools, tenant=tenant)
             (read,) = asked.prompts.values()
             if translation.cuts_max_tokens:
-                asked = asked._replace(sampling=service.llm.fitting(asked.sampling, read.prompt))
-            reader = BlockReader(conversing.reader(read.prompt))
+                asked = asked._replace(sampling=served.llm.fitting(asked.sampling, read.prompt))
+            reader = BlockReader(request_tools.reader(read.prompt))
             return asked
 
-        headers = ignored_header([translation.told_path(path) for path in chat.reasoning_effect(service.llm).ignored])
-        choices = await begin_choices(service, request, build, n=1, tenant=tenant)
+        headers = ignored_header([translation.own_path(path) for path in chat.reasoning_effect(served.llm).ignored])
+        choices = await begin_choices(served, request, build, n=1, tenant=tenant)
     (read,) = choices.prompts.values()
     if chat.stream:
         return EventStream(choices, _events(choices, reader, answer, read, request), headers)
@@ -201,10 +207,10 @@ async def respond_in_dialect(
     _drain(reader.finish())
     answer.ended(reader.blocks, finished)
     note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
-    told = await run_in_threadpool(
+    content = await run_in_threadpool(
         lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
     )
-    return JSONResponse(told, headers={"Server-Timing": server_timing([finished.timing]), **headers})
+    return JSONResponse(content, headers={"Server-Timing": server_timing([finished.timing]), **headers})
 
 
 async def _events(
@@ -222,7 +228,7 @@ async def _events(
             else:
                 steps = list(reader.feed(output.text))
             for step in steps:
-                for event in answer.told(step):
+                for event in answer.events_of(step):
                     yield _named(event)
         for event in await run_in_threadpool(lambda: list(answer.closing())):
             yield _named(event)

@@ -23,7 +23,7 @@ from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import GIVEN, Metadata, Name, NonemptyText, Text, exactly_one, is_given, where
-from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.doors.http.models import ServedModel, ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
@@ -74,17 +74,17 @@ class CreateContextCachesRequest(Lifetime):
 
 @router.post("", responses=error_responses(400, 403, 404, 503))
 async def create_context_caches(
-    body: CreateContextCachesRequest, request: Request, service: ServiceParam, caller: CallerParam
+    body: CreateContextCachesRequest, request: Request, served: ServedModelParam, caller: CallerParam
 ) -> ContextCacheList:
     """Create one context cache per chunk, in order; the answer comes once its KV is computed."""
-    service.check_model(body.model)
+    served.check_model(body.model)
     loop = asyncio.get_running_loop()
 
     def begin() -> asyncio.Future[tuple[ContextCache, ...]]:
         with _blaming_split(body):
             return asyncio.wrap_future(
-                service.llm.caches.create(
-                    _texts(service, body),
+                served.llm.caches.create(
+                    _texts(served, body),
                     tenant=caller.tenant,
                     admin=caller.admin,
                     expires_at=body.expiry(),
@@ -97,15 +97,15 @@ async def create_context_caches(
                 loop=loop,
             )
 
-    created = await (await service.encoding.run(request, begin))
+    created = await (await served.encoding.run(request, begin))
     note_tokens(request.scope, sum(cache.tokens for cache in created))
-    return ContextCacheList(data=await run_in_threadpool(described, service, created))
+    return ContextCacheList(data=await run_in_threadpool(described, served, created))
 
 
-def _texts(service: Service, body: CreateContextCachesRequest) -> list[str]:
+def _texts(served: ServedModel, body: CreateContextCachesRequest) -> list[str]:
     if body.input is None:
         return body.chunks or []
-    return [piece.text for piece in pieces_of(service, body.input, body.split)]
+    return [piece.text for piece in pieces_of(served, body.input, body.split)]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, is_given
-from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.models import ServedModel
 
 MAX_TTL = 100 * 365 * 24 * 3600.0
 """The longest time to live in seconds: a hundred years."""
@@ -111,25 +111,25 @@ class ContextCacheList(ResponseBody):
     data: list[ContextCacheObject]
 
 
-def described(service: Service, caches: Sequence[ContextCache]) -> list[ContextCacheObject]:
+def described(served: ServedModel, caches: Sequence[ContextCache]) -> list[ContextCacheObject]:
     """Describe context caches as they are answered; asks the store where their KV lies."""
-    return [describe(service, cache) for cache in caches]
+    return [describe(served, cache) for cache in caches]
 
 
-def describe(service: Service, cache: ContextCache) -> ContextCacheObject:
+def describe(served: ServedModel, cache: ContextCache) -> ContextCacheObject:
     """Describe one context cache as it is answered; asks the store where its KV lies."""
     return ContextCacheObject(
         id=cache.id,
         model=cache.model,
         name=cache.name,
         tokens=cache.tokens,
-        bytes=service.llm.caches.nbytes(cache),
-        tier=service.llm.caches.tier(cache),
+        bytes=served.llm.caches.nbytes(cache),
+        tier=served.llm.caches.tier(cache),
         created_at=int(cache.created_at),
         expires_at=None if cache.expires_at is None else int(cache.expires_at),
         metadata=dict(cache.metadata),
         pinned=cache.pinned,
         scope=cache.scope,
-        usable=service.llm.caches.is_usable(cache),
+        usable=served.llm.caches.is_usable(cache),
         implicit=cache.implicit_ttl is not None,
     )

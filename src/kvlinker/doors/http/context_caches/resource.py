@@ -22,7 +22,7 @@ from kvlinker.doors.http.edge.access import CallerParam, TenantParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import Metadata, MetadataParam, Name, ResponseBody, metadata_parameter
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
@@ -75,7 +75,7 @@ class ContextCachesDeletion(ResponseBody):
 
 @router.get("", openapi_extra=metadata_parameter(required=False), responses=error_responses(400))
 async def list_context_caches(
-    service: ServiceParam,
+    served: ServedModelParam,
     tenant: TenantParam,
     metadata: MetadataParam,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -90,13 +90,13 @@ async def list_context_caches(
 
     def page() -> ContextCachePage:
         try:
-            items, has_more = service.llm.caches.list(
+            items, has_more = served.llm.caches.list(
                 tenant=tenant, limit=limit, after=after, order=order, metadata=metadata, scope=scope
             )
         except ContextCacheNotFoundError as error:
             raise InvalidRequestError(f"'after' names no context cache: {after!r}.", param="after") from error
         return ContextCachePage(
-            data=described(service, items),
+            data=described(served, items),
             first_id=items[0].id if items else None,
             last_id=items[-1].id if items else None,
             has_more=has_more,
@@ -107,7 +107,7 @@ async def list_context_caches(
 
 @router.delete("", openapi_extra=metadata_parameter(required=True), responses=error_responses(400, 403))
 async def delete_context_caches(
-    service: ServiceParam,
+    served: ServedModelParam,
     caller: CallerParam,
     metadata: MetadataParam,
     scope: ScopeQuery = Scope.PRIVATE,
@@ -115,30 +115,30 @@ async def delete_context_caches(
     """Delete all context caches with all pairs of ``metadata``, of which there must be one."""
 
     def delete() -> int:
-        return service.llm.caches.delete_matching(metadata, tenant=caller.tenant, scope=scope, admin=caller.admin)
+        return served.llm.caches.delete_matching(metadata, tenant=caller.tenant, scope=scope, admin=caller.admin)
 
     return ContextCachesDeletion(deleted=await run_in_threadpool(delete))
 
 
 @router.get(f"/{CACHE_ID}", responses=error_responses(404))
-async def read_context_cache(cache_id: str, service: ServiceParam, tenant: TenantParam) -> ContextCacheObject:
+async def read_context_cache(cache_id: str, served: ServedModelParam, tenant: TenantParam) -> ContextCacheObject:
     """Read one: the caller's own, or a shared one."""
-    return await run_in_threadpool(lambda: describe(service, service.llm.caches.get(cache_id, tenant=tenant)))
+    return await run_in_threadpool(lambda: describe(served, served.llm.caches.get(cache_id, tenant=tenant)))
 
 
 @router.patch(f"/{CACHE_ID}", responses=error_responses(400, 403, 404))
 async def update_context_cache(
-    cache_id: str, body: UpdateContextCacheRequest, service: ServiceParam, caller: CallerParam
+    cache_id: str, body: UpdateContextCacheRequest, served: ServedModelParam, caller: CallerParam
 ) -> ContextCacheObject:
     """Change what is given; null removes it. Shared ones are changed by admins only."""
-    caches = service.llm.caches
+    caches = served.llm.caches
     return await run_in_threadpool(
-        lambda: describe(service, caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()))
+        lambda: describe(served, caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()))
     )
 
 
 @router.delete(f"/{CACHE_ID}", responses=error_responses(403, 404))
-async def delete_context_cache(cache_id: str, service: ServiceParam, caller: CallerParam) -> ContextCacheDeletion:
+async def delete_context_cache(cache_id: str, served: ServedModelParam, caller: CallerParam) -> ContextCacheDeletion:
     """Delete one. The KV goes when no other context cache holds it. Shared ones are deleted by admins only."""
-    await run_in_threadpool(service.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin)
+    await run_in_threadpool(served.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin)
     return ContextCacheDeletion(id=cache_id)

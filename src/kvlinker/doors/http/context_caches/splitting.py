@@ -15,7 +15,7 @@ from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, ResponseBody, Text
-from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.prompting.splitting import MAX_PIECE_TOKENS, splitters
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
@@ -41,11 +41,11 @@ _NAMES = {"text": "input", "method": "split.method", "max_tokens": "split.max_to
 """The fields of bodies by the arguments of ``LLM.split_pieces``."""
 
 
-def pieces_of(service: Service, text: str, split: SplitOptions | None) -> tuple[Piece, ...]:
+def pieces_of(served: ServedModel, text: str, split: SplitOptions | None) -> tuple[Piece, ...]:
     """Cut the text of a body as its ``split`` says. Raises InvalidRequestError, which names the body's field."""
     options = (split or SplitOptions()).given()
     try:
-        return service.llm.split_pieces(text, most_pieces=MAX_CHUNKS, **options)
+        return served.llm.split_pieces(text, most_pieces=MAX_CHUNKS, **options)
     except InvalidRequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
@@ -84,15 +84,15 @@ class PieceList(ResponseBody):
 
 
 @router.post("/split", response_model=PieceList, responses=error_responses(400))
-async def split_text(body: SplitRequest, request: Request, service: ServiceParam) -> Response:
+async def split_text(body: SplitRequest, request: Request, served: ServedModelParam) -> Response:
     """Tell into which chunks a text would be split; nothing is cached."""
     check_input(body.input)
 
-    def told() -> tuple[int, dict[str, Any]]:
-        pieces = pieces_of(service, body.input, body.split)
+    def split_input() -> tuple[int, dict[str, Any]]:
+        pieces = pieces_of(served, body.input, body.split)
         data = [PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces]
         return sum(piece.tokens for piece in pieces), PieceList(data=data).model_dump()
 
-    tokens, pieces = await service.encoding.run(request, told)
+    tokens, pieces = await served.encoding.run(request, split_input)
     note_tokens(request.scope, tokens)
     return JSONResponse(pieces)

@@ -15,7 +15,7 @@ from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import Metadata, RequestBody, ResponseBody, Text
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
@@ -60,13 +60,13 @@ class ContextCacheContent(ResponseBody):
 
 
 @router.post("/search", responses=error_responses(400))
-async def search_context_caches(body: SearchRequest, service: ServiceParam, tenant: TenantParam) -> SearchHitList:
+async def search_context_caches(body: SearchRequest, served: ServedModelParam, tenant: TenantParam) -> SearchHitList:
     """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
 
     Any of the words may match; nothing in the query is syntax. What was made with another model is not found.
     """
     found = await run_in_threadpool(
-        lambda: service.llm.caches.search(
+        lambda: served.llm.caches.search(
             body.query,
             tenant=tenant,
             limit=body.limit or DEFAULT_HITS,
@@ -83,9 +83,9 @@ async def search_context_caches(body: SearchRequest, service: ServiceParam, tena
 
 
 @router.get(f"/{CACHE_ID}/content", responses=error_responses(400, 404))
-async def read_content(cache_id: str, service: ServiceParam, tenant: TenantParam) -> ContextCacheContent:
+async def read_content(cache_id: str, served: ServedModelParam, tenant: TenantParam) -> ContextCacheContent:
     """Read the text and the token ids of one: the caller's own, or a shared one."""
-    content = await run_in_threadpool(lambda: service.llm.caches.content(cache_id, tenant=tenant))
+    content = await run_in_threadpool(lambda: served.llm.caches.content(cache_id, tenant=tenant))
     return ContextCacheContent(
         id=content.id, text=content.text, token_ids=list(content.token_ids), metadata=dict(content.metadata)
     )

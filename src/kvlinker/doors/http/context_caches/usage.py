@@ -12,7 +12,7 @@ from kvlinker.doors.http.context_caches.objects import ScopeQuery
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
@@ -50,10 +50,10 @@ class ContextCacheUsage(ResponseBody):
 
 @router.get("/usage", responses=error_responses(400))
 async def read_usage(
-    service: ServiceParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE
+    served: ServedModelParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE
 ) -> ContextCacheUsage:
     """Tell what the caller's context caches, or the shared ones, take, and the quota."""
-    usage = await run_in_threadpool(lambda: service.llm.caches.usage(tenant=tenant, scope=scope))
+    usage = await run_in_threadpool(lambda: served.llm.caches.usage(tenant=tenant, scope=scope))
     quota = usage.quota
     return ContextCacheUsage(
         scope=scope,

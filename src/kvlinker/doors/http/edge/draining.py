@@ -30,7 +30,7 @@ LAST_SECONDS = 1.0
 """The time that is given to what is only a matter of sending: last events, and answers of refused requests."""
 
 
-class Answer(Protocol):
+class OpenAnswer(Protocol):
     """An answer that is being generated."""
 
     def fail(self, error: KVLinkerError) -> None:
@@ -38,7 +38,7 @@ class Answer(Protocol):
         ...
 
 
-class Drained(NamedTuple):
+class DrainReport(NamedTuple):
     """Counts the requests that were under way when a server was told to stop."""
 
     finished: int
@@ -57,7 +57,7 @@ class Drain:
         self.ended = False
         """True when all requests have been finished or cut off."""
         self._running: set[asyncio.Future[None]] = set()
-        self._answers: WeakSet[Answer] = WeakSet()
+        self._answers: WeakSet[OpenAnswer] = WeakSet()
         self._idle = asyncio.Event()
         self._finished = 0
         self._cuts = False
@@ -71,7 +71,7 @@ class Drain:
         """Refuse requests from now on. May be called by a signal's handler."""
         self.began = True
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: OpenAnswer) -> None:
         """Have an answer fail when its request is cut off."""
         self._answers.add(answer)
         if self._cuts:
@@ -90,7 +90,7 @@ class Drain:
             if not self._running:
                 self._idle.set()
 
-    async def finish(self) -> Drained:
+    async def finish(self) -> DrainReport:
         """Wait until all requests are finished, and cut off those that are not after ``timeout``."""
         await self._wait_until_idle(self.timeout)
         left = list(self._running)
@@ -101,7 +101,7 @@ class Drain:
             answer.fail(engine_closed())
         await self._wait_until_idle(LAST_SECONDS)
         self.ended = True
-        return Drained(self._finished, len(left))
+        return DrainReport(self._finished, len(left))
 
     async def _wait_until_idle(self, seconds: float) -> None:
         self._idle.clear()

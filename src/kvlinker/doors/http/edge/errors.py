@@ -283,8 +283,8 @@ def _invalid_request(
 
 def _response(body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the answer for an error, in the words of the route's API."""
-    told = as_messages_error(body, status, scope) if speaks_messages(scope["path"]) else body
-    return JSONResponse(told.model_dump(), status_code=status, headers=headers)
+    content = as_messages_error(body, status, scope) if speaks_messages(scope["path"]) else body
+    return JSONResponse(content.model_dump(), status_code=status, headers=headers)
 
 
 def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
@@ -294,8 +294,8 @@ def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
-    told = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
-    return ErrorBody(error=ErrorDetails(message=told, type=kind, param=param, code=code))
+    text = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
+    return ErrorBody(error=ErrorDetails(message=text, type=kind, param=param, code=code))
 
 
 def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:

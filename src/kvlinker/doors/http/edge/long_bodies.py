@@ -66,7 +66,7 @@ class _LongRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return await self.app.state.service.encoding.run(self, self._read)
+            return await self.app.state.served.encoding.run(self, self._read)
         except (KVLinkerError, RequestValidationError) as error:
             self.failure = error
             raise

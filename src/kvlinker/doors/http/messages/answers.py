@@ -177,7 +177,7 @@ class MessageAnswer:
         )
         return [MessageStart(type="message_start", message=self._message([], None, None, usage))]
 
-    def told(self, step: BlockStep) -> Iterator[ContentBlockStart | ContentBlockDelta | ContentBlockStop]:
+    def events_of(self, step: BlockStep) -> Iterator[ContentBlockStart | ContentBlockDelta | ContentBlockStop]:
         index = step.block.index
         match step.what:
             case "begin":

@@ -16,7 +16,7 @@ from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.doors.http.messages.errors import MessagesError
 from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 
 
 async def _beta(beta: Annotated[str | None, Query(description="Means nothing; clients send it along.")] = None) -> None:
@@ -43,24 +43,24 @@ def _responses() -> dict[int | str, dict[str, Any]]:
 
 @router.post("/v1/messages", response_model=MessageObject, responses=_responses())
 async def create_message(
-    body: MessagesRequest, request: Request, service: ServiceParam, tenant: TenantParam
+    body: MessagesRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
-    answer = MessageAnswer(service.llm)
-    return await respond_in_dialect(service, request, body.translated(), answer, tenant=tenant)
+    answer = MessageAnswer(served.llm)
+    return await respond_in_dialect(served, request, body.translated(), answer, tenant=tenant)
 
 
 @router.post("/v1/messages/count_tokens", responses=error_responses(400, 404, model=MessagesError))
 async def count_tokens(
-    body: CountTokensRequest, request: Request, service: ServiceParam, tenant: TenantParam
+    body: CountTokensRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> TokenCount:
     """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
-    llm = service.llm
+    llm = served.llm
     translation = body.translated()
     with translation.renaming():
-        chat = await service.encoding.run(request, translation.request)
-        service.check_model(chat.model)
-        tools = chat.conversing(llm).tools
-        read = await service.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
+        chat = await served.encoding.run(request, translation.request)
+        served.check_model(chat.model)
+        tools = chat.request_tools(llm).tools
+        read = await served.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
     note_tokens(request.scope, len(read.prompt))
     return TokenCount(input_tokens=len(read.prompt))

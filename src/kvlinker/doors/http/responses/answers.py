@@ -68,7 +68,7 @@ class ResponseAnswer:
             for kind in ("response.created", "response.in_progress")
         ]
 
-    def told(self, step: BlockStep) -> Iterator[AnyEvent]:
+    def events_of(self, step: BlockStep) -> Iterator[AnyEvent]:
         block = step.block
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         match step.what:
@@ -101,9 +101,11 @@ class ResponseAnswer:
         return [ResponseEvent(type=kind, response=whole, **self._number())]
 
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[AnyEvent]:
-        told = error_body(error, scope).error
-        code = "server_error" if told.code == KVLinkerError.code else told.code  # OpenAI's word for it
-        failed = self._response("failed").model_copy(update={"error": ResponseFailure(code=code, message=told.message)})
+        details = error_body(error, scope).error
+        code = "server_error" if details.code == KVLinkerError.code else details.code  # OpenAI's word for it
+        failed = self._response("failed").model_copy(
+            update={"error": ResponseFailure(code=code, message=details.message)}
+        )
         return [ResponseEvent(type="response.failed", response=failed, **self._number())]
 
     def whole(self) -> ResponseObject:
@@ -187,12 +189,12 @@ class ResponseAnswer:
             output=[self._item(block, self._status_of(block)) for block in self._blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
-            reasoning=body.told_reasoning(),
+            reasoning=body.reasoning_settings(),
             service_tier="default",
             store=False,
             temperature=params.temperature,
-            text=body.told_text(),
-            tool_choice=body.told_choice(),
+            text=body.text_settings(),
+            tool_choice=body.tool_choice_settings(),
             tools=[tool.model_dump(exclude=set(MARKS)) | tool.marks() for tool in body.tools or ()],
             top_p=params.top_p,
             truncation="disabled",

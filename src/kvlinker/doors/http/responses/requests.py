@@ -130,17 +130,17 @@ class ResponsesRequest(RequestBody):
         """Return the fields of ``SamplingParams`` that answers tell of, as far as they are given."""
         return {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
 
-    def told_text(self) -> dict[str, Any]:
+    def text_settings(self) -> dict[str, Any]:
         """Return the form of the answer, as answers tell it."""
         asked = self.text.format if self.text else None
         return {"format": {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)}
 
-    def told_reasoning(self) -> dict[str, str | None]:
+    def reasoning_settings(self) -> dict[str, str | None]:
         """Return what was asked for about reasoning, as answers tell it."""
         asked = self.reasoning or ReasoningBody()
         return {"effort": asked.effort, "summary": asked.summary}
 
-    def told_choice(self) -> str | dict[str, str]:
+    def tool_choice_settings(self) -> str | dict[str, str]:
         """Return the choice of tools, as answers tell it."""
         if isinstance(self.tool_choice, NamedFunction):
             return self.tool_choice.model_dump()

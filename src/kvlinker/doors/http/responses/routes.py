@@ -10,7 +10,7 @@ from kvlinker.doors.http.answers.answering import completion_responses
 from kvlinker.doors.http.answers.dialects import respond_in_dialect
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.http.responses.answers import ResponseAnswer
 from kvlinker.doors.http.responses.events import ResponseStreamEvent
 from kvlinker.doors.http.responses.objects import ResponseObject
@@ -30,8 +30,8 @@ def _responses() -> dict[int | str, dict[str, Any]]:
 
 @router.post("/v1/responses", response_model=ResponseObject, responses=_responses())
 async def create_response(
-    body: ResponsesRequest, request: Request, service: ServiceParam, tenant: TenantParam
+    body: ResponsesRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
     """Answer a conversation that is given as items, all of them; nothing is kept."""
-    answer = ResponseAnswer(service.llm, body)
-    return await respond_in_dialect(service, request, body.translated(), answer, tenant=tenant)
+    answer = ResponseAnswer(served.llm, body)
+    return await respond_in_dialect(served, request, body.translated(), answer, tenant=tenant)

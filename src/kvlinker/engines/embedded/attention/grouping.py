@@ -21,7 +21,7 @@ KEY_COST = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class AttentionCall:
     """Queries that attend together to the keys [first, last) of a segment."""
 
     segment: int
@@ -43,7 +43,7 @@ class Call:
 
 def group_queries(
     views: Sequence[View], positions: NDArray[np.int64], window: int | None, *, long_runs: bool
-) -> tuple[Call, ...]:
+) -> tuple[AttentionCall, ...]:
     """Join queries until the masked-out work of a call costs as much as another call.
 
     With tokens at even distances this is the size at which masked-out work and calls together cost least. With
@@ -53,7 +53,7 @@ def group_queries(
     by_segment: defaultdict[int, list[View]] = defaultdict(list)
     for view in views:
         by_segment[view.segment].append(view)
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     for seeing in by_segment.values():
         group = _Group()
         for piece in (piece for view in seeing for piece in _pieces(view, positions[view.rows], window)):
@@ -146,7 +146,7 @@ class _Group:
         self._queries, self._seen, self._first, self._last = queries, seen, first, last
         return True
 
-    def call(self, positions: NDArray[np.int64]) -> Call:
+    def call(self, positions: NDArray[np.int64]) -> AttentionCall:
         """Return the call that computes all pieces."""
         first, last = self._first, self._last
         mask = None
@@ -159,13 +159,13 @@ class _Group:
             mask = np.concatenate(masks)
         rows = np.concatenate([piece.rows for piece in self.pieces])
         distances = np.concatenate([positions[piece.rows] - piece.view.offset for piece in self.pieces])
-        return Call(self.pieces[0].view.segment, rows, distances, first, last, mask)
+        return AttentionCall(self.pieces[0].view.segment, rows, distances, first, last, mask)
 
 
-def _long_run(piece: _Piece, positions: NDArray[np.int64]) -> Iterator[Call]:
+def _long_run(piece: _Piece, positions: NDArray[np.int64]) -> Iterator[AttentionCall]:
     """Yield the call over the keys before a rising piece's own, if any, and the one over its own."""
     segment, distances = piece.view.segment, positions[piece.rows] - piece.view.offset
     first, own, last = int(piece.low[0]), int(piece.high[0]) - 1, int(piece.high[-1])
     if first < own:
-        yield Call(segment, piece.rows, distances, first, own)
-    yield Call(segment, piece.rows, distances, own, last, causal=True)
+        yield AttentionCall(segment, piece.rows, distances, first, own)
+    yield AttentionCall(segment, piece.rows, distances, own, last, causal=True)

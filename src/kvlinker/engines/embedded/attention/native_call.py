@@ -81,8 +81,8 @@ class Dots(ctypes.Structure):
     )
 
 
-class Call(ctypes.Structure):
-    """Describes the attention of one layer: ``Call`` of call.h."""
+class NativeCall(ctypes.Structure):
+    """Describes the attention of one layer: ``NativeCall`` of call.h."""
 
     _fields_ = (
         ("query", Heads),

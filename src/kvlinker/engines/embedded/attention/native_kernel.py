@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
-from kvlinker.engines.embedded.attention.native_call import Call, Heads, Rotation, Write, heads
+from kvlinker.engines.embedded.attention.native_call import Heads, NativeCall, Rotation, Write, heads
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.native import NativeUnavailableError
@@ -30,7 +30,7 @@ class NativeAttention:
         """Raises NativeUnavailableError."""
         if torch.cpu._is_amx_tile_supported():
             raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
-        functions = native.functions("attention.cpp", {"kvlinker_attention": Call, "kvlinker_write": Write})
+        functions = native.functions("attention.cpp", {"kvlinker_attention": NativeCall, "kvlinker_write": Write})
         self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
@@ -77,7 +77,7 @@ class NativeAttention:
         rotation = Rotation.of(rotary, plan.farthest + 1)
         table = plan.table
         layer = np.array([heads(key) + heads(value) for key, value in segments], np.int64)
-        call = Call(
+        call = NativeCall(
             query=Heads(*heads(query)),
             output=Heads(*heads(output.transpose(0, 1))),
             positions=plan.table.positions,

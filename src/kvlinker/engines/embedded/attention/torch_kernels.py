@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import QUERY_BLOCK, AttentionOptions, attention_scores
-from kvlinker.engines.embedded.attention.grouping import Call, group_queries
+from kvlinker.engines.embedded.attention.grouping import AttentionCall, group_queries
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
@@ -84,7 +84,7 @@ class TorchAttention:
 class PreparedCalls:
     """Calls with all that they need beside keys, values and queries, on the device, for all layers of a kind."""
 
-    def __init__(self, calls: Sequence[Call], queries: int, device: torch.device) -> None:
+    def __init__(self, calls: Sequence[AttentionCall], queries: int, device: torch.device) -> None:
         self.calls = tuple(PreparedCall(call, device) for call in calls)
         sources = _sources(calls, queries)
         self.sources = None if sources is None else torch.from_numpy(sources).to(device)
@@ -93,7 +93,7 @@ class PreparedCalls:
 class PreparedCall:
     """A call's mask, rows and angles as tensors, each made once."""
 
-    def __init__(self, call: Call, device: torch.device) -> None:
+    def __init__(self, call: AttentionCall, device: torch.device) -> None:
         self.segment = call.segment
         self.first = call.first
         self.last = call.last
@@ -152,7 +152,7 @@ def merge(partials: Sequence[Partial], sources: Tensor | None, sinks: Tensor | N
     return merged
 
 
-def _sources(calls: Sequence[Call], queries: int) -> NDArray[np.int64] | None:
+def _sources(calls: Sequence[AttentionCall], queries: int) -> NDArray[np.int64] | None:
     """Return where ``merge`` finds every query; None where one call has them all, in order."""
     rows = np.concatenate([call.rows for call in calls]) if calls else np.zeros(0, np.int64)
     if len(calls) == 1 and np.array_equal(rows, np.arange(queries)):

@@ -12,12 +12,12 @@ from kvlinker.base.futures import gather, or_else, resolved
 from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.chunks.building import ChunkBuilder
+from kvlinker.engines.embedded.chunks.pending import ChunkBuilder
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.linked import LinkedRequest
-from kvlinker.engines.embedded.requests.request import State
+from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
+from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.linking.evidence import Forecast
@@ -33,7 +33,7 @@ from kvlinker.store.prefixes import SpilledPrefixes
 logger = logging.getLogger(__name__)
 
 
-class LinkLoader:
+class PromptLoader:
     """Begins the links of requests and fetches the KV of their chunks. Methods may be called from any thread."""
 
     def __init__(
@@ -69,7 +69,7 @@ class LinkLoader:
         sizes = [len(chunk) * (self._token_bytes + SCORE_BYTES_PER_TOKEN) for chunk in chunks]
         return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
-    def load(self, request: LinkedRequest) -> None:
+    def load(self, request: PromptRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
         layers still arrive, makes the plan and reports to the scheduler. For a request that has ended, nothing is begun
         any more."""
@@ -96,7 +96,7 @@ class LinkLoader:
             if self._variants is not None and use.chunk not in request.prompt.chunks:
                 self._variants.note_use(key, use.recomputed)
 
-    def _begin(self, request: LinkedRequest) -> Link:
+    def _begin(self, request: PromptRequest) -> Link:
         wanted = request.request
         return Link.begin(
             wanted.prompt,
@@ -119,7 +119,7 @@ class LinkLoader:
         own = link.prompt.reused_own[-sum(map(len, stored)) :]
         return self._prefixes.load([part.key for part in stored], compute_seconds(self._throughput.seconds, own))
 
-    def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
+    def _fetch(self, request: PromptRequest, link: Link) -> list[Future[KV]]:
         """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
         plan computes instead, by its forecast, are read to memory for later prompts."""
         tenant, forecast = request.request.tenant, link.forecast
@@ -147,7 +147,7 @@ class LinkLoader:
         without scores."""
         return kv.scores is not None or not (link.policy.needs.scores and self._builder.collects_scores)
 
-    def _build(self, request: LinkedRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
+    def _build(self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
         """Have the chunk computed that the store lacks, or has without the scores that are needed. Raises KVLinkerError
         where the request has ended while the store looked for it."""
         if isinstance(stored, ArrivingKV):
@@ -159,7 +159,7 @@ class LinkLoader:
             request.made.add(chunk)
         return gather([building.kvs], lambda built: built[0][0])
 
-    def _complete(self, request: LinkedRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
+    def _complete(self, request: PromptRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
         """Hand the request over to the scheduler with what was fetched. Where it does not take it, because it has ended
         or its policy fails, the layers that still arrive are given up."""
         kvs, restored = loaded
@@ -180,7 +180,7 @@ class LinkLoader:
         if link.policy.needs.variants and not request.explains:
             self._offer(link.prompt, request.request.tenant)
 
-    def _fail(self, request: LinkedRequest, error: BaseException | None) -> None:
+    def _fail(self, request: PromptRequest, error: BaseException | None) -> None:
         if error is None:
             return
         if not isinstance(error, KVLinkerError):
@@ -199,9 +199,9 @@ class LinkLoader:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
 
 
-def _check_wanted(request: LinkedRequest) -> None:
+def _check_wanted(request: PromptRequest) -> None:
     """Raise KVLinkerError if the request has ended: nobody wants its chunks any more."""
-    if request.state is State.FINISHED:
+    if request.state is RequestState.FINISHED:
         raise KVLinkerError("The request has ended before its chunks were there.")
 
 

@@ -10,7 +10,7 @@ from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest
-from kvlinker.engines.embedded.requests.request import Kind
+from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.linking.evidence import Variant
 from kvlinker.prompting.segments import Prompt
@@ -88,7 +88,7 @@ class TenantVariants:
 class VariantRequest(CaptureRequest):
     """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their scores."""
 
-    kind = Kind.VARIANT
+    kind = ResultKind.VARIANT
 
     def __init__(
         self,

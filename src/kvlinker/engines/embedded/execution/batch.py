@@ -90,7 +90,7 @@ def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
+class VisibleKV:
     """Holds what a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
 
     shared: tuple[SharedChunk, ...]
@@ -186,11 +186,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. The runs of a sequence are neighbours, disjoint and ascending; ``sights`` has what each owner of
-    a run sees."""
+    """One step's work. The runs of a sequence are neighbours, disjoint and ascending; ``visible_kv`` has what each
+    owner of a run sees."""
 
     runs: tuple[Run, ...]
-    sights: Mapping[object, Sight]
+    visible_kv: Mapping[object, VisibleKV]
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -225,7 +225,7 @@ class Batch:
     def shared(self) -> Iterator[tuple[object, SharedChunk]]:
         """Yield all shared chunks with the owners that see them, in the order of the runs."""
         for owner in dict.fromkeys(run.owner for run in self.runs):
-            for chunk in self.sights[owner].shared:
+            for chunk in self.visible_kv[owner].shared:
                 yield owner, chunk
 
     def rows(self) -> Iterator[tuple[Run, slice]]:
@@ -241,12 +241,12 @@ class Batch:
             parts = [rows for _, rows in runs]
             yield owner, slice(parts[0].start, parts[-1].stop)
 
-    def refinements(self) -> Iterator[tuple[Refinement, slice, Sight]]:
+    def refinements(self) -> Iterator[tuple[Refinement, slice, VisibleKV]]:
         """Yield every refinement with its request's tokens in the batch, and what they see."""
         for owner, rows in self.owner_rows():
             refinement = next(run.refinement for run in self.runs if run.owner is owner)
             if refinement is not None:
-                yield refinement, rows, self.sights[owner]
+                yield refinement, rows, self.visible_kv[owner]
 
     def without(self, owners: set[object]) -> NDArray[np.bool_]:
         """Mask of the tokens that belong to none of these owners: [tokens]."""
@@ -272,7 +272,7 @@ class Batch:
                         wants_logits=run.wants_logits and end == rows.stop,
                     )
                 )
-        return Batch(tuple(runs), self.sights)
+        return Batch(tuple(runs), self.visible_kv)
 
 
 @dataclass(frozen=True, slots=True)

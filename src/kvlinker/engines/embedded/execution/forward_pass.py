@@ -17,7 +17,7 @@ from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 from kvlinker.engines.embedded.attention.position_scores import position_weights
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
-from kvlinker.engines.embedded.execution.batch import Batch, Sight
+from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape
@@ -33,7 +33,7 @@ def never_wait(came: Callable[[], bool]) -> None:
     """Return at once, as if another request could be computed."""
 
 
-class NobodyLeftError(Exception):
+class EmptyStepError(Exception):
     """Raised when all requests have left the step."""
 
 
@@ -125,11 +125,11 @@ class ForwardPass:
         self._batch = batch
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
-        self._sights = [(batch.sights[owner], rows) for owner, rows in batch.owner_rows()]
+        self._sights = [(batch.visible_kv[owner], rows) for owner, rows in batch.owner_rows()]
         chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
         contents = {name: _content(kv) for name, kv in chunks.items()}
         self._chunks = {contents[name]: kv for name, kv in chunks.items()}
-        self._spans = tuple({span: None for sight, _ in self._sights for span in sight.spans})
+        self._spans = tuple({span: None for visible, _ in self._sights for span in visible.spans})
         numbers = {name: number for number, name in enumerate((*self._chunks, *self._spans))}
         self._chunk_segments = {name: numbers[content] for name, content in contents.items()}
         self._span_segments = {span: numbers[span] for span in self._spans}
@@ -164,7 +164,7 @@ class ForwardPass:
         self.left.update(dict.fromkeys(owners, index))
         keep = self._batch.without(owners)
         if not keep.any():
-            raise NobodyLeftError
+            raise EmptyStepError
         self._enter(self._batch.narrowed(keep))
         return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
 
@@ -193,26 +193,26 @@ class ForwardPass:
 
     def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
         """Return what all queries see in this layer; it is the same in all layers of the same epochs."""
-        epochs = tuple(sight.own.epoch(index) for sight, _ in self._sights)
+        epochs = tuple(visible.own.epoch(index) for visible, _ in self._sights)
         if epochs not in self._plans:
             views = [
                 view
-                for (sight, rows), epoch in zip(self._sights, epochs, strict=True)
-                for view in self._views(sight, rows, epoch)
+                for (visible, rows), epoch in zip(self._sights, epochs, strict=True)
+                for view in self._views(visible, rows, epoch)
             ]
             self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
         return self._plans[epochs]
 
-    def _views(self, sight: Sight, rows: slice, epoch: int) -> Iterator[View]:
+    def _views(self, visible: VisibleKV, rows: slice, epoch: int) -> Iterator[View]:
         """Yield what one sequence's queries see in the layers of an epoch."""
-        for chunk, hidden in zip(sight.shared, sight.own.hidden(epoch), strict=True):
+        for chunk, hidden in zip(visible.shared, visible.own.hidden(epoch), strict=True):
             segment = self._chunk_segments[id(chunk.kv)]
             yield View(segment, rows, chunk.start, chunk.offset, chunk.first, chunk.last, hidden)
-        gone = sight.own.gone(epoch, len(sight.positions))
+        gone = visible.own.gone(epoch, len(visible.positions))
         end = 0
-        for span in sight.spans:
+        for span in visible.spans:
             begin, end = end, end + span.size
-            positions = sight.positions[begin:end]
+            positions = visible.positions[begin:end]
             hidden = None if gone is None else gone[begin:end]
             start = int(positions[0])
             scattered = None if int(positions[-1]) + 1 - start == span.size else positions
@@ -264,12 +264,12 @@ class ForwardPass:
         if not asked:
             return None
         keep = np.ones(len(self._slots), dtype=np.bool_)
-        for refinement, rows, sight in asked:
+        for refinement, rows, visible in asked:
             positions = self._positions[rows]
             deviations = LayerDeviations(
                 positions,
-                sight.shared,
-                [_layer(chunk.kv, index) for chunk in sight.shared],
+                visible.shared,
+                [_layer(chunk.kv, index) for chunk in visible.shared],
                 self._layers[index].rotary,
                 new=partial(computed, rows),
             )

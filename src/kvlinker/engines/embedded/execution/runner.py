@@ -14,8 +14,8 @@ from kvlinker.engines.embedded.attention.kernels import choose_kernel
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.forward_pass import (
+    EmptyStepError,
     ForwardPass,
-    NobodyLeftError,
     Profile,
     WaitInStep,
     never_wait,
@@ -79,7 +79,7 @@ class Runner:
                     use_cache=False,
                     logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
                 )
-        except NobodyLeftError:
+        except EmptyStepError:
             return StepResult({}, forward.left)
         for states in seen:
             for run, rows in forward.remaining.rows():

@@ -18,7 +18,7 @@ from kvlinker.prompting.segments import ChunkSpan, Prompt
 Positions = NDArray[np.int64]
 
 
-class LinkedChunk(NamedTuple):
+class PathChunk(NamedTuple):
     """A chunk in a sequence whose KV is its stored one, as far as it was not computed again."""
 
     key: str
@@ -28,7 +28,7 @@ class LinkedChunk(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LinkedPath:
+class SequencePath:
     """All that the KV of a sequence depends on: its tokens, where the KV of chunks was used, and how that was linked.
 
     Two sequences with equal paths have the same KV, whatever their prompts are called.
@@ -36,14 +36,14 @@ class LinkedPath:
 
     tenant: str
     tokens: Positions
-    chunks: Mapping[int, tuple[LinkedChunk, int]] = field(default_factory=dict)
+    chunks: Mapping[int, tuple[PathChunk, int]] = field(default_factory=dict)
     """By position, the chunk that was linked there, and its length in tokens."""
 
     asked: int | None = None
     """The length of the prompt, if what was computed of the chunks depends on all of it."""
 
 
-class LinkedChoices:
+class PathChoices:
     """Lists how each chunk of a prompt may have been linked before, so that the prompt can begin with it.
 
     Where the policy looks at the question, any prompt with which this one begins may have been the one that it looked
@@ -60,14 +60,14 @@ class LinkedChoices:
         self._lengths = lengths
         self._chunks = {span.start: (span, key) for span, key in spans}
 
-    def at(self, position: int) -> list[LinkedChunk]:
+    def at(self, position: int) -> list[PathChunk]:
         """Return all that the chunk at the position may have been linked as; nothing where no chunk begins."""
         if position not in self._chunks:
             return []
         span, key = self._chunks[position]
-        return [LinkedChunk(key, linked) for linked in self._ways(span)]
+        return [PathChunk(key, linked) for linked in self._ways(span)]
 
-    def length(self, chunk: LinkedChunk, position: int) -> int:
+    def length(self, chunk: PathChunk, position: int) -> int:
         """Return the length in tokens of the prompt's chunk at the position if it may have been linked as ``chunk``;
         else 0."""
         if position not in self._chunks:
@@ -76,7 +76,7 @@ class LinkedChoices:
         return span.length if chunk.key == key and chunk.linked in self._ways(span) else 0
 
     def _ways(self, span: ChunkSpan) -> Collection[str]:
-        """Return what ``LinkedChunk.linked`` may be of the chunk in this span."""
+        """Return what ``PathChunk.linked`` may be of the chunk in this span."""
         return ("",) if span.exact else self._inexact_ways
 
     @cached_property
@@ -92,7 +92,7 @@ class LinkedChoices:
         return ways.keys()
 
 
-def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> LinkedPath:
+def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePath:
     """Return the path of a prompt that is linked by ``plan``; under a policy that drops tokens in some layers, only up
     to the first chunk that is not exact. ``keys`` are those of its chunks."""
     prompt, reused = plan.prompt, plan.prompt.reused
@@ -104,13 +104,13 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> LinkedPath:
     linked, before = plan.policy.name, {} if reused is None else reused.linked
     if looks_at_question(plan.policy):
         linked += f" {sha256(prompt.tokens.tobytes()).hexdigest()}"
-    chunks: dict[int, tuple[LinkedChunk, int]] = {}
+    chunks: dict[int, tuple[PathChunk, int]] = {}
     for span, key in zip(prompt.spans, keys, strict=True):
         if plan.policy.needs.refines and not span.exact and span.end > prompt.reused_tokens:
-            return LinkedPath(tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks)
+            return SequencePath(tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks)
         if not computed[span.start : span.end].all():
-            chunks[span.start] = LinkedChunk(key, before.get(span.start, "" if span.exact else linked)), span.length
-    return LinkedPath(tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None)
+            chunks[span.start] = PathChunk(key, before.get(span.start, "" if span.exact else linked)), span.length
+    return SequencePath(tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None)
 
 
 def looks_at_question(policy: Policy) -> bool:

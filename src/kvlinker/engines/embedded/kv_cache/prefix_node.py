@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from kvlinker.engines.embedded.kv_cache.paths import LinkedChunk, Positions
+from kvlinker.engines.embedded.kv_cache.paths import PathChunk, Positions
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
 from kvlinker.prompting.segments import StoredKV
 
@@ -73,7 +73,7 @@ class PrefixNode:
         self.items, self.starts, self.own = self.items[:count], self.starts[:count], self.own[:size]
         return rest
 
-    def key(self, fingerprint: str, chunks: Mapping[int, LinkedChunk]) -> str:
+    def key(self, fingerprint: str, chunks: Mapping[int, PathChunk]) -> str:
         """Return the key of its KV: SHA-256 (hex) over model, tenant, all that the KV depends on, and which positions
         it is of. ``chunks`` are those of the names."""
         line, before = [self], self.parent

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlinker.engines.embedded.kv_cache.paths import LinkedChoices, LinkedChunk, LinkedPath, Positions
+from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan
 from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode, cut
 from kvlinker.engines.embedded.kv_cache.spilling import Spill
@@ -52,8 +52,8 @@ class PrefixTree:
         self._allocator = allocator
         self._spill = spill
         self._roots: dict[str, PrefixNode] = {}
-        self._names: dict[LinkedChunk, int] = {}
-        self._chunks: dict[int, LinkedChunk] = {}  # by name
+        self._names: dict[PathChunk, int] = {}
+        self._chunks: dict[int, PathChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
         self._new_names = counting(UNNAMED - 1, -1)
         self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
@@ -77,7 +77,7 @@ class PrefixTree:
         root = self._roots.get(tenant)
         if root is None:
             return None
-        choices = LinkedChoices(prompt, keys, policy, self._lengths)
+        choices = PathChoices(prompt, keys, policy, self._lengths)
         match, stored = self._worth_loading(self._longest(root, prompt.tokens[:-1], choices))
         if match.length < LEAST_TOKENS:
             return None
@@ -90,7 +90,7 @@ class PrefixTree:
         }
         return ReusedPrefix(match.length, own, linked, stored)
 
-    def acquire(self, path: LinkedPath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
+    def acquire(self, path: SequencePath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
         """Return the slots of what was ``reused``, or of as much of its beginning as is still there, with one user
         more. ``path`` is the sequence's."""
         items, starts = self._items(path)
@@ -107,7 +107,7 @@ class PrefixTree:
         self._allocator.share(found)
         return tuple(found)
 
-    def insert(self, path: LinkedPath, own: Positions, spans: Sequence[SlotSpan]) -> None:
+    def insert(self, path: SequencePath, own: Positions, spans: Sequence[SlotSpan]) -> None:
         """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that order."""
         if path.asked is not None:
             self._lengths[path.asked] = None
@@ -162,7 +162,7 @@ class PrefixTree:
             node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
         return parts
 
-    def _longest(self, root: PrefixNode, tokens: Positions, choices: LinkedChoices) -> Match:
+    def _longest(self, root: PrefixNode, tokens: Positions, choices: PathChoices) -> Match:
         """Return the longest match from the root on; of equal ones, that whose chunks were computed as tokens."""
         length, last = 0, (root, 0)
         ahead = [(root, 0)]  # nodes that may go on with the match, and where they would begin
@@ -181,7 +181,7 @@ class PrefixTree:
             parts.append((parent, len(parent.items)))
         return Match(length, parts[::-1])
 
-    def _match(self, node: PrefixNode, tokens: Positions, choices: LinkedChoices, position: int) -> tuple[int, int]:
+    def _match(self, node: PrefixNode, tokens: Positions, choices: PathChoices, position: int) -> tuple[int, int]:
         """Return how many of the node's items the prompt has from the position on, and where the last of them ends."""
         count = 0
         while count < len(node.items):
@@ -200,7 +200,7 @@ class PrefixTree:
             count, position = count + 1, position + length
         return count, position
 
-    def _items(self, path: LinkedPath) -> tuple[Positions, Positions]:
+    def _items(self, path: SequencePath) -> tuple[Positions, Positions]:
         """Return the path's items and the positions where they begin; chunks that no node has are ``UNNAMED``."""
         items, starts, position = [], [], 0
         for start, (chunk, length) in sorted(path.chunks.items()):
@@ -211,7 +211,7 @@ class PrefixTree:
         starts.append(np.arange(position, len(path.tokens)))
         return np.concatenate(items), np.concatenate(starts)
 
-    def _name(self, chunk: LinkedChunk) -> None:
+    def _name(self, chunk: PathChunk) -> None:
         """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with its last node."""
         if chunk not in self._names:
             name = next(self._new_names)

@@ -17,7 +17,7 @@ from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.embedded.execution.batch import Capture
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkStore
@@ -101,7 +101,7 @@ class CaptureRequest(Request):
 class ChunkRequest(CaptureRequest):
     """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for the same request."""
 
-    kind = Kind.CHUNK
+    kind = ResultKind.CHUNK
 
     def __init__(
         self,

@@ -18,12 +18,12 @@ from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
 from kvlinker.engines.embedded.decoding.sampling import Sampler
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.linked import Linked, LinkedRequest
+from kvlinker.engines.embedded.requests.prompt_request import Linked, PromptRequest
 from kvlinker.engines.embedded.requests.request import Ending, Request
 from kvlinker.prompting.segments import Prompt
 
 
-class Generation(LinkedRequest):
+class Generation(PromptRequest):
     """One answer: samples its tokens, decides when it ends, and tells the request's sink.
 
     The first of several answers links and computes the prompt; the others ``fork`` from it.
@@ -137,8 +137,8 @@ class Generation(LinkedRequest):
         else:
             is_last = self._output.tokens + 1 >= self._max_tokens
             logprob = self._sampler.logprob(logits, token, self._output.token_text)
-            told = () if logprob is None else (logprob,)
-            end = self._output.push(token, told, ends="length" if is_last else None)
+            logprobs = () if logprob is None else (logprob,)
+            end = self._output.push(token, logprobs, ends="length" if is_last else None)
         if end is not None:
             return self._ended(*end)
         if self._guide is not None:

@@ -22,7 +22,7 @@ CHUNK_DELAY = 10.0
 """The seconds that chunks for which no answer waits give to answers that arrive later."""
 
 
-class State(Enum):
+class RequestState(Enum):
     """The state of a request between its arrival and its end. Only the scheduler changes it."""
 
     LOADING = "loading"
@@ -41,7 +41,7 @@ class State(Enum):
     """It has ended: completed, cancelled or failed."""
 
 
-class Kind(Enum):
+class ResultKind(Enum):
     """The kind of result that a request asks for, in order of priority."""
 
     ANSWER = 0
@@ -56,7 +56,7 @@ class Request(ABC):
     """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number, urgency
     and hold, and what it predicts of it."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[ResultKind]
 
     tenant = ""
     """The tenant whose share of the engine it takes."""
@@ -75,7 +75,7 @@ class Request(ABC):
     shared."""
 
     def __init__(self) -> None:
-        self.state = State.LOADING
+        self.state = RequestState.LOADING
         self.sequence: TokenSequence | None = None
         """The tokens to compute; None until the request is loaded."""
 
@@ -106,9 +106,9 @@ class Request(ABC):
     @property
     def deferral(self) -> float:
         """The seconds for which it lets answers come first that arrive later."""
-        if self.kind in (Kind.VARIANT, Kind.BACKGROUND):
+        if self.kind in (ResultKind.VARIANT, ResultKind.BACKGROUND):
             return math.inf
-        return CHUNK_DELAY if self.kind is Kind.CHUNK and not self.urgent else 0.0
+        return CHUNK_DELAY if self.kind is ResultKind.CHUNK and not self.urgent else 0.0
 
     @property
     def due(self) -> float:
@@ -123,7 +123,7 @@ class Request(ABC):
     @property
     def waits(self) -> bool:
         """True for an answer that has no slots and has not ended."""
-        return self.kind is Kind.ANSWER and self.state not in (State.RUNNING, State.FINISHED)
+        return self.kind is ResultKind.ANSWER and self.state not in (RequestState.RUNNING, RequestState.FINISHED)
 
     @property
     def pending(self) -> Sequence[Range]:
@@ -134,7 +134,7 @@ class Request(ABC):
     def order(self) -> tuple[float, ...]:
         """Its place among waiting requests of its kind: the smallest comes first."""
         assert self.number is not None
-        if self.kind is Kind.VARIANT:
+        if self.kind is ResultKind.VARIANT:
             return (-self.number,)  # what was asked for last is likeliest to be asked for again
         return (not self.urgent, self.turn, self.number, self.choice)
 

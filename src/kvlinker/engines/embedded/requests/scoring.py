@@ -13,8 +13,8 @@ from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.base.types.answers import PromptLogprobs, Usage
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
-from kvlinker.engines.embedded.requests.linked import FutureRequest, Linked
-from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.requests.prompt_request import FutureRequest, Linked
+from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.prompting.segments import Prompt
 
@@ -42,7 +42,7 @@ class Scoring(FutureRequest[PromptLogprobs]):
 class WholeScoring(Request):
     """Asks for the log probabilities of given tokens, all of which are computed while nobody else needs the engine."""
 
-    kind = Kind.BACKGROUND
+    kind = ResultKind.BACKGROUND
 
     def __init__(self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int, tenant: str) -> None:
         """Score ``tokens`` [length] from position ``first`` on, with ``top`` alternatives each."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.contract.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
-from kvlinker.engines.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, Sight
-from kvlinker.engines.embedded.kv_cache.paths import LinkedPath
+from kvlinker.engines.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, VisibleKV
+from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
@@ -43,7 +43,7 @@ class TokenSequence:
         runs: Sequence[Range],
         *,
         shared: Sequence[SharedChunk] = (),
-        path: LinkedPath | None = None,
+        path: SequencePath | None = None,
         reused: ReusedPrefix | None = None,
         restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
@@ -170,7 +170,7 @@ class TokenSequence:
         return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
     @property
-    def path_so_far(self) -> LinkedPath:
+    def path_so_far(self) -> SequencePath:
         """The path of what is computed, where the prompt is."""
         assert self.path is not None
         if len(self.path.tokens) < self.prompt_length:
@@ -196,7 +196,7 @@ class TokenSequence:
         return any(kv.lost for kv in self.arriving)
 
     def relink(
-        self, runs: Sequence[Range], refine: Callable[[], Refining] | None, path: LinkedPath | None = None
+        self, runs: Sequence[Range], refine: Callable[[], Refining] | None, path: SequencePath | None = None
     ) -> None:
         """Compute these runs instead, after the first pass."""
         self.probe = None
@@ -251,7 +251,7 @@ class TokenSequence:
         self._own_tokens = None
         self._pending = self._missing(0)
 
-    def take(self, budget: int) -> tuple[list[Run], Sight]:
+    def take(self, budget: int) -> tuple[list[Run], VisibleKV]:
         """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark them as done.
 
         A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since what it keeps depends
@@ -295,7 +295,7 @@ class TokenSequence:
             for begin, end in taken
         ]
         seen = self._own_before(taken[-1][1]) if taken else 0
-        return runs, Sight(self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility())
+        return runs, VisibleKV(self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility())
 
     def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the slots of its own tokens at the positions [begin, end)."""

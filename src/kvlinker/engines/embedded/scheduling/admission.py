@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 from kvlinker.engines.contract.limits import check_room, check_wait
-from kvlinker.engines.embedded.requests.request import Kind, Request
+from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.linking.plan import Range
 
 SIMILAR_SECONDS = 0.5
@@ -112,7 +112,7 @@ class Admission:
     def next_answers(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
         """Return who may get slots next of a ``queue`` of answers, best first, beside the ``running`` requests;
         preferred are those that share chunks with these."""
-        answers = [request for request in running if request.kind is Kind.ANSWER]
+        answers = [request for request in running if request.kind is ResultKind.ANSWER]
         holds = [request.hold for request in running if request.hold is not None]
         in_use = frozenset(chain.from_iterable(hold.keys for hold in holds))
         return self.candidates(queue, answers, lambda request: not in_use.isdisjoint(request.chunk_bytes))
@@ -125,9 +125,9 @@ def giving_way(request: Request, running: Sequence[Request]) -> list[Request]:
     They belong to the tenant that has the most, which keeps one. Each gives way once in its life; those that have not
     given a token yet go first, since nobody sees them pause, and then those that were admitted last.
     """
-    answers = [other for other in running if other.kind is Kind.ANSWER]
+    answers = [other for other in running if other.kind is ResultKind.ANSWER]
     places = Counter(other.tenant for other in answers)
-    if request.kind is not Kind.ANSWER or not places or places[request.tenant]:
+    if request.kind is not ResultKind.ANSWER or not places or places[request.tenant]:
         return []
     tenant, _ = places.most_common(1)[0]
     own = [other for other in answers if other.tenant == tenant]

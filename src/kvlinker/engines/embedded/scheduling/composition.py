@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlinker.engines.embedded.execution.batch import Batch, Run, Sight
-from kvlinker.engines.embedded.requests.request import Kind, Request
+from kvlinker.engines.embedded.execution.batch import Batch, Run, VisibleKV
+from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 
@@ -99,15 +99,15 @@ class StepComposer:
 
     def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
         """Take the next tokens of ``running`` requests, and mark them as done; return them, and whose they are."""
-        wanted = [request for request in running if request.kind is not Kind.BACKGROUND]
+        wanted = [request for request in running if request.kind is not ResultKind.BACKGROUND]
         granted = self._grant(wanted) if wanted else [(request, self._background_piece(request)) for request in running]
         runs: list[Run] = []
-        sights: dict[object, Sight] = {}
+        visible_kv: dict[object, VisibleKV] = {}
         for request, tokens in granted:
             sequence = sequence_of(request)
-            taken, sights[sequence] = sequence.take(tokens)
+            taken, visible_kv[sequence] = sequence.take(tokens)
             runs += taken
-        return Batch(tuple(runs), sights), tuple(request for request, _ in granted)
+        return Batch(tuple(runs), visible_kv), tuple(request for request, _ in granted)
 
     def _background_piece(self, request: Request) -> int:
         """Return how many of the next tokens of a request in the background a step computes."""

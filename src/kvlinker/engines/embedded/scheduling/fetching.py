@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 
-from kvlinker.engines.embedded.requests.request import Request, State
+from kvlinker.engines.embedded.requests.request import Request, RequestState
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.store.holds import Hold
 
@@ -49,7 +49,7 @@ class FetchQueue:
     @property
     def waiting(self) -> int:
         """The number of requests here that have not ended."""
-        return sum(request.state is State.LOADING for request in self.requests)
+        return sum(request.state is RequestState.LOADING for request in self.requests)
 
     def add(self, request: Request) -> None:
         """Have the request's KV fetched in its turn."""
@@ -89,9 +89,9 @@ class FetchQueue:
         """Check that requests are LOADING and in one place, and that nobody waits for a fetch without a reason.
         ``holding`` is true if any request holds chunks. Raises AssertionError otherwise."""
         assert self._unfetched == sorted(self._unfetched, key=order_of)
-        assert all(request.state is State.LOADING for request in (*self._unfetched, *self._late))
+        assert all(request.state is RequestState.LOADING for request in (*self._unfetched, *self._late))
         assert not self._fetching.intersection(self._unfetched, self._late)
-        loading = (request for request in (*self._fetching, *self._late) if request.state is State.LOADING)
+        loading = (request for request in (*self._fetching, *self._late) if request.state is RequestState.LOADING)
         assert all(request.hold is not None for request in loading)
         assert not self._unfetched or len(self._ahead(ready)) >= PREFETCHED or holding
 

@@ -14,12 +14,12 @@ from typing import TypeVar, cast
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.execution.batch import Batch
-from kvlinker.engines.embedded.requests.request import Kind, Request, State
+from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer, sequence_of
 from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
-from kvlinker.engines.embedded.scheduling.places import Places
+from kvlinker.engines.embedded.scheduling.running import RunningRequests
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
@@ -34,11 +34,11 @@ MOST_RESTARTS = 1
 """The number of times that a request that left a step may begin again before all layers of its chunks have arrived."""
 
 NEXT_STATES = {
-    State.LOADING: {State.READY, State.FINISHED},
-    State.READY: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.PREEMPTED, State.LOADING, State.FINISHED},
-    State.PREEMPTED: {State.RUNNING, State.FINISHED},
-    State.FINISHED: set[State](),
+    RequestState.LOADING: {RequestState.READY, RequestState.FINISHED},
+    RequestState.READY: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.LOADING, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.FINISHED: set[RequestState](),
 }
 
 R = TypeVar("R", bound=Request)
@@ -57,7 +57,7 @@ class Scheduler:
 
     **Loading.** A few requests at a time have their chunks' KV fetched (``FetchQueue``), in the order of ``Admission``.
 
-    **Running.** Requests get slots in that order (``Places``), and ``StepComposer`` fills the steps.
+    **Running.** Requests get slots in that order (``RunningRequests``), and ``StepComposer`` fills the steps.
 
     **Choices.** The answers to one prompt share its slots, or take over the slots of one that has ended.
 
@@ -85,8 +85,10 @@ class Scheduler:
         self._closed = False
         self._arrived = 0
         self._fetches = FetchQueue(admission, load, hold=hold, is_resident=is_resident)  # LOADING
-        self._waiting: dict[Kind, list[Request]] = {kind: [] for kind in Kind}  # READY or PREEMPTED, by order
-        self._places = Places(slots, admission, self._waiting, self._move, max_running=max_running)  # RUNNING
+        self._waiting: dict[ResultKind, list[Request]] = {
+            kind: [] for kind in ResultKind
+        }  # READY or PREEMPTED, by order
+        self._places = RunningRequests(slots, admission, self._waiting, self._move, max_running=max_running)  # RUNNING
         self._in_step: frozenset[Request] = frozenset()
         self._cancelled: set[Request] = set()
         self._by_identity: dict[object, Request] = {}
@@ -104,7 +106,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """The number of requests that hold slots, without those in the background."""
-        return sum(request.kind is not Kind.BACKGROUND for request in self._places.running)
+        return sum(request.kind is not ResultKind.BACKGROUND for request in self._places.running)
 
     @property
     def waiting(self) -> int:
@@ -153,7 +155,7 @@ class Scheduler:
             request.number = self._arrived
             others = self._everything()
             self._admission.place(request, others)
-            if request.kind is Kind.ANSWER:
+            if request.kind is ResultKind.ANSWER:
                 share = self._composer.prompt_share
                 self._admission.check(request, others, waiting=self._count_waiting(), prompt_share=share)
             self._push_back(request, request.seconds_left)
@@ -163,10 +165,10 @@ class Scheduler:
                 self._fetches.add(request)
                 self._fetch_next()
             else:
-                self._move(request, State.READY)
-            forgotten = self._waiting[Kind.VARIANT][MOST_VARIANTS:]
+                self._move(request, RequestState.READY)
+            forgotten = self._waiting[ResultKind.VARIANT][MOST_VARIANTS:]
             for variant in forgotten:
-                self._move(variant, State.FINISHED)
+                self._move(variant, RequestState.FINISHED)
         for variant in forgotten:
             variant.cancel()
         return request
@@ -176,13 +178,13 @@ class Scheduler:
         ended meanwhile."""
         with self._changed:
             self._fetches.report(request)
-            takes = request.state is State.LOADING
+            takes = request.state is RequestState.LOADING
             if takes:
                 expected, request.sequence = request.pending, sequence
                 if tuple(request.pending) != tuple(expected):
                     self._admission.predict_anew(request, self._everything())
                     self._sort()
-                self._move(request, State.READY)
+                self._move(request, RequestState.READY)
             self._fetch_next()
             return takes
 
@@ -190,9 +192,9 @@ class Scheduler:
         """End the request with ``error``, since its KV cannot be had, unless it has ended."""
         with self._changed:
             self._fetches.report(request)
-            ends = request.state is State.LOADING
+            ends = request.state is RequestState.LOADING
             if ends:
-                self._move(request, State.FINISHED)
+                self._move(request, RequestState.FINISHED)
             self._fetch_next()
         if ends:
             request.fail(error)
@@ -200,7 +202,7 @@ class Scheduler:
     def cancel(self, requests: Collection[Request]) -> None:
         """Have the engine's thread end those that have not ended, before its next step."""
         with self._changed:
-            self._cancelled.update(request for request in requests if request.state is not State.FINISHED)
+            self._cancelled.update(request for request in requests if request.state is not RequestState.FINISHED)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -226,15 +228,15 @@ class Scheduler:
             self._places.check_integrity()
             for kind, waiting in self._waiting.items():
                 assert all(request.kind is kind for request in waiting)
-                assert all(request.state in (State.READY, State.PREEMPTED) for request in waiting)
+                assert all(request.state in (RequestState.READY, RequestState.PREEMPTED) for request in waiting)
                 assert all(request.sequence is not None and request.sequence.spans is None for request in waiting)
                 assert waiting == sorted(waiting, key=order_of)
             everywhere = [*self._places.running, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert not set(everywhere).intersection(self._fetches.requests)
-            assert all(request.state is not State.FINISHED for request in self._by_identity.values())
+            assert all(request.state is not RequestState.FINISHED for request in self._by_identity.values())
             holding = any(request.hold is not None for request in self._everything())
-            self._fetches.check_integrity(self._waiting[Kind.ANSWER], holding=holding or self._closed)
+            self._fetches.check_integrity(self._waiting[ResultKind.ANSWER], holding=holding or self._closed)
 
     def wait(self) -> bool:
         """Wait until there is something to compute or to cancel; False once the scheduler is closed."""
@@ -263,7 +265,7 @@ class Scheduler:
                     finished = self._finish(request)
                 except Exception:
                     logger.exception("A request was not where its state says; it is given up.")
-                    request.state, finished = State.FINISHED, True
+                    request.state, finished = RequestState.FINISHED, True
                 if finished:
                     ended.append(request)
             return ended
@@ -295,7 +297,7 @@ class Scheduler:
             choice.number, choice.arrived, choice.backlog = first.number, first.arrived, first.backlog
             choice.prompt_seconds = first.prompt_seconds
             choice.hold = None if first.hold is None else first.hold.share()
-            self._move(choice, State.READY)
+            self._move(choice, RequestState.READY)
 
     def finish(self, request: Request) -> bool:
         """End the request, and free its slots; False if it has ended before."""
@@ -314,7 +316,7 @@ class Scheduler:
             layers = max((kv.layer_count for kv in arriving), default=0)
             needed = layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
             self._fetches.wait_for_layers(request, min(needed, layers))
-            self._move(request, State.LOADING)
+            self._move(request, RequestState.LOADING)
         for kv in arriving:
             kv.subscribe(partial(self._layers_came, request))
         self._layers_came(request)
@@ -325,32 +327,32 @@ class Scheduler:
         or are lost, in time."""
 
         def others_could_run() -> bool:
-            waiting = self._waiting[Kind.ANSWER] or self._waiting[Kind.CHUNK]
-            running = (request for request in self._places.running if request.kind is not Kind.BACKGROUND)
+            waiting = self._waiting[ResultKind.ANSWER] or self._waiting[ResultKind.CHUNK]
+            running = (request for request in self._places.running if request.kind is not ResultKind.BACKGROUND)
             return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(running)
 
         with self._changed:
             self._changed.wait_for(lambda: came() or others_could_run())
 
-    def _move(self, request: Request, state: State) -> None:
+    def _move(self, request: Request, state: RequestState) -> None:
         """Move the request to another state. Nothing else changes states, or which requests hold slots."""
         if state not in NEXT_STATES[request.state]:
             raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
-        if request.state is State.RUNNING:
-            heir = self._heir(request) if state is State.FINISHED else None
+        if request.state is RequestState.RUNNING:
+            heir = self._heir(request) if state is RequestState.FINISHED else None
             self._places.leave(request, heir)
             if heir is not None:
-                self._move(heir, State.RUNNING)
-        elif request.state is State.LOADING:
+                self._move(heir, RequestState.RUNNING)
+        elif request.state is RequestState.LOADING:
             self._fetches.remove(request)
         else:
             self._waiting[request.kind].remove(request)
         request.state = state
-        if state is State.RUNNING:
+        if state is RequestState.RUNNING:
             self._places.enter(request)
-        elif state in (State.READY, State.PREEMPTED):
+        elif state in (RequestState.READY, RequestState.PREEMPTED):
             insort(self._waiting[request.kind], request, key=order_of)
-        elif state is State.FINISHED:
+        elif state is RequestState.FINISHED:
             self._by_identity.pop(request.identity, None)
             if request.hold is not None:
                 request.hold.release()
@@ -361,9 +363,9 @@ class Scheduler:
         self._changed.notify_all()
 
     def _finish(self, request: Request) -> bool:
-        if request.number is None or request.state is State.FINISHED:
+        if request.number is None or request.state is RequestState.FINISHED:
             return False
-        self._move(request, State.FINISHED)
+        self._move(request, RequestState.FINISHED)
         return True
 
     def _everything(self) -> frozenset[Request]:
@@ -371,11 +373,11 @@ class Scheduler:
         return frozenset((*self._places.running, *self._fetches.requests, *chain(*self._waiting.values())))
 
     def _count_waiting(self) -> int:
-        return self._fetches.waiting + sum(request.choice == 0 for request in self._waiting[Kind.ANSWER])
+        return self._fetches.waiting + sum(request.choice == 0 for request in self._waiting[ResultKind.ANSWER])
 
     def _fetch_next(self) -> None:
         if not self._closed:
-            self._fetches.start(self._waiting[Kind.ANSWER])
+            self._fetches.start(self._waiting[ResultKind.ANSWER])
 
     def _hurry(self, twin: Request, request: Request) -> None:
         """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the same identity."""
@@ -409,12 +411,12 @@ class Scheduler:
                 self._fetches.add(request)
                 self._fetch_next()
             elif all(kv.delivered >= wanted for kv in sequence.arriving):
-                self._move(request, State.READY)
+                self._move(request, RequestState.READY)
 
     def _heir(self, request: Request) -> Request | None:
         """Return a waiting answer to the same prompt that can take over the slots of a request that ends; None if there
         is none."""
         if self._closed or not sequence_of(request).prompt_in_place:
             return None
-        waiting = (choice for choice in request.choices if choice.state in (State.READY, State.PREEMPTED))
+        waiting = (choice for choice in request.choices if choice.state in (RequestState.READY, RequestState.PREEMPTED))
         return next((choice for choice in waiting if choice not in self._cancelled), None)

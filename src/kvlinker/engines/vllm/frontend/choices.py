@@ -11,7 +11,7 @@ from kvlinker.base.types.answers import Delta, TokenLogprob, Usage
 from kvlinker.engines.contract.contract import GenerationRequest, Sink
 from kvlinker.engines.contract.output import Output, RequestClock
 from kvlinker.engines.vllm.frontend.client import NewTokens
-from kvlinker.engines.vllm.frontend.linker import LinkedPrompt
+from kvlinker.engines.vllm.frontend.linker import StoredLink
 from kvlinker.engines.vllm.protocol.transfer_plan import TransferOutcome
 
 
@@ -25,10 +25,10 @@ class VLLMRequest:
         self.request = request
         self.max_tokens = max_tokens
         self.clock = RequestClock()
-        self._linked: LinkedPrompt | None = None
+        self._linked: StoredLink | None = None
         self._outcome: TransferOutcome | None = None
         self._found = 0
-        self.choices = tuple(Choice(self, index, sink, tokenizer, events) for index in range(request.n))
+        self.choices = tuple(ChoiceOutput(self, index, sink, tokenizer, events) for index in range(request.n))
 
     @property
     def open_choices(self) -> int:
@@ -40,7 +40,7 @@ class VLLMRequest:
         """The number of tokens that it holds: the prompt's once, and those of all answers so far."""
         return len(self.request.prompt) + sum(choice.tokens for choice in self.choices)
 
-    def mark_planned(self, linked: LinkedPrompt) -> None:
+    def mark_planned(self, linked: StoredLink) -> None:
         """Note that the prompt is linked, and vLLM has the request from now on."""
         self._linked = linked
         self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
@@ -73,7 +73,7 @@ class VLLMRequest:
             choice.fail(error)
 
 
-class Choice:
+class ChoiceOutput:
     """Passes the tokens that vLLM generates for one choice to the request's sink."""
 
     def __init__(self, request: VLLMRequest, index: int, sink: Sink, tokenizer: Any, events: Events) -> None:

@@ -34,7 +34,7 @@ class ChunkNotStoredError(StoreError):
     like any other, and no error."""
 
 
-class Provided(NamedTuple):
+class ProvidedChunk(NamedTuple):
     """A chunk whose file is stored, where the store has room for it."""
 
     scores: ChunkScores | None
@@ -88,7 +88,7 @@ class ChunkProvider:
                 stored = await self._in_executor(self._store.nbytes, key)
         return stored or 0
 
-    async def provide(self, chunk: Chunk, tenant: str) -> Provided:
+    async def provide(self, chunk: Chunk, tenant: str) -> ProvidedChunk:
         """Make sure that the chunk's file is stored.
 
         Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has the request
@@ -105,9 +105,9 @@ class ChunkProvider:
                 await self._build(key, chunk)
             except ChunkNotStoredError as error:
                 self._note_refused(error)
-                return Provided(None, made)
+                return ProvidedChunk(None, made)
             found, scores = await self._in_executor(self._fetch, key)
-        return Provided(scores, made)
+        return ProvidedChunk(scores, made)
 
     def cancel(self) -> None:
         """Cancel the chunks that are being computed."""

@@ -227,7 +227,7 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
 
 def _new_tokens(output: Any) -> NewTokens:
     (answer,) = output.outputs
-    told = (output.kv_transfer_params or {}).get(PARAM)
+    params = (output.kv_transfer_params or {}).get(PARAM)
     logprobs = None
     if answer.logprobs is not None:
         logprobs = [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs]
@@ -235,7 +235,7 @@ def _new_tokens(output: Any) -> NewTokens:
         token_ids=tuple(answer.token_ids),
         logprobs=logprobs,
         reason=answer.finish_reason,
-        outcome=None if told is None else TransferOutcome.model_validate(told),
+        outcome=None if params is None else TransferOutcome.model_validate(params),
     )
 
 

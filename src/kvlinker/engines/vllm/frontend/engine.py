@@ -24,10 +24,10 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engines.contract.limits import RequestLimits, check_room, check_supported, engine_closed
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
-from kvlinker.engines.vllm.frontend.choices import Choice, VLLMRequest
+from kvlinker.engines.vllm.frontend.choices import ChoiceOutput, VLLMRequest
 from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.engines.vllm.frontend.client import SPARE_TOKENS, VLLMClient
-from kvlinker.engines.vllm.frontend.linker import LinkedPrompt, PreparedPrompt, VLLMLinker
+from kvlinker.engines.vllm.frontend.linker import PreparedPrompt, StoredLink, VLLMLinker
 from kvlinker.engines.vllm.frontend.model_facts import ModelFacts
 from kvlinker.engines.vllm.protocol.transfer_plan import unsupported
 from kvlinker.linking.explanation import Explanation
@@ -145,7 +145,7 @@ class VLLMEngine:
         self._limits.check_whole(tokens, first)
         return self._client.run(self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary))))
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
         process."""
         with self._admitting:
@@ -231,8 +231,8 @@ class VLLMEngine:
         self,
         name: str,
         request: VLLMRequest,
-        linked: LinkedPrompt,
-        choice: Choice,
+        linked: StoredLink,
+        choice: ChoiceOutput,
         began: Callable[[], object] = lambda: None,
         after: asyncio.Event | None = None,
     ) -> None:
@@ -261,14 +261,14 @@ class VLLMEngine:
         finally:
             began()
 
-    async def _note_uses(self, linked: LinkedPrompt, request: VLLMRequest, *, after: asyncio.Event) -> None:
+    async def _note_uses(self, linked: StoredLink, request: VLLMRequest, *, after: asyncio.Event) -> None:
         """Note in the store how the prompt used its chunks, unless it failed."""
         await after.wait()
         if request.choices[0].tokens:
             note = partial(self._tell_store, linked, request.request.tenant)
             await self._client.loop.run_in_executor(self._executor, note)
 
-    def _tell_store(self, linked: LinkedPrompt, tenant: str) -> None:
+    def _tell_store(self, linked: StoredLink, tenant: str) -> None:
         for use in linked.uses():
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
@@ -300,7 +300,7 @@ class VLLMEngine:
         return linked.explanation(self._facts.cost)
 
     async def _score_whole(self, tokens: NDArray[np.int64], first: int, top: int) -> PromptLogprobs:
-        while self.load().running:
+        while self.current_load().running:
             await asyncio.sleep(IDLE_POLL_SECONDS)
             self._refuse_if_closing()
         scored = (await self._client.prompt_logprobs(tokens.tolist(), top=top))[first:]

@@ -50,7 +50,7 @@ class FirstPass:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedPrompt:
+class StoredLink:
     """A link with a plan, whose chunks are stored, and the refinement of a policy that drops tokens between layers."""
 
     link: Link
@@ -136,7 +136,7 @@ class LinkedPrompt:
 class PreparedPrompt:
     """A linked prompt, signed for vLLM's scheduler."""
 
-    linked: LinkedPrompt
+    linked: StoredLink
 
     params: Mapping[str, Any]
     """The ``kv_transfer_params`` that carry its transfer plan."""
@@ -154,12 +154,12 @@ class PreparedPrompt:
         ids: list[int] = self.linked.plan.prompt.tokens.tolist()
         return ids
 
-    def usage(self, told: Mapping[str, Any] | None, output_tokens: int) -> Usage:
-        """Count the prompt's tokens by how they were computed. ``told`` are the ``kv_transfer_params`` of vLLM's
+    def usage(self, params: Mapping[str, Any] | None, output_tokens: int) -> Usage:
+        """Count the prompt's tokens by how they were computed. ``params`` are the ``kv_transfer_params`` of vLLM's
         answer, which has the plan's outcome; None where vLLM does not tell, and all counts as planned."""
         outcome = self.outcome
         if outcome is None:
-            outcome = TransferOutcome.model_validate((told or {}).get(PARAM) or {"linked": True})
+            outcome = TransferOutcome.model_validate((params or {}).get(PARAM) or {"linked": True})
         return self.linked.usage(output_tokens, linked=outcome.linked, found=outcome.found)
 
 
@@ -178,7 +178,7 @@ class VLLMLinker:
         self._layers = layers
         self._longest = longest
 
-    async def link(self, request: GenerationRequest) -> LinkedPrompt:
+    async def link(self, request: GenerationRequest) -> StoredLink:
         """Plan the request's prompt, and have all of its chunks stored. Raises KVLinkerError."""
         link = await self._run(partial(Link.begin, request.prompt, request.policy))
         chunks = tuple(dict.fromkeys(link.chunks))
@@ -187,9 +187,9 @@ class VLLMLinker:
         link = await self._run(lambda: link.with_scores([provided[chunk].scores for chunk in link.chunks]))
         placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
         made = frozenset(chunk for chunk, each in provided.items() if each.made)
-        return LinkedPrompt(link, self._layers, tuple(key for _, key in placed), made=made)
+        return StoredLink(link, self._layers, tuple(key for _, key in placed), made=made)
 
-    async def refine(self, linked: LinkedPrompt, *, explains: bool = False) -> LinkedPrompt:
+    async def refine(self, linked: StoredLink, *, explains: bool = False) -> StoredLink:
         """Have a policy see the question's attention and select tokens, or see how their KV deviates and drop some of
         them.
 
@@ -210,7 +210,7 @@ class VLLMLinker:
             raise linked.link.failed(refinement.error) from refinement.error
         return replace(linked, refinement=refinement)
 
-    async def _observe(self, linked: LinkedPrompt) -> LinkedPrompt:
+    async def _observe(self, linked: StoredLink) -> StoredLink:
         """Have vLLM run the first pass, and plan the second one by the question's attention in it."""
         probe, link = linked.plan, linked.link
         tokens = probe.prompt.tokens.tolist()
@@ -228,7 +228,7 @@ class VLLMLinker:
         link = await self._run(partial(link.with_attention, attention))
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
-    async def _compare(self, linked: LinkedPrompt) -> KVDeviation | None:
+    async def _compare(self, linked: StoredLink) -> KVDeviation | None:
         """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk vanished
         meanwhile."""
         comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)

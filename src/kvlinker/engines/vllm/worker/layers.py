@@ -15,7 +15,7 @@ from kvlinker.store import ChunkKV
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedLayer:
+class AttentionModules:
     """An attention layer, and the module that applies the rotary embedding to its keys, if there is one."""
 
     attention: AttentionLayer
@@ -27,14 +27,14 @@ class LinkedLayer:
         return key if self.rotary is None else rotate(self.rotary, positions, key)
 
 
-def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
+def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     """Return the attention layers in the order in which the model calls them; there is no code per model family.
 
     Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or layers are not called
     exactly once each.
     """
     by_name = {layer.name: layer for layer in bound.layers}
-    layers: list[LinkedLayer] = []
+    layers: list[AttentionModules] = []
     pending: list[Any] = []
 
     def rotated(module: Any, positions: Tensor, key: Tensor | None) -> None:
@@ -45,7 +45,7 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
     def attended(name: str, *_: Tensor) -> None:
         if name not in by_name or len(pending) > 1:
             raise UnsupportedModelError(f"The model's attention layer {name} is not one that kvlinker can place KV in.")
-        layers.append(LinkedLayer(by_name[name], pending.pop() if pending else None))
+        layers.append(AttentionModules(by_name[name], pending.pop() if pending else None))
 
     with watched(bound, rotated=rotated, attended=attended):
         bound.trace()
@@ -58,7 +58,7 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
     return tuple(layers)
 
 
-def check_chunk(layers: Sequence[LinkedLayer], shapes: Sequence[tuple[int, ...]]) -> str | None:
+def check_chunk(layers: Sequence[AttentionModules], shapes: Sequence[tuple[int, ...]]) -> str | None:
     """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not fit the model; None if
     it does."""
     if len(shapes) != len(layers):
@@ -88,7 +88,7 @@ class ChunkPart:
     """The slots of the tokens in the KV cache: [last - first]."""
 
 
-def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:
+def place(layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]) -> None:
     """Write all parts into the KV cache, layer by layer."""
     if not parts:
         return
@@ -97,20 +97,20 @@ def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:
         layer.attention.write(*placed_kv(layers, index, parts), slots)
 
 
-def placed_kv(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
+def placed_kv(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
     """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all tokens, heads,
     head_dim] on its device."""
     values = [part.kv.layers[index].value for part in parts]
     return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
 
 
-def placed_keys(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> Tensor:
+def placed_keys(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> Tensor:
     """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads, head_dim]."""
     keys = [part.kv.layers[index].key for part in parts]
     return layers[index].rotated(_own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts]))
 
 
-def _own_heads(layer: LinkedLayer, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
+def _own_heads(layer: AttentionModules, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
     """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim], as [all tokens,
     heads, head_dim].
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.vllm.adapter import BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
-from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, placed_keys, placed_kv
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, placed_keys, placed_kv
 
 
 class QuestionObservation:
     """Collects the attention of a request's last token on all of its ``length`` tokens, layer by layer. Has this
     worker's heads only."""
 
-    def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
+    def __init__(self, layers: Sequence[AttentionModules], length: int) -> None:
         self.unplaced: tuple[ChunkPart, ...] = ()
         """All chunks of the request where the pass itself is to place them, so that their keys are copied once."""
 
@@ -78,7 +78,7 @@ class ObservedRows:
 
 
 @contextmanager
-def observing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[ObservedRows]) -> Iterator[None]:
+def observing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ObservedRows]) -> Iterator[None]:
     """Have a pass by the modules give its keys and the last tokens' queries to the rows' observations."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
-from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
 from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
 from kvlinker.engines.vllm.worker.recording import (
     FIRST_LAYERS,
@@ -49,7 +49,7 @@ class TransferTask:
     measurement: KVComparison | QuestionObservation | None = None
     """The collector of what a first pass measures."""
 
-    told_loaded: bool = False
+    load_reported: bool = False
     """True once the scheduler side knows that the chunks are in memory."""
 
     failed: bool = False
@@ -96,7 +96,7 @@ class _TaskRun:
 class Passes:
     """Carries out slices of transfers."""
 
-    def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer], *, tokens: int, runs: int) -> None:
+    def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules], *, tokens: int, runs: int) -> None:
         """``tokens`` and ``runs`` are the most that one pass takes."""
         self._bound = bound
         self._layers = layers
@@ -132,7 +132,7 @@ class Passes:
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
-    def _place(self, layers: Sequence[LinkedLayer], slices: Iterable[tuple[TransferTask, TransferSlice]]) -> None:
+    def _place(self, layers: Sequence[AttentionModules], slices: Iterable[tuple[TransferTask, TransferSlice]]) -> None:
         place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
 
     def _grouped(self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]) -> Iterator[list[_TaskRun]]:

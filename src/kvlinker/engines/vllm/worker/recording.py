@@ -18,7 +18,7 @@ from kvlinker.engines.contract.attention import AttentionOptions, Queries, atten
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.vllm.adapter import BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
-from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, placed_kv
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class ChunkCapture:
         self,
         chunk: CapturedChunk,
         tokens: NDArray[np.int64],
-        layers: Sequence[LinkedLayer],
+        layers: Sequence[AttentionModules],
         dtype: torch.dtype,
         *,
         with_scores: bool,
@@ -99,7 +99,7 @@ class KVComparison:
     """Collects the deviation of the KV of a request's first ``length`` tokens, as computed in the compared layer, from
     that of chunks: the measure that CacheBlend chooses by (CacheBlend, section 4.3). Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[LinkedLayer], length: int, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[AttentionModules], length: int, device: torch.device) -> None:
         self._attention = layers[COMPARED_LAYER].attention
         self._squares = torch.zeros(2, length, device=device)
 
@@ -137,7 +137,7 @@ class ComparedRows:
 
 
 @contextmanager
-def capturing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[CapturedRows]) -> Iterator[None]:
+def capturing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[CapturedRows]) -> Iterator[None]:
     """Have a pass by the modules give its KV to the rows' captures."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
     unrotated: list[Tensor] = []
@@ -167,7 +167,7 @@ class _PassIsOver(Exception):  # noqa: N818  # no error
 
 
 @contextmanager
-def comparing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[ComparedRows]) -> Iterator[None]:
+def comparing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ComparedRows]) -> Iterator[None]:
     """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as they have it."""
     attention = layers[COMPARED_LAYER].attention
 

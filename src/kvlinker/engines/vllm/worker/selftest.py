@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.contract.selftest import CHUNK, GARBAGE, PROMPT_TOKENS, SCATTERED, TOLERANCE, SelfTestCheck
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
-from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
 from kvlinker.engines.vllm.worker.recording import CapturedRows, ChunkCapture, capturing
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
 
-PROMPT_TOKENS = 96
-SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
-"""Ranges that are overwritten with garbage and computed again; the last one ends the prompt."""
-
-CHUNK = (23, 80)
-"""The range that is stored and placed as a chunk."""
-
 FARTHEST = 1000
 """The most positions by which the prompt is moved."""
 
-GARBAGE = 100.0
-
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2}
+TOLERANCES = {torch.float32: TOLERANCE, torch.float16: 1e-2}
 ROUGH_TOLERANCE = 5e-2
 """The tolerance in other dtypes, such as bfloat16, in which vLLM's rotary tables alone have errors of 2e-3, and where
 the KV cache is rounded to fewer bits than the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check's result; ``error`` is relative: ‖ours − model's‖ / ‖model's‖."""
-
-    name: str
-    meaning: str
-    error: float
-
-
-def self_test(bound: BoundModel, layers: Sequence[LinkedLayer]) -> tuple[Check, ...]:
+def self_test(bound: BoundModel, layers: Sequence[AttentionModules]) -> tuple[SelfTestCheck, ...]:
     """Compare hidden states over linked KV with those of the model's own pass, on a fixed random prompt.
 
     Uses the first blocks of the KV cache, in which nothing may lie yet, and leaves zeros there. All workers have to
@@ -57,25 +39,30 @@ def self_test(bound: BoundModel, layers: Sequence[LinkedLayer]) -> tuple[Check, 
         subject.fill(0, PROMPT_TOKENS, 0.0)
 
 
-def require_exact(bound: BoundModel, layers: Sequence[LinkedLayer]) -> None:
+def require_exact(bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
     """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer tokens than the prompt
     is refused, too."""
     if bound.max_model_len < PROMPT_TOKENS:
         raise UnsupportedModelError(
             f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS} tokens."
         )
-    tolerance = ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
-    failed = [check for check in self_test(bound, layers) if not check.error <= tolerance]  # true for NaN
+    failed = [check for check in self_test(bound, layers) if not check.passed]
     if failed:
         figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
         raise UnsupportedModelError(
-            f"{type(bound.model).__name__} cannot be linked exactly in vLLM. Relative errors over {tolerance:.0e}: "
-            f"{figures}. Serve it without kvlinker, or report the model."
+            f"{type(bound.model).__name__} cannot be linked exactly in vLLM. Relative errors over "
+            f"{failed[0].allowed:.0e}: {figures}. Serve it without kvlinker, or report the model."
         )
 
 
-def _checks(subject: _Subject) -> tuple[Check, ...]:
+def _tolerance(bound: BoundModel) -> float:
+    """Return the relative error that rounding may cause in the model's dtype and its cache's."""
+    return ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
+
+
+def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     moved = min(FARTHEST, subject.farthest)
+    allowed = _tolerance(subject.bound)
     (begin, end), length = CHUNK, PROMPT_TOKENS
     around = ((0, begin), (end, length))
 
@@ -87,19 +74,23 @@ def _checks(subject: _Subject) -> tuple[Check, ...]:
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)
     again = subject.computed(SCATTERED)
-    recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, own))
+    recompute = SelfTestCheck("recompute", "scattered tokens computed again over garbage", _error(again, own), allowed)
 
     subject.fill(0, length, GARBAGE)
     subject.place(kv)
-    link = Check("link", "stored KV placed where it was computed", _error(subject.computed(around), own))
+    link = SelfTestCheck(
+        "link", "stored KV placed where it was computed", _error(subject.computed(around), own), allowed
+    )
 
     there = subject.computed([(0, length)], moved=moved)
-    relocate = Check("relocate", f"the prompt computed {moved} positions further on", _error(there, own))
+    relocate = SelfTestCheck(
+        "relocate", f"the prompt computed {moved} positions further on", _error(there, own), allowed
+    )
 
     subject.fill(0, length, GARBAGE)
     subject.place(kv, moved=moved)
     placed = subject.computed(around, moved=moved)
-    move = Check("move", f"stored KV placed {moved} positions further on", _error(placed, there))
+    move = SelfTestCheck("move", f"stored KV placed {moved} positions further on", _error(placed, there), allowed)
     return recompute, link, relocate, move
 
 
@@ -107,7 +98,7 @@ class _Subject:
     """The model under test, with a prompt whose token at position p lies in slot p of the first blocks, however far its
     rotary embedding is moved."""
 
-    def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer]) -> None:
+    def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
         self.bound = bound
         self.layers = layers
         self.farthest = bound.max_model_len - PROMPT_TOKENS

@@ -28,7 +28,7 @@ from kvlinker.settings import Settings, WeightFormat
 
 if TYPE_CHECKING:
     from kvlinker.quality.bench.harness.report import Report, Row
-    from kvlinker.quality.bench.harness.subject import Subject
+    from kvlinker.quality.bench.harness.subject import MeasuredModel
 
 Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
@@ -73,13 +73,13 @@ class Setup:
     """The command line that reproduces the run."""
     progress: Progress = silent
 
-    def subject(self, **options: Any) -> Subject:
+    def subject(self, **options: Any) -> MeasuredModel:
         """Load the model. ``options`` are told among the report's settings."""
         from kvlinker.quality.bench.harness.subject import make_subject
 
         return make_subject(self.settings, shape=self.shape, command=self.command, **options)
 
-    def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, Subject]:
+    def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, MeasuredModel]:
         """Load the model with its weights in each of the formats, by name; in that of the settings if there are none.
 
         Raises InvalidRequestError for an unknown format.
@@ -150,7 +150,7 @@ def find_benchmark(name: str, package: str = PACKAGE) -> Benchmark:
     raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(declared)}.", param="name")
 
 
-class Declared(NamedTuple):
+class DeclaredBenchmark(NamedTuple):
     """Says where a benchmark is, without importing it."""
 
     module: str
@@ -158,7 +158,7 @@ class Declared(NamedTuple):
 
 
 @cache
-def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, Declared]:
+def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, DeclaredBenchmark]:
     """Find the benchmarks of a package by name; beside kvlinker's own, those that other packages have entry points for.
 
     They are read from the package's sources: to import all of them would take seconds.
@@ -171,9 +171,9 @@ def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, Declared]:
                     decorator_list=[ast.Call(func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))])]
                 ):
                     summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                    found[name] = Declared(f"{package}.{path.stem}", summary)
+                    found[name] = DeclaredBenchmark(f"{package}.{path.stem}", summary)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP) if package == PACKAGE else ():
-        found[entry_point.name] = Declared(entry_point.module, f"A benchmark of {entry_point.module}.")
+        found[entry_point.name] = DeclaredBenchmark(entry_point.module, f"A benchmark of {entry_point.module}.")
     return MappingProxyType(dict(sorted(found.items())))
 
 

@@ -81,7 +81,7 @@ def cache_chunks(engine: Engine, prompt: Prompt) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstTokenAnswer:
     """Says how long an answer of one token took."""
 
     seconds: float
@@ -90,7 +90,7 @@ class FirstToken:
     """The timing that the engine reports."""
 
 
-def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstToken:
+def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstTokenAnswer:
     """Ask for one token, and wait for it. Raises what the request failed with."""
     events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
     begin = time.perf_counter()
@@ -101,7 +101,7 @@ def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstToken:
         if isinstance(event, Failed):
             raise event.error
         event = events.get()
-    return FirstToken(seconds, event.timing)
+    return FirstTokenAnswer(seconds, event.timing)
 
 
 def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps: int) -> float:

@@ -30,7 +30,7 @@ _TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metri
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ReportCheck:
     """Says whether something held that has to hold in every run."""
 
     name: str
@@ -55,7 +55,7 @@ class Report:
     """Lines to be shown behind the table."""
     warnings: Sequence[str] = ()
     """Warnings of what was left out, and why."""
-    checks: Sequence[Check] = ()
+    checks: Sequence[ReportCheck] = ()
     """What had to hold; the command ends with 1 where something did not."""
 
     @property

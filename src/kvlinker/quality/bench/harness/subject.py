@@ -30,7 +30,7 @@ TIERS = ("host", "disk", "redis", "object")
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     """The model that is measured."""
 
     name: str
@@ -82,7 +82,7 @@ class Subject:
         )
 
 
-def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> Subject:
+def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> MeasuredModel:
     """Make random weights of the named shape, or load the model that ``settings`` name where there is none.
 
     ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
@@ -91,9 +91,11 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
     from kvlinker.quality.bench.harness.shapes import random_model
 
     if shape is None:
-        return Subject(settings.served_name, command, load_model(settings), options)
+        return MeasuredModel(settings.served_name, command, load_model(settings), options)
     dtype, device = _placement(settings)
-    return Subject(shape, command, random_model(shape, dtype=dtype, device=device, weights=settings.weights), options)
+    return MeasuredModel(
+        shape, command, random_model(shape, dtype=dtype, device=device, weights=settings.weights), options
+    )
 
 
 def make_transformer(settings: Settings, *, shape: str | None) -> Any:

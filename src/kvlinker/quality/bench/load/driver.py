@@ -101,15 +101,15 @@ def drive(
     *,
     patience: float,
     seed: int = 0,
-    told: Callable[[int], None] = lambda _: None,
+    on_result: Callable[[int], None] = lambda _: None,
 ) -> LoadRun:
     """Send all conversations, and wait until every request has been answered or has failed.
 
     A request that takes longer than ``patience``, in seconds since it was due, is cancelled and counts as unfinished;
-    the turns behind a failed one count as not sent. ``seed`` is that of the arrivals. ``told`` is called with the
+    the turns behind a failed one count as not sent. ``seed`` is that of the arrivals. ``on_result`` is called with the
     number of requests that have ended.
     """
-    return asyncio.run(_drive(endpoint, conversations, load, form, patience, seed, told))
+    return asyncio.run(_drive(endpoint, conversations, load, form, patience, seed, on_result))
 
 
 async def _drive(
@@ -119,13 +119,13 @@ async def _drive(
     form: DocumentForm,
     patience: float,
     seed: int,
-    told: Callable[[int], None],
+    on_result: Callable[[int], None],
 ) -> LoadRun:
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
         base_url=endpoint.url, headers=endpoint.headers, timeout=None, limits=unlimited
     ) as http:
-        driver = Driver(http, endpoint.model, form, patience, told)
+        driver = Driver(http, endpoint.model, form, patience, on_result)
         clock = asyncio.get_running_loop()
         begin = clock.time()
         if isinstance(load, OpenLoop):
@@ -146,14 +146,14 @@ class Driver:
         model: str,
         form: DocumentForm,
         patience: float,
-        told: Callable[[int], None] = lambda _: None,
+        on_result: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``patience`` and ``told`` are those of ``drive``."""
+        """``patience`` and ``on_result`` are those of ``drive``."""
         self._http = http
         self._model = model
         self._form = form
         self._patience = patience
-        self._told = told
+        self._on_result = on_result
         self._clock = asyncio.get_running_loop()
         self.results: list[RequestResult] = []
 
@@ -192,7 +192,7 @@ class Driver:
 
     def _add(self, result: RequestResult) -> None:
         self.results.append(result)
-        self._told(len(self.results))
+        self._on_result(len(self.results))
 
     async def _ask(self, body: Mapping[str, Any], due: float) -> RequestResult:
         """Send a request and read its stream to the end."""
@@ -252,7 +252,7 @@ class _Stream:
             self._timed_usage = _timed_usage(timings)
 
     @property
-    def _told_usage(self) -> PromptUsage | None:
+    def _reported_usage(self) -> PromptUsage | None:
         """What ``usage`` tells, or, where that is silent about what was cached, what ``timings`` do."""
         if self._timed_usage is not None and (self._usage is None or self._usage.cached_tokens is None):
             return self._timed_usage
@@ -272,7 +272,7 @@ class _Stream:
             last_token=self._times[-1] if self._times else None,
             ended=self._now() - self._due,
             output_tokens=len(self._times) if self._output_tokens is None else self._output_tokens,
-            usage=self._told_usage,
+            usage=self._reported_usage,
             text="".join(self._texts),
             failure=failure,
             detail=detail,

@@ -29,7 +29,7 @@ class DocumentForm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedDocuments:
+class CachedDocuments:
     """Writes documents as context caches, to be linked by a policy."""
 
     ids: Sequence[str]

@@ -16,8 +16,8 @@ from kvlinker.quality.bench.load.endpoint import Endpoint, ServerFailedError
 from kvlinker.quality.bench.load.prompts import (
     PLAIN,
     REORDERED,
+    CachedDocuments,
     DocumentForm,
-    LinkedDocuments,
     PlainDocuments,
     PrefixIndex,
 )
@@ -164,14 +164,14 @@ class _Trial:
     def _conversations(self, count: int, *, seed: int) -> tuple[Conversation, ...]:
         return make_conversations(self.plan.shape, count, self.characters_per_token, seed=seed)
 
-    def _linked(self, texts: Sequence[str]) -> LinkedDocuments:
+    def _linked(self, texts: Sequence[str]) -> CachedDocuments:
         ids: list[str] = []
         with Client(self.endpoint.url, self.endpoint.api_key) as client:
             while len(ids) < len(texts):
                 self.progress(f"{self.competitor}: caching documents", len(ids), len(texts))
                 some = texts[len(ids) : len(ids) + _CACHED_AT_ONCE]
                 ids += [cache.id for cache in client.generate_context_cache(some)]
-        return LinkedDocuments(ids, self.competitor.policy)
+        return CachedDocuments(ids, self.competitor.policy)
 
     def _require_prefix_cache(self, form: DocumentForm) -> None:
         """Raise ServerFailedError if the server computes a prompt again that it has just answered."""
@@ -185,13 +185,15 @@ class _Trial:
         """Raise ServerFailedError if no request is answered."""
         results = self._drive(conversations, ClosedLoop(1), form, seed=0).results
         if all(result.failure is not None for result in results):
-            raise ServerFailedError(_told(results[0]))
+            raise ServerFailedError(_failure_of(results[0]))
 
     def _drive(self, conversations: Sequence[Conversation], load: Load, form: DocumentForm, *, seed: int) -> LoadRun:
         what = f"{self.competitor}, {_named(load)}"
         total = sum(len(conversation.turns) for conversation in conversations)
-        told = partial(_tell, self.progress, what, total)
-        return drive(self.endpoint, conversations, load, form, patience=self.plan.patience, seed=seed, told=told)
+        on_result = partial(_tell, self.progress, what, total)
+        return drive(
+            self.endpoint, conversations, load, form, patience=self.plan.patience, seed=seed, on_result=on_result
+        )
 
 
 def _as_it_is(conversation: Conversation) -> Conversation:
@@ -206,5 +208,5 @@ def _named(load: Load) -> str:
     return f"{load.users} users" if isinstance(load, ClosedLoop) else f"{load.rate:g} requests per second"
 
 
-def _told(result: RequestResult) -> str:
+def _failure_of(result: RequestResult) -> str:
     return f"its first request failed ({result.failure}): {result.detail}"

@@ -41,8 +41,8 @@ def _choices(record: Record, *, first_line: bool) -> tuple[str, ...]:
         return ()
     choices = texts_field(record, "choices")
     if len(set(choices)) < 2 or not set(choices) & set(texts_field(record, "answers")):
-        told = "but must be two texts or more, one of 'answers' among them"
-        raise BadRecordError(f"'choices' is {list(choices)}, {told}")
+        rule = "but must be two texts or more, one of 'answers' among them"
+        raise BadRecordError(f"'choices' is {list(choices)}, {rule}")
     if first_line and any("\n" in choice.strip() for choice in choices):
         raise BadRecordError(f"'choices' is {list(choices)}, but an answer ends with its first line ('first_line')")
     return choices

@@ -8,8 +8,8 @@ import pytest
 from kvlinker.engines.vllm.protocol.signature import SIGNATURE, PlanSigner
 from kvlinker.engines.vllm.protocol.steps import StepReport
 from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, PlacedChunk, TransferPlan
-from kvlinker.engines.vllm.scheduler.link_throttle import MOST_WAITING, LinkThrottle
-from kvlinker.engines.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
+from kvlinker.engines.vllm.scheduler.transfer_scheduler import StepLimits, TransferScheduler
+from kvlinker.engines.vllm.scheduler.transfer_throttle import MOST_WAITING, TransferThrottle
 
 PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
 SIGNER = PlanSigner(b"key")
@@ -27,10 +27,10 @@ class VLLM:
     def __init__(self, decoders=1, **limits):
         defaults = {"slice_tokens": 256, "step_tokens": 2048, "runs": 256, "layers": 24}
         self.looked_at = []
-        self.scheduler = LinkingScheduler(
+        self.scheduler = TransferScheduler(
             limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=self.is_stored
         )
-        self.scheduler._throttle = LinkThrottle(256, slowdown=1.4, clock=lambda: self.now)
+        self.scheduler._throttle = TransferThrottle(256, slowdown=1.4, clock=lambda: self.now)
         self.decoders = decoders
         self.gone = set()
         self.now = 0.0

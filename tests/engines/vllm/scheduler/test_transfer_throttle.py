@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.engines.vllm.scheduler.link_throttle import (
+from kvlinker.engines.vllm.scheduler.transfer_throttle import (
     CAPACITY,
     LEAST_TOKENS,
     MEASURED_EVERY,
     MOST_OWED,
     MOST_WAITING,
     PAUSE,
-    LinkThrottle,
     StepWork,
+    TransferThrottle,
 )
 
 PLAIN = StepWork()
@@ -26,7 +26,7 @@ class Machine:
         self.plain, self.computed, self.placed, self.fixed = plain, computed, placed, fixed
         self.now = 0.0
         self.gaps = []
-        self.throttle = LinkThrottle(most, slowdown=slowdown, clock=lambda: self.now)
+        self.throttle = TransferThrottle(most, slowdown=slowdown, clock=lambda: self.now)
 
     def step(self, work=PLAIN):
         self.throttle.planned(work)
@@ -200,6 +200,6 @@ def test_more_neighbours_are_noticed():
 
 
 def test_outputs_without_a_step_are_ignored():
-    throttle = LinkThrottle(100, clock=lambda: 1.0)
+    throttle = TransferThrottle(100, clock=lambda: 1.0)
     throttle.ended()
     assert throttle.tokens == LEAST_TOKENS

@@ -12,7 +12,7 @@ from kvlinker.store import Catalog, ChunkStore
 from kvlinker.store.deletions import Deletions
 
 
-class Upkeep:
+class Maintenance:
     """Has deleted, pinned and searched what the catalog says. All methods may be called from any thread."""
 
     def __init__(self, catalog: Catalog, store: ChunkStore, texts: ChunkTexts) -> None:

@@ -21,7 +21,7 @@ from kvlinker.engines.vllm.protocol.steps import (
     TransferSlice,
 )
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, PARAM, TransferOutcome, TransferPlan
-from kvlinker.engines.vllm.scheduler.link_throttle import PLACED_PER_COMPUTED, SLOWDOWN, LinkThrottle, StepWork
+from kvlinker.engines.vllm.scheduler.transfer_throttle import PLACED_PER_COMPUTED, SLOWDOWN, StepWork, TransferThrottle
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class StepLimits:
 
     slowdown: float = SLOWDOWN
     """The factor by which others wait longer for a token while one request is linked, on average (see
-    ``LinkThrottle``)."""
+    ``TransferThrottle``)."""
 
 
 @dataclass(slots=True, eq=False)
-class _LinkedRequest:
+class _TransferRequest:
     """The state of a request with a transfer plan, from its arrival to its end."""
 
     plan: TransferPlan
@@ -93,7 +93,7 @@ class _LinkedRequest:
         )
 
 
-class LinkingScheduler:
+class TransferScheduler:
     """Carries out the transfer plans of vLLM's requests. All methods are called by one thread, vLLM's engine core."""
 
     def __init__(self, *, limits: StepLimits, signer: PlanSigner, is_stored: Callable[[str], bool]) -> None:
@@ -101,14 +101,14 @@ class LinkingScheduler:
         self._signer = signer
         self._limits = limits
         self._is_stored = is_stored
-        self._requests: dict[str, _LinkedRequest] = {}
-        self._waiting: dict[str, _LinkedRequest] = {}  # those that vLLM holds back, in the order in which they came
+        self._requests: dict[str, _TransferRequest] = {}
+        self._waiting: dict[str, _TransferRequest] = {}  # those that vLLM holds back, in the order in which they came
         self._started: list[StartedTransfer] = []  # for the next step
         self._aborted: list[str] = []
         self._held: dict[str, set[int]] = {}  # chunks, and the ranks of workers that have them in memory
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
-        self._throttle = LinkThrottle(limits.slice_tokens, slowdown=limits.slowdown)
+        self._throttle = TransferThrottle(limits.slice_tokens, slowdown=limits.slowdown)
         self._target_told = False
 
     def admit(
@@ -130,7 +130,7 @@ class LinkingScheduler:
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
-        request = self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
+        request = self._requests[request_id] = _TransferRequest(plan, len(tokens) - plan.linked, time.perf_counter())
         missing = [key for key in plan.keys if not self._is_stored(key)]
         if missing:
             logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
@@ -248,7 +248,7 @@ class LinkingScheduler:
         request = self._requests.pop(request_id, None)
         return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
 
-    def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
+    def _has_to_wait(self, request: _TransferRequest, progress: TransferProgress) -> bool:
         """Return whether linking within the request's own first step would make that much longer."""
         plan = request.plan
         if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.service.implicit import sights as sights_module
-from kvlinker.service.implicit.sights import Sights, units_of
+from kvlinker.service.implicit import seen_lines as seen_lines_module
+from kvlinker.service.implicit.seen_lines import SeenLines, units_of
 
 
 def document(name: str, lines: int = 6) -> str:
@@ -20,9 +20,9 @@ def units(text: str) -> list[str]:
     return [text[unit.begin : unit.end] for unit in units_of(text, 0, len(text))]
 
 
-def seen(sights: Sights, text: str) -> list[str]:
-    passages = [text[begin:end] for begin, end in sights.seen(units_of(text, 0, len(text)))]
-    sights.note(units_of(text, 0, len(text)))
+def seen(seen_lines: SeenLines, text: str) -> list[str]:
+    passages = [text[begin:end] for begin, end in seen_lines.seen(units_of(text, 0, len(text)))]
+    seen_lines.note(units_of(text, 0, len(text)))
     return passages
 
 
@@ -34,26 +34,26 @@ def test_units_are_lines() -> None:
 
 @pytest.mark.parametrize("joint", ["\n\n", "\n", "\n\n---\n\n", "\r\n\r\n"])
 def test_documents_in_another_order_are_seen_one_by_one(joint: str) -> None:
-    sights = Sights()
+    seen_lines = SeenLines()
     a, b, c = map(document, "abc")
-    assert seen(sights, f"Answer by this:\n{joint.join([a, b, c])}\n\nQuestion: who?") == []
-    assert seen(sights, f"Answer by this:\n{joint.join([c, b, a])}\n\nQuestion: where?") == [c, b, a]
+    assert seen(seen_lines, f"Answer by this:\n{joint.join([a, b, c])}\n\nQuestion: who?") == []
+    assert seen(seen_lines, f"Answer by this:\n{joint.join([c, b, a])}\n\nQuestion: where?") == [c, b, a]
 
 
 def test_short_passages_stay_text() -> None:
-    sights = Sights()
+    seen_lines = SeenLines()
     text = "A line that is long enough to be a unit, but no passage."
-    assert seen(sights, text) == seen(sights, text) == []
+    assert seen(seen_lines, text) == seen(seen_lines, text) == []
 
 
 def test_units_that_were_seen_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sights_module, "MOST_SIGHTS", 23)
-    sights = Sights()
+    monkeypatch.setattr(seen_lines_module, "MOST_SIGHTS", 23)
+    seen_lines = SeenLines()
     for name in "abc":
-        seen(sights, document(name))
-    assert len(sights) == 23
-    assert seen(sights, document("c")) == [document("c")]
-    assert seen(sights, document("a")) == []
+        seen(seen_lines, document(name))
+    assert len(seen_lines) == 23
+    assert seen(seen_lines, document("c")) == [document("c")]
+    assert seen(seen_lines, document("a")) == []
 
 
 @given(st.text("ab \n\r\t", max_size=300))

@@ -70,7 +70,7 @@ class StepWork:
         return bool(self.placed or self.computed)
 
 
-class LinkThrottle:
+class TransferThrottle:
     """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a token, on average, while
     one request waits to be linked.
 

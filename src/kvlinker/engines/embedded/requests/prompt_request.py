@@ -19,8 +19,8 @@ from kvlinker.engines.contract.observation import ChunkWatch, QuestionProbe
 from kvlinker.engines.contract.output import RequestClock
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.batch import SharedChunk
-from kvlinker.engines.embedded.kv_cache.paths import LinkedPath, linked_path
-from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
+from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
@@ -31,14 +31,14 @@ from kvlinker.store.loading.arriving import KV
 
 T = TypeVar("T")
 
-Linked = Callable[["LinkedRequest"], object]
+Linked = Callable[["PromptRequest"], object]
 """Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
 
 
-class LinkedRequest(Request):
+class PromptRequest(Request):
     """A request for a linked prompt: an answer, an explanation or log probabilities."""
 
-    kind = Kind.ANSWER
+    kind = ResultKind.ANSWER
 
     _keys: tuple[str, ...] = ()
 
@@ -150,7 +150,7 @@ class LinkedRequest(Request):
             attention=None if self._attention is None else self._attention.attention,
         )
 
-    def _path(self, link: Link) -> LinkedPath | None:
+    def _path(self, link: Link) -> SequencePath | None:
         """Return what the KV of the linked prompt depends on; None if it is not kept."""
         assert link.plan is not None
         return linked_path(self.request.tenant, link.plan, self._keys) if self.reuses else None
@@ -189,7 +189,7 @@ def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
     return Refining(refinement, watch)
 
 
-class FutureRequest(LinkedRequest, Generic[T]):
+class FutureRequest(PromptRequest, Generic[T]):
     """A request whose result is a single value, ready when a generation would sample its first token."""
 
     def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:

@@ -27,7 +27,7 @@ _LINE = re.compile(r"\S[^\n]*")
 _RULE = re.compile(r"[-=*_#~]{3,}")
 
 
-class Unit(NamedTuple):
+class Line(NamedTuple):
     """Describes a line of a text, without the white space around it."""
 
     begin: int
@@ -58,7 +58,7 @@ class RecentDigests:
             self._digests.popitem(last=False)
 
 
-class Sights:
+class SeenLines:
     """Remembers units, and pairs of them that followed each other, by their SHA-256. Not thread safe."""
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class Sights:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def seen(self, units: Sequence[Unit]) -> list[Span]:
+    def seen(self, units: Sequence[Line]) -> list[Span]:
         """Return the passages that were seen before: units that followed each other then, too, if they are long enough
         together."""
         passages: list[Span] = []
-        row: list[Unit] = []
+        row: list[Line] = []
         for unit in units:
             known = unit.digest in self._seen
             if row and not (known and _pair(row[-1], unit) in self._seen):
@@ -81,13 +81,13 @@ class Sights:
                 row.append(unit)
         return passages + _passage(row)
 
-    def note(self, units: Sequence[Unit]) -> None:
+    def note(self, units: Sequence[Line]) -> None:
         """Remember the units of one text."""
         pairs = (_pair(one, other) for one, other in pairwise(units) if one.digest and other.digest)
         self._seen.add(chain((unit.digest for unit in units if unit.digest), pairs))
 
 
-def units_of(text: str, begin: int, end: int) -> list[Unit]:
+def units_of(text: str, begin: int, end: int) -> list[Line]:
     """Return the units of ``text[begin:end]``, which are its lines; text in small shreds has none."""
     units = []
     most = FEW_LINES + (end - begin) // LEAST_AVERAGE
@@ -95,15 +95,15 @@ def units_of(text: str, begin: int, end: int) -> list[Unit]:
         first = match.start()
         line = match[0].rstrip()
         digest = b"" if _RULE.fullmatch(line) else hashlib.sha256(line.encode(errors="surrogatepass")).digest()
-        units.append(Unit(first, first + len(line), digest))
+        units.append(Line(first, first + len(line), digest))
     return units if len(units) < most else []
 
 
-def _pair(one: Unit, other: Unit) -> bytes:
+def _pair(one: Line, other: Line) -> bytes:
     return hashlib.sha256(one.digest + other.digest).digest()
 
 
-def _passage(row: Sequence[Unit]) -> list[Span]:
+def _passage(row: Sequence[Line]) -> list[Span]:
     if not row or row[-1].end - row[0].begin < LEAST_CHARACTERS:
         return []
     return [(row[0].begin, row[-1].end)]

@@ -45,7 +45,7 @@ class WorkerResults:
     """The blocks whose KV vLLM expected from a step that failed to provide it."""
 
 
-class LinkingWorker:
+class TransferWorker:
     """Carries out transfers in one of vLLM's workers, whose thread calls everything.
 
     A request that fails is reported, and vLLM computes it; with several workers, all of them give it up in the same
@@ -193,7 +193,7 @@ class LinkingWorker:
         return reason is None
 
     def _wait_a_little(self) -> None:
-        pending: list[Future[Any]] = [task.loaded for task in self._tasks.values() if not task.told_loaded]
+        pending: list[Future[Any]] = [task.loaded for task in self._tasks.values() if not task.load_reported]
         pending += self._writing.values()
         if pending:
             wait(pending, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
@@ -201,9 +201,9 @@ class LinkingWorker:
     def _newly_loaded(self) -> list[TransferTask]:
         """Return the tasks whose chunks have been loaded, or could not be, since the last call."""
         tasks = self._tasks.values()
-        newly = [task for task in tasks if task.started.waits and not task.told_loaded and task.loaded.done()]
+        newly = [task for task in tasks if task.started.waits and not task.load_reported and task.loaded.done()]
         for task in newly:
-            task.told_loaded = True
+            task.load_reported = True
         return newly
 
     def _carry_out(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:

@@ -16,7 +16,7 @@ from kvlinker.service.audit.memory import AuditMemory, memory_path
 from kvlinker.settings import Settings
 
 
-class Oversight:
+class PolicyManager:
     """Decides which policy applies where a request names none, which ones may be used, and which answers are audited.
 
     All methods may be called from any thread.

@@ -16,7 +16,7 @@ ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
 ``{"type": "function", "function": {"name"}}``."""
 
 
-class Conversing:
+class RequestTools:
     """Holds the tools of one request, and tells how its answers may use them."""
 
     def __init__(

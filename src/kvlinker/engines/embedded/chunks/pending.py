@@ -20,7 +20,7 @@ from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
 
 
-class Building(NamedTuple):
+class PendingChunks(NamedTuple):
     """Chunks that are being computed."""
 
     kvs: Future[tuple[ChunkKV, ...]]
@@ -51,7 +51,9 @@ class ChunkBuilder:
         """True if chunks get attention scores where they are asked for."""
         return self._with_scores
 
-    def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True) -> Building:
+    def build(
+        self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True
+    ) -> PendingChunks:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
@@ -101,7 +103,7 @@ class ChunkBuilder:
         urgent: bool,
         with_scores: bool,
         measures: bool,
-    ) -> Building:
+    ) -> PendingChunks:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
@@ -121,4 +123,4 @@ class ChunkBuilder:
             urgent=urgent,
         )
         entered = self._scheduler.enter(wanted)
-        return Building(entered.future, entered is wanted)
+        return PendingChunks(entered.future, entered is wanted)

@@ -45,7 +45,7 @@ def _has_chunk(value: Any) -> bool:
     return marked or value.get("type") == "context_cache" or _has_chunk(value.get("content"))
 
 
-class Diversion(BaseRoute):
+class RouteOverride(BaseRoute):
     """Stands before all routes of vLLM's application, and takes requests to kvlinker's: to routes that vLLM has none
     for, and of those that both have, the ones that ask for linking."""
 

@@ -18,7 +18,7 @@ LOOK_SHARE = 0.02
 """The largest share of the time that looks take."""
 
 
-class Look(NamedTuple):
+class FolderScan(NamedTuple):
     """Tells what lies in the folder."""
 
     keys: tuple[str, ...]
@@ -28,7 +28,7 @@ class Look(NamedTuple):
     """Those that another process used, or wrote, since the last look."""
 
 
-class Others:
+class OtherProcesses:
     """Tells uses by other processes from those of this one, by the files' times. Any thread may call the methods."""
 
     def __init__(self) -> None:
@@ -48,7 +48,9 @@ class Others:
         self.note_own_use(key, at)
         self._written_bytes += nbytes
 
-    def look(self, files: Callable[[], Iterable[tuple[str, os.stat_result]]], *, budget_bytes: int) -> Look | None:
+    def look(
+        self, files: Callable[[], Iterable[tuple[str, os.stat_result]]], *, budget_bytes: int
+    ) -> FolderScan | None:
         """List the files where the last look is old, and nobody else is looking. Raises OSError."""
         much = self._written_bytes >= LOOK_BYTES_SHARE * budget_bytes
         wait = max(0.0 if much else LOOK_SECONDS, self._seconds / LOOK_SHARE)
@@ -65,6 +67,6 @@ class Others:
             self._written_bytes = 0
             self._ended = time.monotonic()
             self._seconds = self._ended - began
-            return Look(tuple(key for _, key in found), used)
+            return FolderScan(tuple(key for _, key in found), used)
         finally:
             self._looking.release()

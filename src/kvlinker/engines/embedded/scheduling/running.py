@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kvlinker.engines.embedded.requests.request import Kind, Request, State
+from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
 from kvlinker.engines.embedded.scheduling.admission import Admission, giving_way
 from kvlinker.engines.embedded.scheduling.composition import sequence_of
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 
 
-class Places:
+class RunningRequests:
     """Holds the running requests, by admission, and their slots.
 
     One chunk at a time is computed whatever else waits, more of them only while nobody waits for an answer; variants
@@ -26,8 +26,8 @@ class Places:
         self,
         slots: SequenceSlots,
         admission: Admission,
-        waiting: Mapping[Kind, Sequence[Request]],
-        move: Callable[[Request, State], None],
+        waiting: Mapping[ResultKind, Sequence[Request]],
+        move: Callable[[Request, RequestState], None],
         *,
         max_running: int,
     ) -> None:
@@ -57,22 +57,22 @@ class Places:
         """Check that exactly the running requests hold enough slots. Raises AssertionError otherwise."""
         self.slots.check_integrity([sequence_of(request) for request in self.running])
         assert len(self.running) <= self._max_running
-        assert all(request.state is State.RUNNING for request in self.running)
+        assert all(request.state is RequestState.RUNNING for request in self.running)
 
     def grow(self) -> None:
         """Give every running request slots for the tokens it has; the last admitted ones are preempted when there are
         too few."""
         for request in list(self.running):
-            while request.state is State.RUNNING and not self.slots.grow(sequence_of(request)):
+            while request.state is RequestState.RUNNING and not self.slots.grow(sequence_of(request)):
                 self._preempt(self._in_background or self.running[-1])
 
     @property
     def _in_background(self) -> Request | None:
         """The background request that holds slots; None if none does."""
-        return next((request for request in self.running if request.kind is Kind.BACKGROUND), None)
+        return next((request for request in self.running if request.kind is ResultKind.BACKGROUND), None)
 
     def _preempt(self, request: Request) -> None:
-        self._move(request, State.PREEMPTED)
+        self._move(request, RequestState.PREEMPTED)
         sequence_of(request).restart()
         request.seconds_left = request.prompt_seconds
         self.preemptions += 1
@@ -80,22 +80,24 @@ class Places:
     def admit(self) -> None:
         """Give slots to waiting requests, as far as they go: to the next chunk while none is computed, to answers, to
         more chunks while no answer waits, and to a variant or a background request while nothing else is there."""
-        chunk = next(iter(self._waiting[Kind.CHUNK]), None)
-        its_turn = chunk is not None and all(request.kind in (Kind.ANSWER, Kind.BACKGROUND) for request in self.running)
+        chunk = next(iter(self._waiting[ResultKind.CHUNK]), None)
+        its_turn = chunk is not None and all(
+            request.kind in (ResultKind.ANSWER, ResultKind.BACKGROUND) for request in self.running
+        )
         if chunk is not None and its_turn and not self._admit_one(chunk) and chunk.urgent:
             self._admit_answers(before=chunk.turn)  # later ones shall not take the slots it waits for
         else:
             self._admit_answers()
-        if not self._waiting[Kind.ANSWER]:
-            while self._waiting[Kind.CHUNK] and self._admit_one(self._waiting[Kind.CHUNK][0]):
+        if not self._waiting[ResultKind.ANSWER]:
+            while self._waiting[ResultKind.CHUNK] and self._admit_one(self._waiting[ResultKind.CHUNK][0]):
                 pass
-        for kind in (Kind.VARIANT, Kind.BACKGROUND):
+        for kind in (ResultKind.VARIANT, ResultKind.BACKGROUND):
             if not self.running and self._waiting[kind]:
                 self._admit_one(self._waiting[kind][0])
 
     def _admit_answers(self, before: float = math.inf) -> None:
         """Admit answers whose turn comes ``before`` then, in order, until the next one does not fit."""
-        while queue := [request for request in self._waiting[Kind.ANSWER] if request.turn < before]:
+        while queue := [request for request in self._waiting[ResultKind.ANSWER] if request.turn < before]:
             # what is left out can share a prompt's KV soon, which is being computed
             queue = [request for request in queue if all(map(_prompt_in_place, _running_siblings(request)))]
             if not queue or not self._admit_next(queue):
@@ -138,7 +140,7 @@ class Places:
         linked = next((sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)), None)
         if not self.slots.admit(sequence_of(request), linked):
             return False
-        self._move(request, State.RUNNING)
+        self._move(request, RequestState.RUNNING)
         return True
 
 
@@ -148,4 +150,4 @@ def _prompt_in_place(request: Request) -> bool:
 
 def _running_siblings(request: Request) -> list[Request]:
     """Return the running answers to the same prompt."""
-    return [choice for choice in request.choices if choice.state is State.RUNNING]
+    return [choice for choice in request.choices if choice.state is RequestState.RUNNING]

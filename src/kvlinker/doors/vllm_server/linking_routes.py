@@ -28,9 +28,9 @@ from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.fields.bodies import DocumentBody, LinkOptions
 from kvlinker.doors.http.fields.messages import MessageBody
-from kvlinker.doors.http.models import ServiceParam
-from kvlinker.doors.vllm_server.diversion import OUTER, Diversion
+from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.vllm_server.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
+from kvlinker.doors.vllm_server.route_override import OUTER, RouteOverride
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.vllm.frontend.engine import VLLMEngine
 from kvlinker.engines.vllm.frontend.linker import PreparedPrompt
@@ -55,7 +55,7 @@ _OF_CHAT = {
 }
 
 
-class LinkedChatBody(BaseModel):
+class ChatFields(BaseModel):
     """The fields of a conversation that linking looks at."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -66,7 +66,7 @@ class LinkedChatBody(BaseModel):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
 
 
-class LinkedCompletionBody(BaseModel):
+class CompletionFields(BaseModel):
     """The fields of a completion that linking looks at."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -76,10 +76,10 @@ class LinkedCompletionBody(BaseModel):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
 
 
-class LinkedRequests:
+class LinkingRoutes:
     """Routes that take the places of kvlinker's own in vLLM's server."""
 
-    def __init__(self, diversion: Diversion, llm: LLM, renderer: Any) -> None:
+    def __init__(self, diversion: RouteOverride, llm: LLM, renderer: Any) -> None:
         """``renderer`` is the ``OnlineRenderer`` of vLLM's server, ``llm`` is over a ``VLLMEngine``."""
         self._diversion = diversion
         self._llm = llm
@@ -89,9 +89,7 @@ class LinkedRequests:
         self.router.post("/v1/chat/completions")(self.chat)
         self.router.post("/v1/completions")(self.complete)
 
-    async def chat(
-        self, body: LinkedChatBody, request: Request, service: ServiceParam, tenant: TenantParam
-    ) -> Response:
+    async def chat(self, body: ChatFields, request: Request, served: ServedModelParam, tenant: TenantParam) -> Response:
         """Link the context caches and marked texts of a conversation, and have vLLM answer it."""
         fields = json.loads(await request.body())
         plain = _plain_fields(fields)
@@ -107,7 +105,7 @@ class LinkedRequests:
         options, link = self._template_options(asked, fields.get("tools") or ()), body.link or LinkOptions()
 
         def read() -> ReadPrompt:
-            return service.llm.read_chat(
+            return served.llm.read_chat(
                 messages,
                 documents=documents,
                 options=options,
@@ -117,7 +115,7 @@ class LinkedRequests:
             )
 
         with blaming("messages"):
-            found = await service.encoding.run(request, read)
+            found = await served.encoding.run(request, read)
             if not found.prompt.chunks:
                 return _Forwarded(self._diversion, plain)
             _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
@@ -127,7 +125,7 @@ class LinkedRequests:
         return self._linked(plain, found, prepared, tenant)
 
     async def complete(
-        self, body: LinkedCompletionBody, request: Request, service: ServiceParam, tenant: TenantParam
+        self, body: CompletionFields, request: Request, served: ServedModelParam, tenant: TenantParam
     ) -> Response:
         """Link the context caches and marked texts of a prompt, and have vLLM go on with it."""
         fields = json.loads(await request.body())
@@ -139,10 +137,10 @@ class LinkedRequests:
         link = body.link or LinkOptions()
 
         def read() -> ReadPrompt:
-            return service.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
+            return served.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
 
         with blaming("prompt"):
-            found = await service.encoding.run(request, read)
+            found = await served.encoding.run(request, read)
             if not found.prompt.chunks:
                 texts = [part.text if isinstance(part, MarkedText) else part for part in given]
                 plain["prompt"] = "".join(text for text in texts if not isinstance(text, ContextCacheReference))
@@ -178,10 +176,10 @@ class LinkedRequests:
 
     def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
         plain["cache_salt"] = prepared.salt
-        return _Forwarded(self._diversion, plain, _LinkedAnswer(self._llm, read, prepared, tenant))
+        return _Forwarded(self._diversion, plain, _AddedFields(self._llm, read, prepared, tenant))
 
 
-class _LinkedAnswer:
+class _AddedFields:
     """What kvlinker adds to vLLM's answer to a linked request, whole or in chunks."""
 
     def __init__(self, llm: LLM, read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> None:
@@ -231,7 +229,7 @@ class _LinkedAnswer:
 class _Forwarded(Response):
     """The answer of vLLM's own route to a request with another body."""
 
-    def __init__(self, diversion: Diversion, body: Mapping[str, Any], linked: _LinkedAnswer | None = None) -> None:
+    def __init__(self, diversion: RouteOverride, body: Mapping[str, Any], linked: _AddedFields | None = None) -> None:
         super().__init__()
         self._diversion = diversion
         self._content = json_bytes(body)
