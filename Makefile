@@ -38,6 +38,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/proselint --config .proselintrc.json check *.md docs/*.md lab/docs/*.md
 
 $(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlinker needs Python 3.11 or newer; set PYTHON=")'

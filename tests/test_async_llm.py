@@ -97,10 +97,10 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
 def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
     building = {"chat_prompt", "completion_prompt", "read_chat", "read_completion", "submit", "sampling_params"}
-    building |= {"ask_chat", "conversing", "described", "fitting"}
+    building |= {"ask_chat", "request_tools", "described", "fitting"}
     at_once = {
         "default_policy",
-        "load",
+        "current_load",
         "prefill_rate",
         "tiers",
         "bandwidths",

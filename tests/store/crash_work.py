@@ -32,7 +32,7 @@ from kvlinker.store.tiers import Tier, TierSetup, configured_tiers
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.store.store_chunks import chunk_kv
 
-CLOCKED = tuple(f"kvlinker.service.context_caches.{name}" for name in ("caches", "creation", "upkeep"))
+CLOCKED = tuple(f"kvlinker.service.context_caches.{name}" for name in ("caches", "creation", "maintenance"))
 """The modules that read the time of context caches, for tests that set it."""
 
 FINGERPRINT = "sha256:weights"

@@ -79,7 +79,7 @@ def _serve_until_failure(
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
     config = server_config(app, request_timeout=settings.request_timeout)
-    server = EngineServer(config, listener, healthy=lambda: llm.healthy, drain=app.state.service.drain)
+    server = EngineServer(config, listener, healthy=lambda: llm.healthy, drain=app.state.served.drain)
     began = time.monotonic()
     server.run()
     return time.monotonic() - began if server.engine_failed else None

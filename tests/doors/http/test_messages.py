@@ -11,7 +11,7 @@ import anthropic
 import pytest
 
 from kvlinker.base.errors import EngineClosedError
-from kvlinker.doors.http.fields.bodies import TextPart
+from kvlinker.doors.http.fields.parts import TextPart
 from kvlinker.doors.http.messages.blocks import ToolResultBlock
 from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine

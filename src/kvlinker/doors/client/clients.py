@@ -27,7 +27,7 @@ def _with_self(method: Callable[P, T]) -> Callable[P, T]:
     """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and its result."""
     shown = signature(method)
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
-    returned = str(shown.return_annotation).removeprefix("Call[").removesuffix("]")
+    returned = str(shown.return_annotation).removeprefix("HttpCall[").removesuffix("]")
     method.__signature__ = shown.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     return method
 

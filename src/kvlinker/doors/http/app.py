@@ -35,7 +35,7 @@ from kvlinker.doors.http.edge.errors import (
 )
 from kvlinker.doors.http.edge.framing import Framing
 from kvlinker.doors.http.edge.routing import HeadRequests, refuse_unknown_query
-from kvlinker.doors.http.fields.bodies import UnknownPart
+from kvlinker.doors.http.fields.parts import UnknownPart
 from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.answers import MessageStreamEvent
 from kvlinker.doors.http.messages.blocks import UnknownBlock

@@ -18,8 +18,6 @@ from kvlinker.doors.http.edge.errors import blaming, error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NONEMPTY_LIST,
-    DocumentBody,
-    LinkOptions,
     RequestBody,
     ResponseBody,
     Text,
@@ -29,6 +27,8 @@ from kvlinker.doors.http.fields.bodies import (
 )
 from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.parts import DocumentBody
+from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Explanation

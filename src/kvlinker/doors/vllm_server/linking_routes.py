@@ -26,8 +26,9 @@ from kvlinker.doors.http.answers.answering import link_body
 from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
-from kvlinker.doors.http.fields.bodies import DocumentBody, LinkOptions
 from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.parts import DocumentBody
+from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.vllm_server.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
 from kvlinker.doors.vllm_server.route_override import OUTER, RouteOverride
@@ -79,9 +80,9 @@ class CompletionFields(BaseModel):
 class LinkingRoutes:
     """Routes that take the places of kvlinker's own in vLLM's server."""
 
-    def __init__(self, diversion: RouteOverride, llm: LLM, renderer: Any) -> None:
+    def __init__(self, override: RouteOverride, llm: LLM, renderer: Any) -> None:
         """``renderer`` is the ``OnlineRenderer`` of vLLM's server, ``llm`` is over a ``VLLMEngine``."""
-        self._diversion = diversion
+        self._override = override
         self._llm = llm
         self._engine = cast(VLLMEngine, llm.engine)
         self._renderer = renderer
@@ -99,7 +100,7 @@ class LinkingRoutes:
         try:
             asked = ChatCompletionRequest.model_validate(copy.deepcopy(plain))
         except (ValidationError, VLLMValidationError):
-            return _Forwarded(self._diversion, plain)  # vLLM says what is wrong
+            return _Forwarded(self._override, plain)  # vLLM says what is wrong
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         options, link = self._template_options(asked, fields.get("tools") or ()), body.link or LinkOptions()
@@ -117,7 +118,7 @@ class LinkingRoutes:
         with blaming("messages"):
             found = await served.encoding.run(request, read)
             if not found.prompt.chunks:
-                return _Forwarded(self._diversion, plain)
+                return _Forwarded(self._override, plain)
             _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
             prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
         plain.pop("documents", None)
@@ -132,7 +133,7 @@ class LinkingRoutes:
         plain = _plain_fields(fields)
         (given, *others) = prompts_of(body.prompt)
         if others or has_several(body.prompt) or isinstance(given, TokenIds):
-            return _Forwarded(self._diversion, plain)
+            return _Forwarded(self._override, plain)
 
         link = body.link or LinkOptions()
 
@@ -144,7 +145,7 @@ class LinkingRoutes:
             if not found.prompt.chunks:
                 texts = [part.text if isinstance(part, MarkedText) else part for part in given]
                 plain["prompt"] = "".join(text for text in texts if not isinstance(text, ContextCacheReference))
-                return _Forwarded(self._diversion, plain)
+                return _Forwarded(self._override, plain)
             scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
             _check_linkable(fields, {**UNLINKABLE, **scored})
             prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
@@ -176,7 +177,7 @@ class LinkingRoutes:
 
     def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
         plain["cache_salt"] = prepared.salt
-        return _Forwarded(self._diversion, plain, _AddedFields(self._llm, read, prepared, tenant))
+        return _Forwarded(self._override, plain, _AddedFields(self._llm, read, prepared, tenant))
 
 
 class _AddedFields:
@@ -229,9 +230,9 @@ class _AddedFields:
 class _Forwarded(Response):
     """The answer of vLLM's own route to a request with another body."""
 
-    def __init__(self, diversion: RouteOverride, body: Mapping[str, Any], linked: _AddedFields | None = None) -> None:
+    def __init__(self, override: RouteOverride, body: Mapping[str, Any], linked: _AddedFields | None = None) -> None:
         super().__init__()
-        self._diversion = diversion
+        self._override = override
         self._content = json_bytes(body)
         self._answer = linked
 
@@ -239,10 +240,10 @@ class _Forwarded(Response):
         outer = with_length(scope[OUTER], len(self._content))
         receive = replayed(self._content, receive)
         if self._answer is None:
-            return await self._diversion.pass_on(outer, receive, send)
+            return await self._override.pass_on(outer, receive, send)
         editor = AnswerEditor(send, self._answer.edit)
         try:
-            await self._diversion.pass_on(outer, receive, editor)
+            await self._override.pass_on(outer, receive, editor)
         finally:
             if editor.succeeded:
                 self._answer.note()

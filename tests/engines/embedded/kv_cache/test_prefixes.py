@@ -322,7 +322,7 @@ def test_a_look_up_stays_with_the_chunks_that_it_comes_to(monkeypatch) -> None:
         tried.append(PathChunk(key, linked))
         return tried[-1]
 
-    monkeypatch.setattr(paths, "LinkedChunk", linked_chunk)
+    monkeypatch.setattr(paths, "PathChunk", linked_chunk)
     assert found(slots, prompt_of(HEADER, 0, FIRST, 1, 2, SECOND), "naive") == len(HEADER) + 20 + len(FIRST)
     assert {chunk.key for chunk in tried} == {CHUNKS[0].content}
 

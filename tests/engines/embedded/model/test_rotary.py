@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -124,3 +126,32 @@ def test_the_resident_form_is_undone(family):
         torch.testing.assert_close(form.computed(index, resident).key, kv.key, atol=1e-5, rtol=1e-5)
         if shape.rotary is not None:
             assert (resident.key[:, 1:] - kv.key[:, 1:]).abs().max() > 0.1
+
+
+def test_tables_that_several_threads_need_grow_once_and_never_shrink():
+    """Loader threads rotate chunks beside the engine's thread; cos of one table with sin of another is no rotation."""
+    making, go = threading.Event(), threading.Event()
+    lengths = []
+
+    class Slow(Angles):
+        def forward(self, hidden, positions):
+            if positions.shape[1] > 16:
+                lengths.append(positions.shape[1])
+                if not making.is_set():
+                    making.set()
+                    assert go.wait(20)
+            return super().forward(hidden, positions)
+
+    hidden, positions = torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.long)
+    rotary = Rotary(Slow(16), (hidden, positions), {}, FUNCTIONS["halves"], width=16, longest=16)
+    first = threading.Thread(target=rotary.tables, args=(40,))
+    second = threading.Thread(target=rotary.tables, args=(80,))
+    first.start()
+    assert making.wait(20)
+    second.start()
+    second.join(0.2)  # it waits for the first, or makes tables that the first would overwrite
+    go.set()
+    first.join()
+    second.join()
+    assert [len(table) for table in rotary.tables(80)] == [80, 80]
+    assert lengths == [40, 80]

@@ -28,9 +28,10 @@ from kvlinker.doors.http.answers.answering import (
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.fields.bodies import DocumentBody, JsonObject, ResponseBody, has_entries, is_true, where
+from kvlinker.doors.http.fields.bodies import JsonObject, ResponseBody, has_entries, is_true, where
 from kvlinker.doors.http.fields.decoding import DecodingBody
 from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.doors.http.fields.reasoning import ReasoningFields
 from kvlinker.doors.http.fields.tools import (

@@ -27,8 +27,9 @@ from kvlinker.doors.http.answers.answering import (
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.fields.bodies import Part, ResponseBody, Text, TokenId, content_of
+from kvlinker.doors.http.fields.bodies import ResponseBody, Text, TokenId
 from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.parts import Part, content_of
 from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished

@@ -27,7 +27,7 @@ from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
-from kvlinker.doors.http.fields.bodies import Part, TextPart
+from kvlinker.doors.http.fields.parts import Part, TextPart
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import ReadPrompt

@@ -12,7 +12,8 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_BIASED, MOST_ENDINGS
 from kvlinker.base.types.sampling import MOST_BIAS
-from kvlinker.doors.http.fields.bodies import ATTENTION_IS_EXPLAINED, SamplingBody, TokenId, Unicode, is_true
+from kvlinker.doors.http.fields.bodies import TokenId, Unicode, is_true
+from kvlinker.doors.http.fields.sampling import ATTENTION_IS_EXPLAINED, SamplingBody
 from kvlinker.doors.http.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
 
 _TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]

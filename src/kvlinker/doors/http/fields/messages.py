@@ -10,7 +10,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvlinker.base.types.limits import MOST_CALLS
 from kvlinker.base.types.messages import CachedPart, ChatMessage
-from kvlinker.doors.http.fields.bodies import RequestBody, Text, TextOrParts, content_of, is_given, where
+from kvlinker.doors.http.fields.bodies import RequestBody, Text, is_given, where
+from kvlinker.doors.http.fields.parts import TextOrParts, content_of
 from kvlinker.doors.http.fields.tools import ToolCallBody
 
 

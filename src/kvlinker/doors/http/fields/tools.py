@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from kvlinker.base.types.limits import LONGEST_ARGUMENTS
 from kvlinker.base.types.tools import Tool, ToolCall, shown_tool, template_call
-from kvlinker.doors.http.fields.bodies import JsonObject, MarkableBody, RequestBody, ResponseBody, Text
+from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, ResponseBody, Text
+from kvlinker.doors.http.fields.parts import MarkableBody
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 

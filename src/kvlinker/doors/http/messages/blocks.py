@@ -9,17 +9,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.base.types.limits import MOST_PARTS
-from kvlinker.doors.http.fields.bodies import (
-    CacheControl,
-    ContextCachePart,
-    JsonObject,
-    NonemptyText,
-    Part,
-    RequestBody,
-    Text,
-    TextOr,
-    TextPart,
-)
+from kvlinker.doors.http.fields.bodies import JsonObject, NonemptyText, RequestBody, Text
+from kvlinker.doors.http.fields.parts import CacheControl, ContextCachePart, Part, TextOr, TextPart
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.prompting.sections import document_parts
 

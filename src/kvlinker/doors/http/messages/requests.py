@@ -10,21 +10,11 @@ from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import (
-    ATTENTION_IS_EXPLAINED,
-    NOTHING_EXPLAINED,
-    CacheControl,
-    JsonObject,
-    LinkOptions,
-    MarkableBody,
-    RequestBody,
-    StopText,
-    Text,
-    has_entries,
-    where,
-)
+from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, Text, has_entries, where
 from kvlinker.doors.http.fields.messages import unless_role
+from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody
 from kvlinker.doors.http.fields.reasoning import Effort, ReasoningBody
+from kvlinker.doors.http.fields.sampling import ATTENTION_IS_EXPLAINED, NOTHING_EXPLAINED, LinkOptions, StopText
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.doors.http.messages.blocks import (
     Blocks,

@@ -10,7 +10,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.base.types.limits import MOST_PARTS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, Text, TextOrParts
+from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, Text
+from kvlinker.doors.http.fields.parts import TextOrParts
 from kvlinker.doors.http.fields.tools import FunctionName
 
 

@@ -9,20 +9,10 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import (
-    NOTHING_EXPLAINED,
-    JsonObject,
-    LinkOptions,
-    MarkableBody,
-    Metadata,
-    RequestBody,
-    StreamOptions,
-    Text,
-    TextOr,
-    has_entries,
-    where,
-)
+from kvlinker.doors.http.fields.bodies import JsonObject, Metadata, RequestBody, Text, has_entries, where
+from kvlinker.doors.http.fields.parts import MarkableBody, TextOr
 from kvlinker.doors.http.fields.reasoning import ReasoningBody, Verbosity
+from kvlinker.doors.http.fields.sampling import NOTHING_EXPLAINED, LinkOptions, StreamOptions
 from kvlinker.doors.http.fields.tools import CALLS, FunctionName
 from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
 

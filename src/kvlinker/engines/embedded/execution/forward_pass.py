@@ -92,7 +92,7 @@ class ForwardPass:
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything: where all tokens are
         computed and few are kept, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer
-        on an input. Raises NobodyLeftError.
+        on an input. Raises EmptyStepError.
         """
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -53,7 +54,8 @@ class Rotary:
         self._width = width
         self._longest = longest
         self._layout = self._find_layout()
-        self._cos, self._sin = self._make_tables(torch.arange(min(TESTED_POSITIONS, longest)))
+        self._growing = threading.Lock()  # chunks are rotated by threads beside the engine's
+        self._tables = self._make_tables(torch.arange(min(TESTED_POSITIONS, longest)))
 
     @property
     def pairing(self) -> Pairing | None:
@@ -64,11 +66,16 @@ class Rotary:
         """Return cos and sin of positions [0, length): [length, columns] each, fp32.
 
         A column belongs to a pair of dimensions where ``pairing`` is known; otherwise the columns are the model's own.
+        May be called from any thread.
         """
-        if length > len(self._cos):
-            length_made = max(length, min(2 * len(self._cos), self._longest))
-            self._cos, self._sin = self._make_tables(torch.arange(length_made))
-        return self._cos[:length], self._sin[:length]
+        if length > len(self._tables[0]):
+            with self._growing:
+                there = len(self._tables[0])
+                if length > there:
+                    length_made = max(length, min(2 * there, self._longest))
+                    self._tables = self._make_tables(torch.arange(length_made))
+        cos, sin = self._tables
+        return cos[:length], sin[:length]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of integer ``positions`` [tokens], negative ones too: [tokens, columns] each, fp32."""
@@ -92,7 +99,7 @@ class Rotary:
         if not distance:
             return heads
         cos, sin = self.at(torch.full((heads.shape[1],), distance, device=heads.device))
-        factor = self._cos[:1]  # it is in ``heads`` already
+        factor = self._tables[0][:1]  # it is in ``heads`` already
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
         self.rotate(heads, cos / factor, sin / factor, out=out)
         return out
@@ -109,7 +116,7 @@ class Rotary:
         near = min(TESTED_POSITIONS, length)
         query_at, key_at = torch.randint(near, (2, 64), generator=generator)
         start = torch.randint(length - near + 1, (64,), generator=generator)
-        heads = torch.randn(2, 1, 64, self._width, generator=generator).to(self._cos.device)
+        heads = torch.randn(2, 1, 64, self._width, generator=generator).to(self._tables[0].device)
 
         def products(start: Tensor, last: int) -> tuple[Tensor, Tensor]:
             rotated = torch.empty_like(heads)
