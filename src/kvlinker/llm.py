@@ -19,18 +19,15 @@ from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
-from kvlinker.base.types.texts import Piece
 from kvlinker.base.types.tools import Tool
-from kvlinker.engines.contract.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
+from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
-from kvlinker.prompting.answer_forms.form import AnswerForm
+from kvlinker.linking import Explanation, Policy, as_policy, parse_policy
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
-from kvlinker.prompting.splitting import split_text
 from kvlinker.service.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.content import (
@@ -46,19 +43,14 @@ from kvlinker.service.content import (
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.model_calls import ModelCalls
 from kvlinker.service.reading import ContentReader, ReadDefaults, ReadOptions, ReadPrompt
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.settings import Settings, load_settings
-from kvlinker.store import Speeds, TierUsage
+from kvlinker.store import Speeds
 from kvlinker.store.speeds import FILE_NAME
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
-
-PREFILL_TOKENS = 1024
-"""The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
-
-TAIL_TOKENS = 1024
-"""The most tokens of a prompt's end that are decoded to find out how an answer begins."""
 
 Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
@@ -78,7 +70,7 @@ class PreparedChat(NamedTuple):
 
 
 @names_arguments
-class LLM(ContextCacheCalls):
+class LLM(ContextCacheCalls, ModelCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
     ``model``: local path or hub id; without it the small model that ships with kvlinker. ``options`` are the
@@ -174,105 +166,6 @@ class LLM(ContextCacheCalls):
                 steered=self.policy_manager.controller is not None,
             ),
         )
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens that prompt and answer may have together."""
-        return self.engine.max_model_len
-
-    @property
-    def healthy(self) -> bool:
-        """False once the engine was closed or has failed for good."""
-        return self.engine.healthy
-
-    def current_load(self) -> EngineLoad:
-        """Tell how busy the engine is."""
-        return self.engine.current_load()
-
-    def prefill_rate(self) -> float | None:
-        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was computed yet."""
-        seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
-        return PREFILL_TOKENS / seconds if seconds else None
-
-    def tiers(self) -> tuple[TierUsage, ...]:
-        """Tell how full each tier of the store is, from the fastest to the slowest; a remote one may take its time."""
-        return self.store.usage()
-
-    def bandwidths(self) -> dict[str, float]:
-        """Return the bytes per second that tiers deliver, by name, for those that were measured."""
-        return self.store.bandwidths.known()
-
-    def spilled_bytes(self) -> int:
-        """Return the bytes of prefixes that the engine keeps on disk, beside those of chunks."""
-        return self.store.spilled_bytes
-
-    def held_bytes(self) -> int:
-        """Return the bytes of the chunks that requests hold in memory until they end."""
-        return self.store.held_bytes
-
-    def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
-        """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
-        target."""
-        return self.policy_manager.default_policy(tenant)
-
-    def policies(self) -> tuple[dict[str, Any], ...]:
-        """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
-        return describe_policies(self.engine.unsupported)
-
-    def split(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
-        """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
-        return tuple(piece.text for piece in self.split_pieces(text, method=method, max_tokens=max_tokens))
-
-    def split_pieces(
-        self, text: str, *, method: str = "passage", max_tokens: int = 512, most_pieces: int | None = None
-    ) -> tuple[Piece, ...]:
-        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens it has. Raises
-        InvalidRequestError for one that makes more than ``most_pieces``."""
-        return split_text(
-            text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens, most_pieces=most_pieces
-        )
-
-    def token_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.
-
-        Raises InvalidRequestError where the tokenizer cannot write such a text, and ContextLengthError for one that is
-        far too long for the model.
-        """
-        return self.builder.token_ids(text, param="text")
-
-    def sampling_params(self, **given: Any) -> SamplingParams:
-        """Return sampling parameters: those that are given, those that the model's ``generation_config.json``
-        recommends, and the usual defaults, in this order. Raises InvalidRequestError."""
-        return SamplingParams(**{**self.sampling_defaults, **given})
-
-    def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for behind the prompt, and
-        to the settings' limit of answers."""
-        room = max(1, self.max_model_len - len(prompt))
-        limits = [most for most in (sampling.max_tokens, self.settings.max_answer_tokens, room) if most is not None]
-        return replace(sampling, max_tokens=min(limits))
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.answer_form
-
-    def tail_of(self, prompt: Prompt) -> str:
-        """Decode the end of a prompt, behind its last context cache, with special tokens."""
-        begin = max((span.end for span in prompt.spans), default=0)
-        tokens = prompt.tokens[max(begin, len(prompt) - TAIL_TOKENS) :]
-        text: str = self.tokenizer.decode(tokens.tolist())
-        return text
-
-    def token_text(self, token_id: int) -> str:
-        """Decode a token alone."""
-        text: str = self.tokenizer.decode([token_id])
-        return text
-
-    def text_of(self, prompt: Prompt) -> str:
-        """Decode a prompt, without special tokens."""
-        text: str = self.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
-        return text
 
     def request_tools(
         self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True

@@ -26,7 +26,8 @@ from kvlinker.base.events import (
     TierUnavailable,
 )
 from kvlinker.base.types.messages import TextSource
-from kvlinker.llm import LLM, PREFILL_TOKENS
+from kvlinker.llm import LLM
+from kvlinker.service.model_calls import PREFILL_TOKENS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
