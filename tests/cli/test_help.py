@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
+from kvlinker.cli.lazy import LazyGroup
 
 WIDE = {"COLUMNS": "2000", "TERMINAL_WIDTH": "2000"}
 
@@ -22,7 +25,10 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
     if isinstance(command, TyperGroup):
         context = typer.Context(command)
         for name in command.list_commands(context):
-            yield from commands(command.get_command(context, name), (*path, name))
+            if isinstance(command, LazyGroup) and name in command.summaries():
+                yield from commands(command.load(name), (*path, name))
+            else:
+                yield from commands(command.get_command(context, name), (*path, name))
 
 
 ALL = {" ".join(path): command for path, command in commands(typer.main.get_command(app))}
@@ -50,3 +56,20 @@ def test_help_shows_what_is_written(name: str) -> None:
         assert written(paragraph) in shown
     for parameter in command.params:
         assert written(getattr(parameter, "help", None)) in shown
+
+
+def test_help_says_what_the_commands_say() -> None:
+    """Summaries are read from sources, before a command is imported."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, LazyGroup)
+    for name, summary in group.summaries().items():
+        assert words(summary).partition(".")[0] == words(group.load(name).help).partition(".")[0]
+        assert summary
+
+
+def test_help_imports_no_command() -> None:
+    code = "import sys; from kvlinker.cli import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = run.stdout.split()
+    assert "kvlinker.cli" in loaded
+    assert not {"kvlinker.settings", "kvlinker.cli.serve", "numpy", "pydantic", "httpx"} & set(loaded)

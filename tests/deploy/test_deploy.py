@@ -60,7 +60,7 @@ def test_commands_exist_with_their_options() -> None:
     container = server_container()
     for command in (shlex.split(unit_command)[1:], container["args"], ["serve"]):
         name, *arguments = command
-        with get_command(app).commands[name].make_context(name, list(arguments)) as context:  # type: ignore[attr-defined]
+        with get_command(app).load(name).make_context(name, list(arguments)) as context:  # type: ignore[attr-defined]
             assert context.params["port"] in (None, str(PORT))
 
 

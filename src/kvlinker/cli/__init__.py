@@ -1,20 +1,33 @@
-"""The ``kvlinker`` command. Modules that need torch are imported by the commands that run them, not from here."""
+"""The ``kvlinker`` command. Commands are imported when they run, and by them the modules that need torch."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from kvlinker.cli import bench, caches
-from kvlinker.cli.advise import advise
-from kvlinker.cli.certify import certify
-from kvlinker.cli.documents.ingest import ingest
-from kvlinker.cli.documents.search import ask, search
-from kvlinker.cli.linking import calibrate, check, policies
-from kvlinker.cli.serve import serve
-from kvlinker.cli.top import top
+from kvlinker.cli.lazy import ModuleGroup
+
+
+class Commands(ModuleGroup):
+    """All commands of ``kvlinker``."""
+
+    places: ClassVar = {
+        "serve": "kvlinker.cli.serve:serve",
+        "top": "kvlinker.cli.top:top",
+        "ingest": "kvlinker.cli.documents.ingest:ingest",
+        "search": "kvlinker.cli.documents.search:search",
+        "ask": "kvlinker.cli.documents.search:ask",
+        "check": "kvlinker.cli.linking:check",
+        "certify": "kvlinker.cli.certify:certify",
+        "policies": "kvlinker.cli.linking:policies",
+        "calibrate": "kvlinker.cli.linking:calibrate",
+        "advise": "kvlinker.cli.advise:advise",
+        "caches": "kvlinker.cli.caches:app",
+        "bench": "kvlinker.cli.bench:app",
+    }
+
 
 app = typer.Typer(
     name="kvlinker",
@@ -22,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    cls=Commands,
 )
 
 
@@ -38,17 +52,3 @@ def main(
     ] = False,
 ) -> None:
     pass
-
-
-app.command()(serve)
-app.command()(top)
-app.command()(ingest)
-app.command()(search)
-app.command()(ask)
-app.command()(check)
-app.command()(certify)
-app.command()(policies)
-app.command()(calibrate)
-app.command()(advise)
-app.add_typer(caches.app, name="caches")
-app.add_typer(bench.app, name="bench")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from kvlinker.cli.bench.common import (
     MODEL_OPTIONS,
@@ -20,6 +19,7 @@ from kvlinker.cli.bench.common import (
     show,
 )
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
+from kvlinker.cli.lazy import LazyGroup
 from kvlinker.cli.options import settings_options
 from kvlinker.quality.bench.harness.benchmark import (
     PACKAGE,
@@ -31,28 +31,18 @@ from kvlinker.quality.bench.harness.benchmark import (
 from kvlinker.settings import Settings
 
 
-class BenchmarkGroup(TyperGroup):
-    """Lists the benchmarks of a package beside its own commands, and imports each when it is run."""
+class BenchmarkGroup(LazyGroup):
+    """Lists the benchmarks of a package beside its own commands."""
 
     program: ClassVar = "kvlinker"
     package: ClassVar = PACKAGE
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
-        return sorted({*super().list_commands(ctx), *declared_benchmarks(self.package)})
+    def summaries(self) -> Mapping[str, str]:
+        return {name: declared.summary for name, declared in declared_benchmarks(self.package).items()}
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command to be listed: of a benchmark only its name and summary."""
-        declared = declared_benchmarks(self.package).get(cmd_name)
-        return super().get_command(ctx, cmd_name) if declared is None else TyperCommand(cmd_name, help=declared.summary)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command to be run."""
-        name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in declared_benchmarks(self.package):
-            with failures():
-                command = _typer_command(find_benchmark(name, self.package), self.program)
-        return name, command, rest
+    def load(self, name: str) -> Any:
+        with failures():
+            return _typer_command(find_benchmark(name, self.package), self.program)
 
 
 def _typer_command(benchmark: Benchmark, program: str) -> Any:
