@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
 from kvlinker.store.catalog.catalog import POSITION_SECONDS
-from kvlinker.store.catalog.schema import SCHEMA_VERSION
 from tests.store.store_chunks import run_threads
 
 NOW = 1000.0
@@ -356,43 +354,6 @@ def test_a_thread_never_sees_another_ones_half_done_change(catalog: Catalog) -> 
 
     run_threads(add_in_vain, read)
     assert counts == {0, -1}
-
-
-def test_a_newer_schema_is_refused_and_left_alone(path: Path, catalog: Catalog) -> None:
-    catalog.close()
-    raw = sqlite3.connect(path)
-    raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    raw.close()
-    before = path.read_bytes()
-    with pytest.raises(StoreError, match="newer kvlinker"):
-        Catalog(path)
-    assert path.read_bytes() == before
-
-
-def test_a_file_that_a_newer_version_upgraded_while_it_is_open_is_left_alone(path: Path, catalog: Catalog) -> None:
-    kept = record(1)
-    catalog.add([kept])
-    raw = sqlite3.connect(path)
-    raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    before = list(raw.iterdump())
-    with pytest.raises(StoreError, match=r"newer kvlinker .*Upgrade kvlinker"):
-        catalog.add([record(2)])
-    with pytest.raises(StoreError, match="newer kvlinker"):
-        catalog.expire(NOW)
-    assert catalog.get(kept.id, kept.tenant, NOW) == kept
-    assert list(raw.iterdump()) == before
-    raw.close()
-
-
-def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "other.sqlite3"
-    raw = sqlite3.connect(path)
-    raw.execute("CREATE TABLE chunks (something TEXT)")
-    raw.close()
-    before = path.read_bytes()
-    with pytest.raises(StoreError, match="another program"):
-        Catalog(path)
-    assert path.read_bytes() == before
 
 
 def test_a_file_that_is_no_database_is_an_error_with_a_way_out(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ class ContextCaches:
             maintenance=self._maintenance,
             events=events,
         )
-        catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
         self.sweep()
 
     def create(

@@ -18,8 +18,8 @@ INDEXED_AT_ONCE = 500
 class ChunkTexts:
     """Decodes and searches the chunks of one model. All methods may be called from any thread.
 
-    The catalog has the token ids of every chunk, so the search index is only ever derived from them: what a crash, an
-    older kvlinker or a change of the encryption key left out of it is added by ``catch_up``.
+    The catalog has the token ids of every chunk, so the search index is only ever derived from them: what a crash,
+    a server without search or a change of the encryption key left out of it is added by ``catch_up``.
     """
 
     def __init__(self, catalog: Catalog, encoder: TextEncoder, *, fingerprint: str, searchable: bool) -> None:

@@ -35,13 +35,13 @@ from kvlinker.store.catalog.rows import (
     CHUNK_COLUMNS,
     COLUMNS,
     LIVE,
+    index_metadata,
     insert_rows,
     matching,
     pack_metadata,
     read_row,
     read_tokens,
 )
-from kvlinker.store.catalog.schema import index_metadata
 from kvlinker.store.catalog.search import SearchIndex
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.format.encryption import Cipher
@@ -63,7 +63,7 @@ class Catalog:
     def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
         """Open or create the file; with a cipher, token ids are encrypted, also those that were not before.
 
-        Raises StoreError where it is damaged, foreign, from a newer kvlinker, or encrypted with another key.
+        Raises StoreError where it is damaged, foreign, of another schema, or encrypted with another key.
         """
         self._database = Database(path)
         self._blobs = TokenBlobs(cipher)
@@ -275,14 +275,6 @@ class Catalog:
             {"fingerprint": fingerprint, "limit": limit},
         )
         return read_tokens(rows, self._blobs)
-
-    def set_sizes(self, fingerprint: str, bytes_per_token: int) -> None:
-        """Set the bytes per token of the model's chunks that an older kvlinker recorded without a size."""
-        with self._database.transaction() as connection:
-            connection.execute(
-                "UPDATE chunks SET nbytes = length * ? WHERE fingerprint = ? AND nbytes = 0",
-                (bytes_per_token, fingerprint),
-            )
 
     def tenants(self) -> tuple[str, ...]:
         """Return all tenants that have context caches, expired ones that remain included, sorted by name."""

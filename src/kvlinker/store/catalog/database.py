@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.schema import SCHEMA_VERSION, upgrade
+from kvlinker.store.catalog.schema import SCHEMA_VERSION, create_tables
 from kvlinker.store.format.durability import synchronize
 
 _BUSY_SECONDS = 10.0
@@ -31,7 +31,7 @@ class Database:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
+        """Open or create the file. Raises StoreError where it is damaged, foreign or of another schema."""
         self._path = path
         self._lock = threading.Lock()
         self._log_identity: tuple[int, int] | None = None  # of the write-ahead log whose name is on the disk
@@ -69,7 +69,7 @@ class Database:
                 )
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                self._check_version()  # another process may have upgraded the file since it was opened
+                self._check_version()  # a later kvlinker may have upgraded the file since it was opened
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -122,7 +122,8 @@ class Database:
             if faults != [("ok",)]:
                 raise sqlite3.DatabaseError(faults[0][0])
         with self.transaction() as connection:
-            upgrade(connection, self._check_version())
+            if not self._check_version():
+                create_tables(connection)
 
     def _use_write_ahead_log(self) -> None:
         """Switch to the write-ahead log, the one thing for which SQLite does not wait until others are done."""
@@ -142,13 +143,16 @@ class Database:
         version, tables = self._connection.execute(
             "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
         ).fetchone()
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
-                f"{SCHEMA_VERSION}). Upgrade kvlinker, or choose another state directory."
-            )
         if version == 0 and tables:
             raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
+        if version not in (0, SCHEMA_VERSION):
+            age = "an older" if version < SCHEMA_VERSION else "a newer"
+            raise StoreError(
+                f"The catalog {self._path} was written by {age} kvlinker: it has schema {version}, and this kvlinker "
+                f"reads only schema {SCHEMA_VERSION}. Use the kvlinker that wrote it, choose another state directory, "
+                "or move the file away (with its -wal and -shm files): a new one is made, and the context caches of "
+                "the old one have to be created again."
+            )
         return int(version)
 
     @contextmanager

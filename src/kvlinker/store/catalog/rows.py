@@ -13,7 +13,6 @@ from kvlinker.base.types.chunks import Chunk, packed_chunk_key
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
-from kvlinker.store.catalog.schema import index_metadata
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
     c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
@@ -107,6 +106,14 @@ def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequ
         ).lastrowid
         assert number is not None
         index_metadata(connection, number, r.metadata)
+
+
+def index_metadata(connection: sqlite3.Connection, number: int, metadata: Mapping[str, str]) -> None:
+    """Make a context cache, which has no entries in ``metadata``, findable by its pairs."""
+    connection.executemany(
+        "INSERT INTO metadata SELECT tenant, ?, ?, created_at, number FROM context_caches WHERE number = ?",
+        [(key, value, number) for key, value in metadata.items()],
+    )
 
 
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
