@@ -1,4 +1,5 @@
-"""Cache three chunks once, and ask about them in any order, in one process and with the model in the box."""
+"""Cache three chunks once, and ask about them in any order, in one process and with the model in
+the box."""
 
 from kvlinker import LLM
 
@@ -11,17 +12,26 @@ QUESTIONS = ["Where does Tom Reyes live?", "Where does Mira Holt live?"]
 
 
 def main() -> None:
-    with LLM(policy="legolink-4") as llm:  # LLM("path-or-hub-id") takes any model that can be linked
+    with LLM(
+        policy="legolink-4"
+    ) as llm:  # LLM("path-or-hub-id") takes any model that can be linked
         mira, tom, ada = llm.generate_context_cache(FACTS, ttl=3600)
         for order in ([mira, tom, ada], [ada, tom, mira]):
             for question in QUESTIONS:
                 answer = llm.chat_completion(
-                    [{"role": "user", "content": [*order, f"Question: {question}"]}], max_tokens=8, temperature=0
+                    [{"role": "user", "content": [*order, f"Question: {question}"]}],
+                    max_tokens=8,
+                    temperature=0,
                 )
                 usage = answer.usage
                 print(f"{question} {answer.text}")
-                print(f"  {usage.cached_tokens} tokens cached, {usage.recomputed_tokens} recomputed,", end=" ")
-                print(f"{usage.fresh_tokens} fresh; first token after {1000 * answer.timing.ttft:.0f} ms")
+                print(
+                    f"  {usage.cached_tokens} tokens cached, {usage.recomputed_tokens} recomputed,",
+                    end=" ",
+                )
+                print(
+                    f"{usage.fresh_tokens} fresh; first token after {1000 * answer.timing.ttft:.0f} ms"
+                )
 
 
 if __name__ == "__main__":

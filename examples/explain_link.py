@@ -1,4 +1,5 @@
-"""Ask how a prompt is linked: which parts come from chunks, what each layer recomputes, and the work that is saved."""
+"""Ask how a prompt is linked: which parts come from chunks, what each layer recomputes, and the
+work that is saved."""
 
 from kvlinker import LLM
 
@@ -11,12 +12,16 @@ CHUNKS = [
 def main() -> None:
     with LLM() as llm:
         mira, tom = llm.generate_context_cache(CHUNKS)
-        messages = [{"role": "user", "content": [tom, mira, "Question: Where does Tom Reyes live?"]}]
+        messages = [
+            {"role": "user", "content": [tom, mira, "Question: Where does Tom Reyes live?"]}
+        ]
         for policy in ("legolink-4", "query-10", "cacheblend-20"):
             explanation = llm.explain(messages, policy=policy)
             print(policy)
             for segment in explanation.segments:
-                source = f"chunk {segment.context_cache}" if segment.kind == "chunk" else "fresh text"
+                source = (
+                    f"chunk {segment.context_cache}" if segment.kind == "chunk" else "fresh text"
+                )
                 print(f"  {segment.start:3} to {segment.start + segment.tokens:3}: {source}")
             for layers in explanation.layers:
                 ranges = ", ".join(f"{begin} to {end}" for begin, end in layers.recomputed)

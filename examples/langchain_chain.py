@@ -1,7 +1,9 @@
-"""A LangChain chain that knows nothing of kvlinker: its retrieved documents are reused in any order.
+"""A LangChain chain that knows nothing of kvlinker: its retrieved documents are reused in any
+order.
 
-Run a server that recognises them, `kvlinker serve --implicit auto`, then `python examples/langchain_chain.py`; an
-argument is the server's address. It needs `pip install langchain-openai`.
+Run a server that recognises them, `kvlinker serve --implicit auto`, then `python
+examples/langchain_chain.py`; an argument is the server's address. It needs `pip install
+langchain-openai`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
         [("system", "Answer by the context."), ("human", "{context}\n\nQuestion: {question}")]
     )
     model = ChatOpenAI(
-        base_url=f"{url}/v1", api_key=SecretStr("none"), model="default", temperature=0, max_completion_tokens=8
+        base_url=f"{url}/v1",
+        api_key=SecretStr("none"),
+        model="default",
+        temperature=0,
+        max_completion_tokens=8,
     )
     chain = prompt | model
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):

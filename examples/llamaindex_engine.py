@@ -1,7 +1,9 @@
-"""LlamaIndex query engines that know nothing of kvlinker: the documents that they retrieve are reused in any order.
+"""LlamaIndex query engines that know nothing of kvlinker: the documents that they retrieve are
+reused in any order.
 
-Run a server that recognises them, `kvlinker serve --implicit auto`, then `python examples/llamaindex_engine.py`; an
-argument is the server's address. It needs `pip install llama-index-core llama-index-llms-openai-like`.
+Run a server that recognises them, `kvlinker serve --implicit auto`, then `python
+examples/llamaindex_engine.py`; an argument is the server's address. It needs `pip install
+llama-index-core llama-index-llms-openai-like`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ class PrintUsage(BaseEventHandler):
     def handle(self, event: Any, **_: Any) -> None:
         if isinstance(event, LLMChatEndEvent):
             usage = event.response.raw.usage
-            print(f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens} of them cached")
+            print(
+                f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens} of them cached"
+            )
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
     model = OpenAILike(
-        api_base=f"{url}/v1", api_key="none", model="default", is_chat_model=True, temperature=0, max_tokens=8
+        api_base=f"{url}/v1",
+        api_key="none",
+        model="default",
+        is_chat_model=True,
+        temperature=0,
+        max_tokens=8,
     )
     get_dispatcher().add_event_handler(PrintUsage())
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):

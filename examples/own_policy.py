@@ -1,4 +1,5 @@
-"""A linking policy of one's own: recompute the tokens at the end of each chunk, and see what that costs."""
+"""A linking policy of one's own: recompute the tokens at the end of each chunk, and see what that
+costs."""
 
 import numpy as np
 
@@ -24,11 +25,15 @@ class ChunkEnds(Policy):
 
 def main() -> None:
     with LLM() as llm:
-        chunks = llm.generate_context_cache(["Mira Holt lives in Varna.\n\n", "Tom Reyes lives in Oslo.\n\n"])
+        chunks = llm.generate_context_cache(
+            ["Mira Holt lives in Varna.\n\n", "Tom Reyes lives in Oslo.\n\n"]
+        )
         messages = [{"role": "user", "content": [*chunks, "Question: Where does Tom Reyes live?"]}]
         for policy in ("naive", "chunk-ends-4", "legolink-4+chunk-ends-4", "full"):
             answer = llm.chat_completion(messages, policy=policy, max_tokens=8, temperature=0)
-            print(f"{policy:24} {answer.usage.recomputed_tokens:3} tokens recomputed: {answer.text}")
+            print(
+                f"{policy:24} {answer.usage.recomputed_tokens:3} tokens recomputed: {answer.text}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""OpenAI's client against a running server: cache chunks by one extra route, and name them in messages.
+"""OpenAI's client against a running server: cache chunks by one extra route, and name them in
+messages.
 
 Start a server with ``make serve`` first; a URL may be given as the argument.
 """
@@ -33,7 +34,10 @@ def main() -> None:
             print(choice.delta.content or "", end="", flush=True)
         if event.usage:
             details = event.usage.prompt_tokens_details
-            print(f"\n{event.usage.prompt_tokens} prompt tokens, {details.cached_tokens} of them cached,", end=" ")
+            print(
+                f"\n{event.usage.prompt_tokens} prompt tokens, {details.cached_tokens} of them cached,",
+                end=" ",
+            )
             print(f"{details.recomputed_tokens} recomputed")
 
 

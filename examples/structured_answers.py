@@ -1,4 +1,5 @@
-"""OpenAI's client against a running server: an answer that is valid under a JSON schema, and one of several texts.
+"""OpenAI's client against a running server: an answer that is valid under a JSON schema, and one of
+several texts.
 
 Start a server with ``make serve`` first; a URL may be given as the argument.
 """
@@ -23,7 +24,9 @@ def main() -> None:
 
     def ask(question, **form):
         messages = [{"role": "user", "content": f"{TEXT}Question: {question}"}]
-        answer = client.chat.completions.create(model="default", messages=messages, temperature=0, **form)
+        answer = client.chat.completions.create(
+            model="default", messages=messages, temperature=0, **form
+        )
         return answer.choices[0].message.content
 
     schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}

@@ -1,4 +1,5 @@
-"""One server for all tests of integrations: ``kvlinker serve`` in a process of its own, with the model in the box."""
+"""One server for all tests of integrations: ``kvlinker serve`` in a process of its own, with the
+model in the box."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ from sample_facts import FACTS
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server's address; frameworks that look into the environment find it there, too."""
     state = str(tmp_path_factory.mktemp("state"))
-    environment = os.environ | {"KVLINKER_STATE_DIR": state, "OMP_NUM_THREADS": "1", "KVLINKER_LOG_LEVEL": "error"}
-    with kvlinker_serve(["--policy", "legolink-4"], environment) as url, pytest.MonkeyPatch.context() as patch:
+    environment = os.environ | {
+        "KVLINKER_STATE_DIR": state,
+        "OMP_NUM_THREADS": "1",
+        "KVLINKER_LOG_LEVEL": "error",
+    }
+    with (
+        kvlinker_serve(["--policy", "legolink-4"], environment) as url,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("KVLINKER_BASE_URL", f"{url}/v1")
         patch.setenv("HAYSTACK_TELEMETRY_ENABLED", "false")
         yield url
@@ -33,6 +41,8 @@ def base_url(address: str) -> str:
 def facts(address: str) -> tuple[str, ...]:
     """The ids of context caches of ``FACTS``."""
     answer = httpx.post(
-        f"{address}/v1/context_caches", json={"chunks": FACTS, "metadata": {"source": "facts"}}, timeout=60
+        f"{address}/v1/context_caches",
+        json={"chunks": FACTS, "metadata": {"source": "facts"}},
+        timeout=60,
     )
     return tuple(cache["id"] for cache in answer.raise_for_status().json()["data"])

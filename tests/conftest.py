@@ -1,4 +1,5 @@
-"""Servers and folders that tests share. Heavy modules are imported by the fixtures that need them, and only then."""
+"""Servers and folders that tests share. Heavy modules are imported by the fixtures that need them,
+and only then."""
 
 from __future__ import annotations
 
@@ -15,20 +16,23 @@ if TYPE_CHECKING:
     from tests.doors.http.serving import Served
     from tests.redis_server import RedisServer
 
-# Tests, and the processes that they start, compute in one thread each: others share the processors, and threads that
-# compute together all wait for the one that is kept from going on. ``two_threads`` is for what shall be exact in two.
+# Tests, and the processes that they start, compute in one thread each: others share the processors,
+# and threads that compute together all wait for the one that is kept from going on. ``two_threads``
+# is for what shall be exact in two.
 for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ[name] = "1"
 
 # Examples are the same in every run, and a busy machine is no failure.
-settings.register_profile("kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("kvlinker")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what is made once for their module run in one worker of pytest-xdist, one after another, in any
-    order: it is made once indeed."""
+    """Tests that share what is made once for their module run in one worker of pytest-xdist, one
+    after another, in any order: it is made once indeed."""
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
             fixtures = chain.from_iterable(item._fixtureinfo.name2fixturedefs.values())
@@ -38,8 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """PyTorch, and our native code with it, computes in two threads, in all of Python's threads that begin meanwhile,
-    such as an engine's."""
+    """PyTorch, and our native code with it, computes in two threads, in all of Python's threads
+    that begin meanwhile, such as an engine's."""
     import torch
 
     torch.set_num_threads(2)
@@ -68,7 +72,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def keyed(served: Served) -> Iterator[Served]:
-    """The same LLM behind the keys ``key-alpha`` and ``key-beta``; requests go out without a key."""
+    """The same LLM behind the keys ``key-alpha`` and ``key-beta``; requests go out without a
+    key."""
     from tests.doors.http.serving import serving
 
     settings = served.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})

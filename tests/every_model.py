@@ -64,17 +64,34 @@ SMALL: dict[str, Any] = {
 """The sizes that any configuration takes which has them."""
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
-FULL_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+FULL_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
 EXPERIMENTAL = {
     **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32},
-    **{"indexer_compress_ratio": 4, "ngram_vocab_size_base": 100, "hc_lowrank": 8, "ple_embed_dim": 32},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 100,
+        "hc_lowrank": 8,
+        "ple_embed_dim": 32,
+    },
+    **{
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 
 OWN: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT,
-    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+    "bamba": {
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
     "blt": {
         "encoder_hash_byte_group_vocab": 100,
         "encoder_config": {"hidden_size_global": 64},
@@ -82,7 +99,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": FULL_ROPE},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "n_heads": 4, "n_layers": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "n_heads": 4,
+        "n_layers": 4,
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
@@ -107,7 +128,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"num_layers": 2, "moe_topk": 2, "zero_expert_num": 2, "ffn_hidden_size": 96} | LATENT,
+    "longcat_flash": {"num_layers": 2, "moe_topk": 2, "zero_expert_num": 2, "ffn_hidden_size": 96}
+    | LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "minicpm3": LATENT,
     "qwen4_exp_text": EXPERIMENTAL,
@@ -116,7 +138,12 @@ OWN: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
     "xlstm": {"num_heads": 4, "embedding_dim": 64, "qk_dim_factor": 1.0},
     "youtu": LATENT,
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 9, "num_key_value_heads": 4},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_hidden_layers": 9,
+        "num_key_value_heads": 4,
+    },
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -142,4 +169,8 @@ def small_model(kind: str) -> Any:
     """Return a random model of this kind in fp32. Raises whatever transformers does where it cannot
     be made."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager").float().eval()
+    return (
+        AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager")
+        .float()
+        .eval()
+    )

@@ -1,8 +1,10 @@
-"""Models that people use, at a small width, with chat templates of their kinds and synthetic tokenizers.
+"""Models that people use, at a small width, with chat templates of their kinds and synthetic
+tokenizers.
 
-What is scaled down are width, depth and vocabulary; heads that share keys, rotary embeddings, windows, layers without
-positions, norms and tied embeddings are those of the published configurations. The chat templates are short ones in the
-same frame, and tokenizers are trained on the spot: both of the originals have licences of their own.
+What is scaled down are width, depth and vocabulary; heads that share keys, rotary embeddings,
+windows, layers without positions, norms and tied embeddings are those of the published
+configurations. The chat templates are short ones in the same frame, and tokenizers are trained on
+the spot: both of the originals have licences of their own.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class FieldModel:
     """True if its chat template has reasoning."""
 
     def save(self, folder: Path) -> None:
-        """Write configuration, random weights, tokenizer and chat template as a published model's files."""
+        """Write configuration, random weights, tokenizer and chat template as a published model's
+        files."""
         tokenizer = self._tokenizer()
         width = {
             "hidden_size": 16 * self.config["num_attention_heads"],
@@ -124,10 +127,22 @@ class FieldModel:
 
 
 def _qwen3(heads: int, **more: Any) -> FieldModel:
-    config = {"num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "max_position_embeddings": 40_960}
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    }
+    rope = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 40_960,
+    }
     return FieldModel(
-        "qwen3", config | rope | more, QWEN3, ("<|im_start|>", "<|endoftext|>", "<|im_end|>"), reasons=True
+        "qwen3",
+        config | rope | more,
+        QWEN3,
+        ("<|im_start|>", "<|endoftext|>", "<|im_end|>"),
+        reasons=True,
     )
 
 

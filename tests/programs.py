@@ -1,4 +1,5 @@
-"""Programs that the documentation shows, and servers in processes of their own, as users start them."""
+"""Programs that the documentation shows, and servers in processes of their own, as users start
+them."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ from pathlib import Path
 import httpx
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-README_EXAMPLES: list[tuple[str, str]] = re.findall(r"```python\n(.*?)```.*?```\n(.*?)```", README, re.DOTALL)
-"""Program, and what it prints, as the README shows it: the first one speaks to a server at ``README_URL``."""
+README_EXAMPLES: list[tuple[str, str]] = re.findall(
+    r"```python\n(.*?)```.*?```\n(.*?)```", README, re.DOTALL
+)
+"""Program, and what it prints, as the README shows it: the first one speaks to a server at
+``README_URL``."""
 README_URL = "http://localhost:8000"
 
 
 def output_of(program: str) -> str:
-    """What the program prints; it runs in this process, in a namespace of its own, and its exceptions are raised."""
+    """What the program prints; it runs in this process, in a namespace of its own, and its
+    exceptions are raised."""
     with redirect_stdout(StringIO()) as printed:
         exec(compile(program, "<documentation>", "exec"), {"__name__": "__main__"})
     return printed.getvalue()
@@ -35,7 +40,11 @@ def kvlinker_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     ) as server:
         assert server.stdout is not None
         try:
-            url = next(found[1] for line in server.stdout if (found := re.search(r"address\s+(http://[\d.:]+)", line)))
+            url = next(
+                found[1]
+                for line in server.stdout
+                if (found := re.search(r"address\s+(http://[\d.:]+)", line))
+            )
             _wait_for(f"{url}/health")
             yield url
         finally:

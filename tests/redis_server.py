@@ -18,7 +18,8 @@ import redis
 from tests.waiting import wait_until
 
 PORTS = range(20_000, 30_000)
-"""Those that the system gives to no connection by itself, so that a server that is killed finds its own free again."""
+"""Those that the system gives to no connection by itself, so that a server that is killed finds its
+own free again."""
 
 
 def _free_port() -> int:
@@ -42,8 +43,19 @@ class RedisServer:
     def start(self, *options: str) -> None:
         program = shutil.which("redis-server")
         if program is None:
-            pytest.skip("redis-server is not installed (a Debian package; 'make test' as root installs it)")
-        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+            pytest.skip(
+                "redis-server is not installed (a Debian package; 'make test' as root installs it)"
+            )
+        arguments = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(self._folder),
+        ]
         self._process = subprocess.Popen([program, *arguments, *options], stdout=subprocess.DEVNULL)
         wait_until(self._answers)
 

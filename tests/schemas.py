@@ -1,4 +1,5 @@
-"""JSON schemas from simple to nasty, for tests of structured output, and others that cannot be enforced."""
+"""JSON schemas from simple to nasty, for tests of structured output, and others that cannot be
+enforced."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "enum of all types": {"enum": ["a", 1, 2.5, None, True, [1, "x"], {"k": "v"}]},
     "constant": {"const": {"deep": [1, {"er": '\u00e9\n"quoted" \\ / \U0001f600'}]}},
     "numbers": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3},
-    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, _SHORT], "items": False, "minItems": 2},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, _SHORT],
+        "items": False,
+        "minItems": 2,
+    },
     "closed object": _PERSON,
     "optional properties": {
         "type": "object",
@@ -40,12 +46,23 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "nested": {
         "type": "object",
-        "properties": {"people": {"type": "array", "items": _PERSON, "minItems": 1, "maxItems": 2}, "end": _PERSON},
+        "properties": {
+            "people": {"type": "array", "items": _PERSON, "minItems": 1, "maxItems": 2},
+            "end": _PERSON,
+        },
         "required": ["people", "end"],
         "additionalProperties": False,
     },
-    "any of": {"anyOf": [{"type": "integer"}, _PERSON, {"type": "array", "items": {"type": "null"}, "maxItems": 2}]},
-    "one of what cannot overlap": {"oneOf": [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}]},
+    "any of": {
+        "anyOf": [
+            {"type": "integer"},
+            _PERSON,
+            {"type": "array", "items": {"type": "null"}, "maxItems": 2},
+        ]
+    },
+    "one of what cannot overlap": {
+        "oneOf": [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}]
+    },
     "all of": {
         "allOf": [
             {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
@@ -56,7 +73,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
     "references": {
-        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}},
+        "$defs": {
+            "point": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+        },
         "type": "object",
         "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
         "required": ["from", "to"],
@@ -87,7 +106,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "date": {"type": "string", "format": "date"},
     "formats": {
         "type": "object",
-        "properties": {"id": {"type": "string", "format": "uuid"}, "ip": {"type": "string", "format": "ipv4"}},
+        "properties": {
+            "id": {"type": "string", "format": "uuid"},
+            "ip": {"type": "string", "format": "ipv4"},
+        },
         "required": ["id", "ip"],
         "additionalProperties": False,
     },
@@ -102,7 +124,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "strange names": {
         "type": "object",
-        "properties": {name: {"type": "null"} for name in ("", "a b", '"', "\\", "\u00fc\U0001f600", "$ref", "\n")},
+        "properties": {
+            name: {"type": "null"}
+            for name in ("", "a b", '"', "\\", "\u00fc\U0001f600", "$ref", "\n")
+        },
         "required": ["", '"', "$ref"],
         "additionalProperties": False,
     },
@@ -141,7 +166,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "title": "T",
         "description": "d",
         "type": "object",
-        "properties": {"a": {"type": "boolean", "default": True, "examples": [False], "deprecated": True}},
+        "properties": {
+            "a": {"type": "boolean", "default": True, "examples": [False], "deprecated": True}
+        },
         "required": ["a"],
         "additionalProperties": False,
     },

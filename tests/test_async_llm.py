@@ -1,4 +1,5 @@
-"""``AsyncLLM`` does on an event loop what ``LLM`` does, and a task that ends early ends its request."""
+"""``AsyncLLM`` does on an event loop what ``LLM`` does, and a task that ends early ends its
+request."""
 
 from __future__ import annotations
 
@@ -34,10 +35,17 @@ async def test_answers_are_those_of_llm(served: Served, llm: AsyncLLM) -> None:
         expected.usage,
         expected.context_caches,
     )
-    pieces = [piece async for piece in await llm.chat_completion(messages, policy="naive", stream=True, **GREEDY)]
+    pieces = [
+        piece
+        async for piece in await llm.chat_completion(
+            messages, policy="naive", stream=True, **GREEDY
+        )
+    ]
     assert len(pieces) > 1
     assert "".join(pieces) == answer.text
-    assert (await llm.completion("numbers", **GREEDY)).text == served.llm.completion("numbers", **GREEDY).text
+    assert (await llm.completion("numbers", **GREEDY)).text == served.llm.completion(
+        "numbers", **GREEDY
+    ).text
     await llm.expire_cache(cache)
 
 
@@ -58,7 +66,11 @@ async def test_the_audit_is_told_which_chunks_had_no_ids(
 
     monkeypatch.setattr(served.llm.policy_manager, "watch", watch)
     (cache,) = await llm.generate_context_cache(["The cat sat on the mat."])
-    marked = {"type": "text", "text": "Nobody gave this text an id.", "cache_control": {"type": "ephemeral"}}
+    marked = {
+        "type": "text",
+        "text": "Nobody gave this text an id.",
+        "cache_control": {"type": "ephemeral"},
+    }
     for part in (marked, cache):
         messages: Any = [{"role": "user", "content": [part, "What is this?"]}]
         await llm.chat_completion(messages, **GREEDY)
@@ -96,7 +108,14 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
 
 def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
-    building = {"chat_prompt", "completion_prompt", "read_chat", "read_completion", "submit", "sampling_params"}
+    building = {
+        "chat_prompt",
+        "completion_prompt",
+        "read_chat",
+        "read_completion",
+        "submit",
+        "sampling_params",
+    }
     building |= {"ask_chat", "request_tools", "described", "fitting"}
     at_once = {
         "default_policy",
@@ -113,7 +132,9 @@ def test_it_has_the_calls_of_llm() -> None:
         "text_of",
     }
     calls = {name for name, _ in getmembers(LLM, isfunction) if name[0] != "_"} - building - at_once
-    assert calls == {name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"}
+    assert calls == {
+        name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"
+    }
     for name in calls:
         taken = dict(signature(getattr(AsyncLLM, name)).parameters)
         if name == "chat_completion":

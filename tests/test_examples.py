@@ -19,13 +19,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def _own_registry_and_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Policies that examples register are gone afterwards, and each example has a state directory of its own."""
+    """Policies that examples register are gone afterwards, and each example has a state directory
+    of its own."""
     monkeypatch.setattr(registry._registry, "_values", dict(registry.known_policies()))
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
 
 
 def printed_by(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run the example as ``python examples/NAME`` does, in this process, and return what it prints."""
+    """Run the example as ``python examples/NAME`` does, in this process, and return what it
+    prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -37,7 +39,9 @@ def test_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.count("Where does Tom Reyes live? Oslo\n") == 2
     assert text.count("Where does Mira Holt live? Varna\n") == 2
     found = re.findall(r"(\d+) tokens cached, (\d+) recomputed, (\d+) fresh", text)
-    assert found == [("37", "8", "13"), ("52", "0", "6")] * 2, "the second question finds the chunks linked"
+    assert found == [("37", "8", "13"), ("52", "0", "6")] * 2, (
+        "the second question finds the chunks linked"
+    )
 
 
 def test_server_client(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +76,9 @@ def test_ingest_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     chunks = set((tmp_path / "kept" / "chunks").rglob("*.safetensors"))
     assert chunks
     assert printed_by("ingest_folder.py", capsys, *arguments).endswith("\nOslo\n")
-    assert set((tmp_path / "kept" / "chunks").rglob("*.safetensors")) == chunks, "the same text again shares its KV"
+    assert set((tmp_path / "kept" / "chunks").rglob("*.safetensors")) == chunks, (
+        "the same text again shares its KV"
+    )
 
 
 def test_explain_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,10 +91,16 @@ def test_explain_link(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("langchain_chain", "langchain_openai"), ("llamaindex_engine", "llama_index.llms.openai_like")],
+    [
+        ("langchain_chain", "langchain_openai"),
+        ("llamaindex_engine", "llama_index.llms.openai_like"),
+    ],
 )
-def test_frameworks_reuse_documents(name: str, package: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They join their documents into one string, in three orders: the second brings chunks, and the third has them."""
+def test_frameworks_reuse_documents(
+    name: str, package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They join their documents into one string, in three orders: the second brings chunks, and the
+    third has them."""
     pytest.importorskip(package)
     settings = load_settings(implicit="auto")
     with serving(LLM.from_settings(settings), settings) as served:
@@ -101,5 +113,7 @@ def test_frameworks_reuse_documents(name: str, package: str, capsys: pytest.Capt
 
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"langchain_chain", "llamaindex_engine"}
-    assert names == {name.removeprefix("test_") for name in globals() if name.removeprefix("test_") in names}
+    assert names == {
+        name.removeprefix("test_") for name in globals() if name.removeprefix("test_") in names
+    }
     assert all(20 <= len(path.read_text().splitlines()) <= 45 for path in EXAMPLES.glob("*.py"))

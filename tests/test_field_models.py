@@ -1,4 +1,5 @@
-"""Models that people use go the whole way: files, self-test, chat template, chunks, tools and reasoning."""
+"""Models that people use go the whole way: files, self-test, chat template, chunks, tools and
+reasoning."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
 def test_a_model_of_the_field(model: FieldModel, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     settings = tiny_settings(
-        tmp_path / "state", model=str(tmp_path / "model"), chat_template=None, dtype="float32", max_model_len=1024
+        tmp_path / "state",
+        model=str(tmp_path / "model"),
+        chat_template=None,
+        dtype="float32",
+        max_model_len=1024,
     )
     with LLM.from_settings(settings) as llm, serving(llm, settings, closes=False) as served:
         _links_chunks(llm)
@@ -54,10 +59,17 @@ def _links_chunks(llm: LLM) -> None:
 
 
 def _calls_tools(llm: LLM, served: Any) -> None:
-    """The prompt shows the tool, a call that is required is valid, and a marked definition is a chunk."""
+    """The prompt shows the tool, a call that is required is valid, and a marked definition is a
+    chunk."""
     prompt = llm.read_chat(QUESTION, options=TemplateOptions(tools=(WEATHER,))).prompt
     assert "get_weather" in llm.text_of(prompt)
-    body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "seed": 1}
+    body = {
+        "messages": QUESTION,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "seed": 1,
+    }
     answer = served.post("/v1/chat/completions", body | {"parallel_tool_calls": False}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Varna")
@@ -67,7 +79,8 @@ def _calls_tools(llm: LLM, served: Any) -> None:
 
 
 def _reasons(llm: LLM, model: FieldModel) -> None:
-    """Reasoning is told apart where the chat template has it, and can be turned off by the template's own variable."""
+    """Reasoning is told apart where the chat template has it, and can be turned off by the
+    template's own variable."""
     if not model.reasons:
         assert llm.answer_form.reasoning is None
         return

@@ -1,4 +1,5 @@
-"""Tests of what needs no model, and the modules that they test, are loaded without torch and without a server."""
+"""Tests of what needs no model, and the modules that they test, are loaded without torch and
+without a server."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ print(status.value, *(name for name in sys.argv[2].split(",") if name in sys.mod
 
 @pytest.mark.slow
 def test_collecting_loads_nothing_heavy() -> None:
-    """The light folders are collected in a process of their own, which then tells which heavy modules it has."""
+    """The light folders are collected in a process of their own, which then tells which heavy
+    modules it has."""
     folders = [TESTS / name for name in LIGHT]
     run = subprocess.run(
         [sys.executable, "-c", COLLECT, ",".join(map(str, folders)), ",".join(HEAVY)],

@@ -30,7 +30,11 @@ from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.variants import VariantIndex
 from tests.toy_models import loaded_model, tiny_model
 
-TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]
+TEXTS = [
+    "The first chunk speaks of plums.",
+    "The second, of pears and their trees.",
+    "The third says nothing.",
+]
 QUESTION = "What do the two have in common?"
 
 
@@ -51,7 +55,8 @@ def make_llm(tmp_path):
 
 def ask(llm, caches, **options):
     return llm.chat_completion(
-        [{"role": "user", "content": [*caches, QUESTION]}], **({"max_tokens": 6, "temperature": 0} | options)
+        [{"role": "user", "content": [*caches, QUESTION]}],
+        **({"max_tokens": 6, "temperature": 0} | options),
     )
 
 
@@ -77,7 +82,9 @@ def test_given_text_is_scored_as_it_is_generated(make_llm):
 def test_a_policy_without_a_certificate_is_refused_before_anything_is_read(make_llm, read):
     llm = make_llm(policy="full", require_certificate=True)
     content = [{"type": "text", "text": TEXTS[0], "cache_control": {"type": "ephemeral"}}]
-    prompt = [{"role": "user", "content": content}] if read in ("read_chat", "explain") else TEXTS[0]
+    prompt = (
+        [{"role": "user", "content": content}] if read in ("read_chat", "explain") else TEXTS[0]
+    )
     with pytest.raises(PolicyError, match="naive has no certificate") as caught:
         getattr(llm, read)(prompt, policy="naive")
     assert caught.value.param == "link.policy"
@@ -107,7 +114,8 @@ def test_the_three_calls(make_llm):
     answer = ask(llm, [caches[1], caches[0]])
     assert answer.usage.output_tokens == len(answer.token_ids) == 6
     assert answer.finish_reason == "length"
-    # the first chunk stands behind the header that it was made behind, so only the second is repaired
+    # the first chunk stands behind the header that it was made behind, so only the second is
+    # repaired
     assert answer.usage.recomputed_tokens == 16
     assert answer.usage.cached_tokens == len(TEXTS[0]) + len(TEXTS[1]) - 16
     llm.expire_cache(caches[0])
@@ -123,7 +131,9 @@ def test_full_answers_as_if_the_text_had_been_written_out(make_llm):
     linked = ask(llm, [caches[2], caches[0]], policy="full", logprobs=0)
     written = ask(llm, [TEXTS[2], TEXTS[0]], logprobs=0)
     assert linked.token_ids == written.token_ids
-    np.testing.assert_allclose([e.logprob for e in linked.logprobs], [e.logprob for e in written.logprobs], atol=1e-5)
+    np.testing.assert_allclose(
+        [e.logprob for e in linked.logprobs], [e.logprob for e in written.logprobs], atol=1e-5
+    )
     assert linked.usage.fresh_tokens < written.usage.fresh_tokens == written.usage.prompt_tokens
 
 
@@ -156,7 +166,9 @@ def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
     after = ask(llm, caches)
     assert after.token_ids == before.token_ids
     assert after.usage.recomputed_tokens == before.usage.recomputed_tokens
-    assert (before.usage.cached_tokens > 0, after.usage.cached_tokens) == (True, 0), "all of it was computed for this"
+    assert (before.usage.cached_tokens > 0, after.usage.cached_tokens) == (True, 0), (
+        "all of it was computed for this"
+    )
     llm.store.flush()
     (disk,) = [found for found in llm.store.check() if found.name == "disk"]
     assert (disk.checked, disk.damaged) == (3, ())  # whole again
@@ -164,7 +176,10 @@ def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
 
 def test_the_same_content_shares_its_kv_until_nobody_holds_it(make_llm):
     llm = make_llm()
-    (first,), (second,) = llm.generate_context_cache(TEXTS[:1]), llm.generate_context_cache(TEXTS[:1])
+    (first,), (second,) = (
+        llm.generate_context_cache(TEXTS[:1]),
+        llm.generate_context_cache(TEXTS[:1]),
+    )
     assert first.id != second.id
     assert first.chunk_key == second.chunk_key
     llm.expire_cache(first)
@@ -183,7 +198,10 @@ def test_generation_contexts(make_llm, context):
     assert cache.chunk.tokens == ((256, *text) if context == "bos" else text)
     answer = ask(llm, [cache], policy="legolink-4")
     assert answer.usage.recomputed_tokens == (0 if context == "prefix" else 4)
-    keys = {chunk_key(cache.chunk, fingerprint=llm.engine.fingerprint, tenant="default"), cache.chunk_key}
+    keys = {
+        chunk_key(cache.chunk, fingerprint=llm.engine.fingerprint, tenant="default"),
+        cache.chunk_key,
+    }
     assert len(keys) == 1
 
 
@@ -194,13 +212,22 @@ def test_the_catalog_is_asked_once_for_all_context_caches_of_a_prompt(make_llm, 
     query = Database.query
 
     def counted(database, sql, values):
-        if "context_caches" in sql and database is llm.catalog._database:  # servers of other tests sweep theirs
+        if (
+            "context_caches" in sql and database is llm.catalog._database
+        ):  # servers of other tests sweep theirs
             queries.append(sql)
         return query(database, sql, values)
 
     monkeypatch.setattr(Database, "query", counted)
-    messages = [{"role": "system", "content": [caches[2]]}, {"role": "user", "content": [*caches, "?", caches[0]]}]
-    for use in (llm.chat_prompt, llm.explain, lambda messages: llm.chat_completion(messages, max_tokens=1)):
+    messages = [
+        {"role": "system", "content": [caches[2]]},
+        {"role": "user", "content": [*caches, "?", caches[0]]},
+    ]
+    for use in (
+        llm.chat_prompt,
+        llm.explain,
+        lambda messages: llm.chat_completion(messages, max_tokens=1),
+    ):
         queries.clear()
         use(messages)
         assert len(queries) == 1
@@ -220,7 +247,9 @@ def test_the_place_of_an_unknown_context_cache_is_named(make_llm):
     (known,) = llm.generate_context_cache(TEXTS[:1])
     lost = ContextCacheReference("cc_0")
     with pytest.raises(ContextCacheNotFoundError, match="cc_0") as caught:
-        llm.chat_completion([ChatMessage("system", (known.id,)), {"role": "user", "content": [known, lost]}])
+        llm.chat_completion(
+            [ChatMessage("system", (known.id,)), {"role": "user", "content": [known, lost]}]
+        )
     assert caught.value.param == "messages.1.content.1.id"
     with pytest.raises(ContextCacheNotFoundError) as caught:
         llm.explain(prompt=["a", {"type": "context_cache", "id": "cc_0"}])
@@ -232,7 +261,10 @@ def test_what_the_server_asks_is_told(make_llm):
     assert llm.healthy
     assert [tier.name for tier in llm.tiers()] == ["host", "disk"]
     assert llm.bandwidths().keys() <= {"host", "disk"}
-    assert list(llm.token_ids(TEXTS[0])) == llm.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+    assert (
+        list(llm.token_ids(TEXTS[0]))
+        == llm.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+    )
     assert [policy["name"] for policy in llm.policies()] == list(known_policies())
     llm.close()
     assert not llm.healthy
@@ -248,7 +280,9 @@ def test_choices_that_are_submitted_are_cancelled_together(make_llm):
 
     handle = llm.submit(llm.read_completion("a"), SamplingParams(ignore_eos=True), sink, n=3)
     handle.cancel()
-    assert sorted(ended.get(timeout=10) for _ in range(3)) == [(index, "cancelled") for index in range(3)]
+    assert sorted(ended.get(timeout=10) for _ in range(3)) == [
+        (index, "cancelled") for index in range(3)
+    ]
     handle.cancel()
 
 
@@ -347,7 +381,12 @@ def test_the_model_in_the_box_answers(tmp_path):
             ["Mira Holt lives in Varna. She works as a baker.\n\n", "Tom Reyes lives in Oslo.\n\n"]
         )
         answer = llm.chat_completion(
-            [{"role": "user", "content": [caches[1], caches[0], "Question: Where does Tom Reyes live?"]}],
+            [
+                {
+                    "role": "user",
+                    "content": [caches[1], caches[0], "Question: Where does Tom Reyes live?"],
+                }
+            ],
             max_tokens=8,
             temperature=0,
         )
@@ -356,10 +395,18 @@ def test_the_model_in_the_box_answers(tmp_path):
 
 
 def test_the_model_in_the_box_answers_in_a_form_and_calls_a_tool(tmp_path):
-    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"type": "string"}},
+        "required": ["answer"],
+    }
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    told = {"name": "get_time", "description": "Tells what time it is in a city.", "parameters": city}
+    told = {
+        "name": "get_time",
+        "description": "Tells what time it is in a city.",
+        "parameters": city,
+    }
     tools = [{"type": "function", "function": told}]
     with LLM(state_dir=tmp_path) as llm:
         caches = llm.generate_context_cache(["Tom Reyes lives in Oslo. He plays the cello.\n\n"])
@@ -372,7 +419,10 @@ def test_the_model_in_the_box_answers_in_a_form_and_calls_a_tool(tmp_path):
         assert (call.name, json.loads(call.arguments)) == ("get_time", {"city": "Oslo"})
         function = {"name": call.name, "arguments": call.arguments}
         asked += [
-            {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+            },
             {"role": "tool", "tool_call_id": call.id, "content": '{"time": 14}'},
         ]
         assert llm.chat_completion(asked, tools=tools, max_tokens=8, temperature=0).text == "14"
@@ -389,8 +439,13 @@ def test_a_policy_need_not_be_registered(make_llm):
 
     llm = make_llm()
     caches = llm.generate_context_cache(TEXTS)
-    assert ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
-    assert llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy == "everything"
+    assert (
+        ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
+    )
+    assert (
+        llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy
+        == "everything"
+    )
 
 
 @pytest.mark.parametrize("most", [0, 4])

@@ -1,5 +1,5 @@
-"""KV that was computed for one tenant is never used for another: every KV of one is made garbage, and the other's
-log probabilities stay what they are on a server of its own."""
+"""KV that was computed for one tenant is never used for another: every KV of one is made garbage,
+and the other's log probabilities stay what they are on a server of its own."""
 
 from __future__ import annotations
 
@@ -46,12 +46,19 @@ MakeLLM = Callable[..., LLM]
 
 @pytest.fixture
 def make_llm(tmp_path: Path) -> Iterator[MakeLLM]:
-    """Makes servers' LLMs with everything on that keeps KV, but for variants: those are made while the engine is idle,
-    so that answers would depend on when that is. The pool is small, so that prefixes are spilled."""
+    """Makes servers' LLMs with everything on that keeps KV, but for variants: those are made while
+    the engine is idle, so that answers would depend on when that is. The pool is small, so that
+    prefixes are spilled."""
     made: list[LLM] = []
 
     def make(name: str, **options: Any) -> LLM:
-        defaults = {"prefix_cache": "on", "kv_slots": 2048, "audit": 1, "implicit": "auto", "implicit_ttl": 600}
+        defaults = {
+            "prefix_cache": "on",
+            "kv_slots": 2048,
+            "audit": 1,
+            "implicit": "auto",
+            "implicit_ttl": 600,
+        }
         settings = tiny_settings(tmp_path / name, **(defaults | {"max_variants": 0} | options))
         made.append(LLM.from_model(tiny_model(), settings))
         return made[-1]
@@ -63,8 +70,8 @@ def make_llm(tmp_path: Path) -> Iterator[MakeLLM]:
 
 @pytest.fixture(params=["disk", "redis"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of where chunks are kept; with Redis, there alone, so that every reading of KV is one from there. They
-    are read even where a model as small as the tests' computes them sooner."""
+    """Settings of where chunks are kept; with Redis, there alone, so that every reading of KV is
+    one from there. They are read even where a model as small as the tests' computes them sooner."""
     monkeypatch.setattr(Bandwidths, "worth_loading", lambda *_: True)
     if request.param == "disk":
         return {}
@@ -75,21 +82,31 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
 def answers_of(
     llm: LLM, tenant: str, shared: list[ContextCache], *, first: int = 0, salt: str = ""
 ) -> list[list[float]]:
-    """Log probabilities of a tenant's answers, by all ways in which KV is reused; ``first`` is the text that stands
-    before the others. No policy begins as another one did, nor as with another ``salt``: it has to link."""
+    """Log probabilities of a tenant's answers, by all ways in which KV is reused; ``first`` is the
+    text that stands before the others. No policy begins as another one did, nor as with another
+    ``salt``: it has to link."""
     mine = llm.caches.create(TEXTS, tenant=tenant).result()
     order = [mine[first], *(cache for cache in mine if cache != mine[first])]
     prompts: list[Any] = [
         [*order, QUESTION],
         [order[1], shared[0], order[2], QUESTION],
-        [*({"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in TEXTS), QUESTION],
+        [
+            *(
+                {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+                for text in TEXTS
+            ),
+            QUESTION,
+        ],
         "\n".join([*TEXTS, QUESTION]),
     ]
     found = []
     for policy in POLICIES:
         for prompt in prompts:
             answer = llm.chat_completion(
-                [{"role": "system", "content": f"{salt}{policy}"}, {"role": "user", "content": prompt}],
+                [
+                    {"role": "system", "content": f"{salt}{policy}"},
+                    {"role": "user", "content": prompt},
+                ],
                 policy=policy,
                 tenant=tenant,
                 max_tokens=3,
@@ -102,7 +119,12 @@ def answers_of(
 
 
 def garbage(kv: ChunkKV) -> ChunkKV:
-    made = changed(kv, lambda _, layer: LayerKV(torch.full_like(layer.key, 3.0), torch.full_like(layer.value, 50.0)))
+    made = changed(
+        kv,
+        lambda _, layer: LayerKV(
+            torch.full_like(layer.key, 3.0), torch.full_like(layer.value, 50.0)
+        ),
+    )
     scores = kv.scores and dataclasses.replace(
         kv.scores, inter=kv.scores.inter[::-1].copy(), received=np.zeros_like(kv.scores.received)
     )
@@ -110,8 +132,8 @@ def garbage(kv: ChunkKV) -> ChunkKV:
 
 
 def poison(llm: LLM, spared: set[str]) -> int:
-    """Make garbage of all KV in the pool, and of chunks wherever they are, but for the ``spared`` keys; returns how
-    many chunks that were."""
+    """Make garbage of all KV in the pool, and of chunks wherever they are, but for the ``spared``
+    keys; returns how many chunks that were."""
     llm.store.flush()
     poisoned = 0
     for key in llm.store.keys() - spared:
@@ -146,7 +168,9 @@ def empty(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_garbage_in_one_tenants_kv_changes_nothing_for_another(make_llm: MakeLLM, where: dict[str, Any]) -> None:
+def test_garbage_in_one_tenants_kv_changes_nothing_for_another(
+    make_llm: MakeLLM, where: dict[str, Any]
+) -> None:
     alone = make_llm("alone", **where)
     expected = answers_of(alone, "b", share(alone))
     linked_anew = answers_of(alone, "b", share(alone), salt="again ")
@@ -158,11 +182,14 @@ def test_garbage_in_one_tenants_kv_changes_nothing_for_another(make_llm: MakeLLM
     assert poison(both, {cache.chunk_key for cache in common}) >= len(TEXTS)
     np.testing.assert_allclose(answers_of(both, "b", common), expected, atol=1e-4)
     again = answers_of(both, "a", common, salt="again ")
-    assert moved(again, linked_anew) > 0.25, "garbage is in what the tenant's own answers are made of"
+    assert moved(again, linked_anew) > 0.25, (
+        "garbage is in what the tenant's own answers are made of"
+    )
 
 
 def ask(llm: LLM, tenant: str, prompt: Sequence[Any], policy: str) -> list[float]:
-    """Log probabilities of an answer, after which the engine has nothing left to do: variants are stored then."""
+    """Log probabilities of an answer, after which the engine has nothing left to do: variants are
+    stored then."""
     answer = llm.chat_completion(
         [{"role": "system", "content": policy}, {"role": "user", "content": prompt}],
         policy=policy,
@@ -185,7 +212,8 @@ def ask(llm: LLM, tenant: str, prompt: Sequence[Any], policy: str) -> list[float
 
 @pytest.mark.slow
 def test_variants_that_one_tenant_made_of_shared_chunks_serve_it_alone(make_llm: MakeLLM) -> None:
-    """The other one asks for the same, in the same order, and again, when it has variants of its own."""
+    """The other one asks for the same, in the same order, and again, when it has variants of its
+    own."""
 
     def answers(llm: LLM, tenant: str, shared: list[ContextCache]) -> list[list[float]]:
         (mine,) = llm.caches.create(TEXTS[:1], tenant=tenant).result()
@@ -198,7 +226,9 @@ def test_variants_that_one_tenant_made_of_shared_chunks_serve_it_alone(make_llm:
     # What a prompt's beginning left in the pool would hide what it is linked from.
     options = {"max_variants": 1000, "prefix_cache": "off", "audit": 0}
     alone, both = make_llm("alone", **options), make_llm("both", **options)
-    shared = {llm: list(llm.generate_context_cache(TEXTS[1:], scope="shared")) for llm in (alone, both)}
+    shared = {
+        llm: list(llm.generate_context_cache(TEXTS[1:], scope="shared")) for llm in (alone, both)
+    }
     expected = answers(alone, "b", shared[alone])
     settled = answers(alone, "b", shared[alone])
     answers(both, "a", shared[both])
@@ -245,7 +275,9 @@ def test_garbage_in_one_tenants_spilled_prefixes_changes_nothing_for_another(
     assert moved(answers(both, "a"), expected) > 0, "garbage is read where it is the tenant's own"
 
 
-def test_chunks_that_come_again_are_not_taken_from_another_tenant(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_chunks_that_come_again_are_not_taken_from_another_tenant(
+    make_llm: MakeLLM, tmp_path: Path
+) -> None:
     """One chunk was evicted, one is damaged on disk, and another tenant has both, as garbage."""
     llm = make_llm("both", host_memory=0, prefix_cache="off", audit=0)
     mine = llm.caches.create(TEXTS, tenant="b").result()
@@ -287,7 +319,12 @@ def test_the_same_text_of_two_tenants_at_once_is_computed_twice(
     assert len({id(computed) for _, computed in entered}) == 2
     assert keys[0] == keys[2] != keys[1]
     kvs = [llm.store.get_resident(key) for key in keys[:2]]
-    places = [layer.key.untyped_storage().data_ptr() for kv in kvs if kv is not None for layer in kv.layers]
+    places = [
+        layer.key.untyped_storage().data_ptr()
+        for kv in kvs
+        if kv is not None
+        for layer in kv.layers
+    ]
     assert len(set(places)) == len(places) > 0, "no bytes are shared"
 
 
@@ -302,8 +339,14 @@ def parts_of_keys() -> st.SearchStrategy[tuple[str, Chunk]]:
 
 
 @given(parts_of_keys(), parts_of_keys())
-def test_equal_keys_mean_equal_owners_contexts_and_tokens(one: tuple[str, Chunk], other: tuple[str, Chunk]) -> None:
+def test_equal_keys_mean_equal_owners_contexts_and_tokens(
+    one: tuple[str, Chunk], other: tuple[str, Chunk]
+) -> None:
     keys = [chunk_key(chunk, fingerprint="model", tenant=tenant) for tenant, chunk in (one, other)]
     owners = ["shared" if chunk.shared else tenant for tenant, chunk in (one, other)]
-    is_same = owners[0] == owners[1] and one[1].tokens == other[1].tokens and one[1].prefix == other[1].prefix
+    is_same = (
+        owners[0] == owners[1]
+        and one[1].tokens == other[1].tokens
+        and one[1].prefix == other[1].prefix
+    )
     assert (keys[0] == keys[1]) == is_same

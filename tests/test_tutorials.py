@@ -1,4 +1,5 @@
-"""The tutorials' commands, pasted into a shell, print what the pages show; ``…`` stands for any text, or any lines."""
+"""The tutorials' commands, pasted into a shell, print what the pages show; ``…`` stands for any
+text, or any lines."""
 
 from __future__ import annotations
 
@@ -35,11 +36,16 @@ def page(name: str) -> str:
 def commands_of(text: str) -> list[tuple[str, str]]:
     """Return a page's commands in order, each with what is shown beneath it."""
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    return [found for block in blocks for found in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
+    return [
+        found
+        for block in blocks
+        for found in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+    ]
 
 
 def files_of(text: str) -> dict[str, str]:
-    """Return the files that a page shows by name: a block whose first line is a comment with nothing but a path."""
+    """Return the files that a page shows by name: a block whose first line is a comment with
+    nothing but a path."""
     blocks = re.findall(r"```\w+\n# ([\w./-]+\.\w+)\n(.*?)```", text, re.DOTALL)
     return dict(blocks)
 
@@ -51,7 +57,8 @@ def shows(shown: str, printed: str) -> bool:
 
 
 def outputs_of(commands: list[str], folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Run commands in one shell, as pasted, and return what each printed. What a command leaves running is ended."""
+    """Run commands in one shell, as pasted, and return what each printed. What a command leaves
+    running is ended."""
     script = SHELL + "".join(f"{command}\necho '{MARK}'\n" for command in commands)
     shell = subprocess.Popen(
         ["bash", "-c", script],
@@ -73,7 +80,8 @@ def outputs_of(commands: list[str], folder: Path, environment: Mapping[str, str]
 
 
 def run_page(text: str, folder: Path, **environment: str) -> None:
-    """Run a page's commands in the folder, but for servers in the foreground, and compare what they print."""
+    """Run a page's commands in the folder, but for servers in the foreground, and compare what they
+    print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -99,7 +107,8 @@ def run_page(text: str, folder: Path, **environment: str) -> None:
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A copy of the folder ``examples/`` in a copy of the repository's folder, which has the model, too."""
+    """A copy of the folder ``examples/`` in a copy of the repository's folder, which has the model,
+    too."""
     folder = tmp_path / "kvlinker" / "examples"
     shutil.copytree(ROOT / "examples" / "notes", folder / "notes")
     model = tmp_path / "kvlinker" / "src" / "kvlinker" / "models" / "reader"
@@ -119,7 +128,9 @@ def test_your_documents_and_your_model(examples: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("openssl")), reason="the page uses curl and openssl")
+@pytest.mark.skipif(
+    not (shutil.which("curl") and shutil.which("openssl")), reason="the page uses curl and openssl"
+)
 def test_a_server_for_others(examples: Path) -> None:
     run_page(page("tutorial-operators.md"), examples)
 
@@ -136,11 +147,16 @@ def test_a_policy_of_your_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tutorial.md", "tutorial-operators.md"])
 def test_servers_are_started_with_options_that_exist(name: str) -> None:
-    started = [command for command, _ in commands_of(page(name)) if command.startswith("kvlinker serve")]
+    started = [
+        command for command, _ in commands_of(page(name)) if command.startswith("kvlinker serve")
+    ]
     assert started
     for command in started:
         given = [word for word in shlex.split(command) if word.startswith("--")]
-        assert {word.removeprefix("--").replace("-", "_") for word in given} <= {*Settings.model_fields, "config"}
+        assert {word.removeprefix("--").replace("-", "_") for word in given} <= {
+            *Settings.model_fields,
+            "config",
+        }
 
 
 def test_other_output_is_told_apart() -> None:

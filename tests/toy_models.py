@@ -74,7 +74,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", HEADS_OF_16),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
-    "gemma2-softcap": ("gemma2", {**HEADS_OF_16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
+    "gemma2-softcap": (
+        "gemma2",
+        {**HEADS_OF_16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": ("gemma3_text", {**HEADS_OF_16, "sliding_window": WINDOW, "num_hidden_layers": 7}),
     "phi3": ("phi3", {}),
     "gpt_neox-partial": ("gpt_neox", {"rotary_pct": 0.5}),
@@ -92,7 +95,8 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
-    """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or 0."""
+    """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
+    0."""
     kind, own = FAMILIES[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
@@ -111,5 +115,6 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 @cache
 def loaded_model(family: str, *, weights: WeightFormat = "auto", **changes: Any) -> LoadedModel:
-    """The family's tiny model as the engine runs it, shared by all tests: they must not change it."""
+    """The family's tiny model as the engine runs it, shared by all tests: they must not change
+    it."""
     return prepare_model(tiny_model(family, **changes), byte_tokenizer(), weights=weights)

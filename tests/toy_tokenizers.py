@@ -6,7 +6,16 @@ import json
 from functools import cache
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 SENTENCES = (
@@ -41,7 +50,8 @@ def byte_level(*, bos: bool = True, add_prefix_space: bool = False) -> PreTraine
 def metaspace(kind: str = "first") -> PreTrainedTokenizerFast:
     """SentencePiece-style BPE as in Llama-2. ``kind`` is what puts a space before the first word.
 
-    ``first`` and ``always``: a Metaspace pre-tokenizer with that scheme; ``prepend``: a normalizer; ``never``: nothing.
+    ``first`` and ``always``: a Metaspace pre-tokenizer with that scheme; ``prepend``: a normalizer;
+    ``never``: nothing.
     """
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     trainer = trainers.BpeTrainer(
@@ -50,15 +60,24 @@ def metaspace(kind: str = "first") -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     backend.train_from_iterator(SENTENCES * 4, trainer)
     state = json.loads(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in BYTE_FALLBACK]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if token["content"] not in BYTE_FALLBACK
+    ]
     backend = Tokenizer.from_str(json.dumps(state))
     if kind == "prepend":
         backend.pre_tokenizer = None
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return _wrapped(backend, bos="<s>", eos="</s>", unk_token="<unk>")
 
@@ -71,10 +90,14 @@ def word_level() -> PreTrainedTokenizerFast:
     vocab = {word: i for i, word in enumerate([*specials, *words])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _wrapped(backend, bos="<s>", eos="</s>", unk_token="<unk>", additional_special_tokens=["§"])
+    return _wrapped(
+        backend, bos="<s>", eos="</s>", unk_token="<unk>", additional_special_tokens=["§"]
+    )
 
 
-def _wrapped(backend: Tokenizer, *, bos: str | None, eos: str, **names: Any) -> PreTrainedTokenizerFast:
+def _wrapped(
+    backend: Tokenizer, *, bos: str | None, eos: str, **names: Any
+) -> PreTrainedTokenizerFast:
     if bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]

@@ -1,4 +1,5 @@
-"""Waits for what other threads and processes bring about. No test sleeps a time that it takes to be long enough."""
+"""Waits for what other threads and processes bring about. No test sleeps a time that it takes to be
+long enough."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ PAUSE = 0.002
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Return as soon as the condition is true. Raises AssertionError where it is not in so many seconds."""
+    """Return as soon as the condition is true. Raises AssertionError where it is not in so many
+    seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it is not so after {seconds:.0f} s"

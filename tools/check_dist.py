@@ -1,9 +1,11 @@
-"""Check a release: ``make dist`` runs this on the folder that holds the wheel and the source distribution.
+"""Check a release: ``make dist`` runs this on the folder that holds the wheel and the source
+distribution.
 
-The wheel, which was built from the source distribution, is installed into a fresh environment. There the package must
-import, be of the version in pyproject.toml, and have every file that is no Python; the source distribution must have
-them, too. Then the environment sees the packages of another one, which spares downloading gigabytes: all extras must be
-installable beside them, and ``kvlinker serve`` must answer with the model in the box.
+The wheel, which was built from the source distribution, is installed into a fresh environment.
+There the package must import, be of the version in pyproject.toml, and have every file that is no
+Python; the source distribution must have them, too. Then the environment sees the packages of
+another one, which spares downloading gigabytes: all extras must be installable beside them, and
+``kvlinker serve`` must answer with the model in the box.
 """
 
 from __future__ import annotations
@@ -43,12 +45,17 @@ def package_data() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "src/kvlinker"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\n")
-    return [name.removeprefix("src/kvlinker/") for name in listed if name and not name.endswith(".py")]
+    return [
+        name.removeprefix("src/kvlinker/") for name in listed if name and not name.endswith(".py")
+    ]
 
 
 def version_in(python: Path, wheel: Path, data: list[str]) -> str:
-    """Install a wheel alone, and return its version; raises CalledProcessError where something is missing."""
-    subprocess.run([python, "-I", "-m", "pip", "install", "--quiet", "--no-deps", wheel.resolve()], check=True)
+    """Install a wheel alone, and return its version; raises CalledProcessError where something is
+    missing."""
+    subprocess.run(
+        [python, "-I", "-m", "pip", "install", "--quiet", "--no-deps", wheel.resolve()], check=True
+    )
     return subprocess.run(
         [python, "-I", "-c", PROGRAM, str(ROOT), *data],
         cwd=python.parent,
@@ -60,21 +67,32 @@ def version_in(python: Path, wheel: Path, data: list[str]) -> str:
 
 def put_behind(folder: Path, other: Path) -> None:
     """Let the environment in ``folder`` see the packages of another one, behind its own."""
-    (own,), (packages,) = (list(each.glob("lib/python3*/site-packages")) for each in (folder, other))
+    (own,), (packages,) = (
+        list(each.glob("lib/python3*/site-packages")) for each in (folder, other)
+    )
     (own / "behind.pth").write_text(f"{packages.resolve()}\n", encoding="utf-8")
 
 
 def answer_of(python: Path) -> str:
-    """Serve the model in the box with an environment's Python, and return what it answers to a question."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVLINKER_", "PYTHON"))}
+    """Serve the model in the box with an environment's Python, and return what it answers to a
+    question."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVLINKER_", "PYTHON"))
+    }
     command = [str(python), "-I", "-c", SERVING]
-    done = subprocess.run(command, cwd=python.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=python.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return str(done.stdout).strip()
 
 
 def main(dist: Path, other: Path) -> None:
     """Check the release in ``dist``; ``other`` is an environment with what kvlinker needs."""
-    expected = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
     data = package_data()
     (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     with tarfile.open(source) as archive:
@@ -88,11 +106,16 @@ def main(dist: Path, other: Path) -> None:
         if (found := version_in(python, wheel, data)) != expected:
             sys.exit(f"{wheel.name} installs version {found}, but pyproject.toml says {expected}")
         put_behind(folder, other)
-        subprocess.run([python, "-I", "-m", "pip", "install", "--quiet", "--dry-run", "kvlinker[all]"], check=True)
+        subprocess.run(
+            [python, "-I", "-m", "pip", "install", "--quiet", "--dry-run", "kvlinker[all]"],
+            check=True,
+        )
         answer = answer_of(python)
     if not answer:
         sys.exit(f"{wheel.name} serves a model that says nothing")
-    print(f"{wheel.name} and {source.name} are sound: {len(data)} data files, version {expected}, answer {answer!r}")
+    print(
+        f"{wheel.name} and {source.name} are sound: {len(data)} data files, version {expected}, answer {answer!r}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Write the pages of the API reference, one for each module of the package: ``make docs`` runs this first.
+"""Write the pages of the API reference, one for each module of the package: ``make docs`` runs this
+first.
 
-A page holds the module's name for mkdocstrings, which fills in what the docstrings say. The first page lists all
-modules with the first sentence of each one's docstring. Nothing of the package is imported.
+A page holds the module's name for mkdocstrings, which fills in what the docstrings say. The first
+page lists all modules with the first sentence of each one's docstring. Nothing of the package is
+imported.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def page_of(file: Path) -> Path:
-    """Return where a module's page lies below the reference; that of a package is the first page of its folder."""
-    return file.relative_to(SOURCE / "kvlinker").with_name(f"{file.stem.replace('__init__', 'index')}.md")
+    """Return where a module's page lies below the reference; that of a package is the first page of
+    its folder."""
+    return file.relative_to(SOURCE / "kvlinker").with_name(
+        f"{file.stem.replace('__init__', 'index')}.md"
+    )
 
 
 def name_of(page: Path) -> str:
@@ -38,7 +43,9 @@ def main() -> None:
     listed = []
     for page in sorted(files, key=name_of):
         name = name_of(page)
-        listed.append(f"{'    ' * (name.count('.') - 1)}- [`{name}`]({page}): {first_sentence(files[page])}")
+        listed.append(
+            f"{'    ' * (name.count('.') - 1)}- [`{name}`]({page}): {first_sentence(files[page])}"
+        )
         text = f"---\ntitle: {name.rpartition('.')[2]}\n---\n\n# {name}\n\n::: {name}\n"
         (REFERENCE / page).parent.mkdir(parents=True, exist_ok=True)
         (REFERENCE / page).write_text(text, encoding="utf-8")

@@ -1,6 +1,8 @@
-"""A DSPy program that knows nothing of kvlinker: its passages are recognised, and its answer's form is enforced.
+"""A DSPy program that knows nothing of kvlinker: its passages are recognised, and its answer's form
+is enforced.
 
-Run a server (`make serve`), then `python integrations/examples/dspy_program.py`. It needs `pip install dspy`.
+Run a server (`make serve`), then `python integrations/examples/dspy_program.py`. It needs `pip
+install dspy`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ class KVLinkerLM(dspy.LM):
 
 
 def main() -> None:
-    options = {"extra_body": {"link": {"implicit": "auto"}}, "temperature": 0, "max_tokens": 64, "cache": False}
+    options = {
+        "extra_body": {"link": {"implicit": "auto"}},
+        "temperature": 0,
+        "max_tokens": 64,
+        "cache": False,
+    }
     model = KVLinkerLM("openai/default", api_base=URL, api_key="none", **options)
     program = dspy.Predict(Place)
     with dspy.context(lm=model, adapter=dspy.JSONAdapter(), track_usage=True):

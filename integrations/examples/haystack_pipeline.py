@@ -1,7 +1,8 @@
-"""A Haystack pipeline with its own generator for OpenAI's API: documents go beside the messages, and each is a chunk.
+"""A Haystack pipeline with its own generator for OpenAI's API: documents go beside the messages,
+and each is a chunk.
 
-Run a server (`make serve`), then `python integrations/examples/haystack_pipeline.py`. It needs
-`pip install haystack-ai`.
+Run a server (`make serve`), then `python integrations/examples/haystack_pipeline.py`. It needs `pip
+install haystack-ai`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from haystack.document_stores.in_memory import InMemoryDocumentStore
 from haystack.utils import Secret
 
 URL = os.environ.get("KVLINKER_BASE_URL", "http://localhost:8000/v1")
-FACTS = ["Mira Holt lives in Varna. She works as a baker.", "Tom Reyes lives in Oslo. He works as a pilot."]
+FACTS = [
+    "Mira Holt lives in Varna. She works as a baker.",
+    "Tom Reyes lives in Oslo. He works as a pilot.",
+]
 
 
 @component
@@ -26,7 +30,11 @@ class DocumentsAsChunks:
 
     @component.output_types(generation_kwargs=dict[str, Any])
     def run(self, documents: list[Document]) -> dict[str, Any]:
-        return {"generation_kwargs": {"extra_body": {"documents": [{"text": one.content} for one in documents]}}}
+        return {
+            "generation_kwargs": {
+                "extra_body": {"documents": [{"text": one.content} for one in documents]}
+            }
+        }
 
 
 def main() -> None:
@@ -46,7 +54,9 @@ def main() -> None:
     pipeline.connect("chunks.generation_kwargs", "generator.generation_kwargs")
     for question in ("Where does Tom Reyes live?", "Where does Mira Holt live?"):
         messages = [ChatMessage.from_user(f"Question: {question}")]
-        answer = pipeline.run({"retriever": {"query": question}, "generator": {"messages": messages}})
+        answer = pipeline.run(
+            {"retriever": {"query": question}, "generator": {"messages": messages}}
+        )
         reply = answer["generator"]["replies"][0]
         details = reply.meta["usage"]["prompt_tokens_details"]
         print(f"{question} {reply.text} ({details['cached_tokens']} tokens cached)")

@@ -1,7 +1,8 @@
-"""A LangChain agent that finds cached chunks with a tool, and reads them by their ids; a second tool tells the time.
+"""A LangChain agent that finds cached chunks with a tool, and reads them by their ids; a second
+tool tells the time.
 
-Run a server (`make serve`), and cache some documents (`kvlinker ingest examples/notes --url http://localhost:8000`),
-then `python integrations/examples/langchain_agent.py "…"`.
+Run a server (`make serve`), and cache some documents (`kvlinker ingest examples/notes --url
+http://localhost:8000`), then `python integrations/examples/langchain_agent.py "…"`.
 """
 
 from __future__ import annotations

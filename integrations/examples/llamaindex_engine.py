@@ -1,4 +1,5 @@
-"""A LlamaIndex query engine: documents are split and cached once, found by their words, and linked into each prompt.
+"""A LlamaIndex query engine: documents are split and cached once, found by their words, and linked
+into each prompt.
 
 Run a server (`make serve`), then `python integrations/examples/llamaindex_engine.py "…"`.
 """
@@ -12,7 +13,12 @@ from llama_index.core import PromptTemplate, SimpleDirectoryReader
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import MarkdownNodeParser
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.llms.kvlinker import ContextCachePostprocessor, ContextCacheTransform, KVLinker, KVLinkerRetriever
+from llama_index.llms.kvlinker import (
+    ContextCachePostprocessor,
+    ContextCacheTransform,
+    KVLinker,
+    KVLinkerRetriever,
+)
 
 NOTES = Path(__file__).parents[2] / "examples" / "notes"
 TEMPLATE = PromptTemplate("{context_str}\n\nQuestion: {query_str}")
@@ -20,7 +26,9 @@ TEMPLATE = PromptTemplate("{context_str}\n\nQuestion: {query_str}")
 
 def main(question: str = "Where does Tom Reyes live?") -> None:
     documents = SimpleDirectoryReader(str(NOTES)).load_data()
-    IngestionPipeline(transformations=[MarkdownNodeParser(), ContextCacheTransform()]).run(documents=documents)
+    IngestionPipeline(transformations=[MarkdownNodeParser(), ContextCacheTransform()]).run(
+        documents=documents
+    )
     engine = RetrieverQueryEngine.from_args(
         KVLinkerRetriever(similarity_top_k=2),
         llm=KVLinker(temperature=0, max_tokens=16),

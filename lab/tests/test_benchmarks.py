@@ -1,4 +1,5 @@
-"""The laboratory's benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
+"""The laboratory's benchmarks run on a tiny model and report what they promise; their figures are
+not looked at."""
 
 from itertools import pairwise
 
@@ -31,7 +32,9 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     for name, one in declared.items():
         assert name in listed.output
         assert find_benchmark(name, "kvlinker_lab").summary == one.summary
-    with pytest.raises(InvalidRequestError, match="Unknown benchmark 'ttft'; known are codecs, conversation"):
+    with pytest.raises(
+        InvalidRequestError, match="Unknown benchmark 'ttft'; known are codecs, conversation"
+    ):
         find_benchmark("ttft", "kvlinker_lab")
 
 
@@ -68,7 +71,10 @@ def test_memory_is_set_against_the_kv(subject):
 
 
 def test_a_neighbour_is_measured_alone_and_beside_a_prompt(subject):
-    whole, cut = (run_neighbour(subject, [300], most_tokens=most, slo_tpot=1e-3).rows[0] for most in (10_000, 2))
+    whole, cut = (
+        run_neighbour(subject, [300], most_tokens=most, slo_tpot=1e-3).rows[0]
+        for most in (10_000, 2)
+    )
     assert whole["prefill_s"] > 0
     assert whole["worst_ms"] >= whole["beside_p99_ms"] >= whole["beside_p50_ms"] > 0
     assert whole["worst_ratio"] == pytest.approx(whole["worst_ms"] / whole["idle_ms"])

@@ -27,7 +27,9 @@ def test_rows_tell_room_error_and_time():
         assert packed["bytes_per_token"] < rows[name]["bytes_per_token"]
         assert packed["key_error"] == rows[name]["key_error"]
     assert 0 < rows["int8"]["value_error"] < rows["int4"]["value_error"] < 0.2
-    assert codec_rows(kvs, repeat=1, codecs=["int8"])[0]["key_error"] == pytest.approx(rows["int8"]["key_error"])
+    assert codec_rows(kvs, repeat=1, codecs=["int8"])[0]["key_error"] == pytest.approx(
+        rows["int8"]["key_error"]
+    )
 
 
 def test_the_report_is_of_the_models_own_kv():

@@ -56,28 +56,42 @@ def test_peers_are_measured_alike(task):
     for one in measured.values():
         assert min(one.seconds.values()) > 0
         assert one.peak_bytes > 2**20
-    assert measured["kvlinker"].logprobs == pytest.approx(measured["transformers"].logprobs, abs=1e-3)
+    assert measured["kvlinker"].logprobs == pytest.approx(
+        measured["transformers"].logprobs, abs=1e-3
+    )
 
 
 def test_no_chunks_no_linked_cases(task):
-    assert list(measure(replace(task, peer="kvlinker", chunks=0, batches=(1,))).seconds) == CASES[:3]
+    assert (
+        list(measure(replace(task, peer="kvlinker", chunks=0, batches=(1,))).seconds) == CASES[:3]
+    )
 
 
 @pytest.mark.parametrize(("name", "most"), [("kvlinker-int8", 0.05), ("kvlinker-int4", 0.3)])
 @pytest.mark.slow
 def test_kvlinker_runs_the_same_model_in_fewer_bits(tmp_path, name, most):
-    task = task_for(random_model("tiny", dtype=torch.float32, device=torch.device("cpu")), tmp_path, batches=(3,))
+    task = task_for(
+        random_model("tiny", dtype=torch.float32, device=torch.device("cpu")),
+        tmp_path,
+        batches=(3,),
+    )
     plain, measured = (measure(replace(task, peer=peer, chunks=0)) for peer in ("kvlinker", name))
     assert list(measured.seconds) == list(plain.seconds)
     assert measured.logprobs != plain.logprobs
     assert measured.logprobs == pytest.approx(plain.logprobs, abs=most)
 
 
-@pytest.mark.parametrize(("name", "most"), [("llama.cpp", 1e-3), ("llama.cpp-q8_0", 0.05), ("llama.cpp-q4_0", 0.3)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama.cpp", 1e-3), ("llama.cpp-q8_0", 0.05), ("llama.cpp-q4_0", 0.3)]
+)
 def test_llama_cpp_runs_the_same_model(tmp_path, name, most):
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    task = task_for(random_model("tiny", dtype=torch.float32, device=torch.device("cpu")), tmp_path, batches=(3,))
+    task = task_for(
+        random_model("tiny", dtype=torch.float32, device=torch.device("cpu")),
+        tmp_path,
+        batches=(3,),
+    )
     expected = measure(task)
     measured = measure(replace(task, peer=name))
     assert list(measured.seconds) == ["load", "prefill 40", "decode 3 × 20"]
@@ -116,21 +130,34 @@ def _idle_peers():
     from kvlinker_lab.peers.transformers_model import TransformersPeer
     from kvlinker_lab.peers.vllm_engine import VLLMPeer
 
-    return [object.__new__(kind) for kind in (KVLinkerPeer, LlamaCppPeer, TransformersPeer, VLLMPeer)]
+    return [
+        object.__new__(kind) for kind in (KVLinkerPeer, LlamaCppPeer, TransformersPeer, VLLMPeer)
+    ]
 
 
 def test_names_and_environments_are_checked():
-    assert {"kvlinker", "kvlinker-int8", "kvlinker-int4", "kvlinker-vllm", "vllm", "transformers", "llama.cpp"} <= set(
-        known_peers()
-    )
+    assert {
+        "kvlinker",
+        "kvlinker-int8",
+        "kvlinker-int4",
+        "kvlinker-vllm",
+        "vllm",
+        "transformers",
+        "llama.cpp",
+    } <= set(known_peers())
     with pytest.raises(InvalidRequestError, match=r"Did you mean 'llama\.cpp'"):
         find_peer("lama.cpp")
     assert parse_pythons([f"vllm={sys.executable}"], {"vllm"}) == {"vllm": sys.executable}
-    for option, message in (("sglang=python", "one of vllm"), ("vllm=/nowhere/python", "/nowhere/python")):
+    for option, message in (
+        ("sglang=python", "one of vllm"),
+        ("vllm=/nowhere/python", "/nowhere/python"),
+    ):
         with pytest.raises(InvalidRequestError, match=message):
             parse_pythons([option], {"vllm"})
     assert is_installed(find_peer("transformers"), sys.executable)
-    assert not is_installed(replace(find_peer("transformers"), modules=("torch", "no_such_module")), sys.executable)
+    assert not is_installed(
+        replace(find_peer("transformers"), modules=("torch", "no_such_module")), sys.executable
+    )
 
 
 @pytest.fixture
@@ -172,7 +199,9 @@ def test_rows_are_medians_beside_kvlinker(answers):
     assert rows["peak memory", "llama.cpp"]["mb"] == 75
     assert rows[SAME_TEXT, "llama.cpp"]["correlation"] == pytest.approx(1)
     assert report.versions["engine"] == "1.2"
-    assert [warning.partition(":")[0] for warning in report.warnings] == ["vllm is left out, for it is not installed"]
+    assert [warning.partition(":")[0] for warning in report.warnings] == [
+        "vllm is left out, for it is not installed"
+    ]
 
 
 def test_another_model_is_noticed(answers):
@@ -180,7 +209,9 @@ def test_another_model_is_noticed(answers):
     answers["vllm"] = [answered(1, logprobs=(-4.0, -2.0, -1.0))] * 3
     answers["kvlinker-vllm"] = [answered(1, logprobs=None)] * 3
     report = run(systems="vllm,transformers,kvlinker-vllm")
-    assert [warning.partition(":")[0] for warning in report.warnings] == ["vllm does not run the same model"]
+    assert [warning.partition(":")[0] for warning in report.warnings] == [
+        "vllm does not run the same model"
+    ]
     assert all(row.get("ratio_to_kvlinker") is None for row in report.rows)
     assert (SAME_TEXT, "kvlinker-vllm") not in {(row["case"], row["system"]) for row in report.rows}
 

@@ -1,4 +1,5 @@
-"""The benchmark of recognition tells what is recognised; its figures are not looked at, but for what is certain."""
+"""The benchmark of recognition tells what is recognised; its figures are not looked at, but for
+what is certain."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def questions(folder: Path, count: int = 2) -> str:
     with path.open("w") as file:
         for number in range(count):
             contexts = [
-                {"title": "", "text": "\n".join(f"{number}{each}{line} is a line." * 2 for line in range(9))}
+                {
+                    "title": "",
+                    "text": "\n".join(f"{number}{each}{line} is a line." * 2 for line in range(9)),
+                }
                 for each in "abc"
             ]
             file.write(json.dumps({"ctxs": contexts, "question": "Who?", "answers": ["x"]}) + "\n")
@@ -34,7 +38,9 @@ def questions(folder: Path, count: int = 2) -> str:
 
 @pytest.mark.parametrize("template", ["plain", "{question}\n{context}"])
 def test_passages_are_recognised(subject: MeasuredModel, tmp_path: Path, template: str) -> None:
-    report = run_recognition(subject, [questions(tmp_path)], [find_template(template)], limit=2, chunk_tokens=512)
+    report = run_recognition(
+        subject, [questions(tmp_path)], [find_template(template)], limit=2, chunk_tokens=512
+    )
     (row,) = report.rows
     assert set(COLUMNS) <= row.keys()
     assert (row["dataset"], row["n"], row["metric"]) == ("questions", 2, "f1")

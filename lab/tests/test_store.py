@@ -1,4 +1,5 @@
-"""The store's benchmark runs on a tiny model and reports what it promises; its figures are not looked at."""
+"""The store's benchmark runs on a tiny model and reports what it promises; its figures are not
+looked at."""
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +24,15 @@ def subject():
 def measured(subject, *cases, policies=("naive",), tiers=("disk",), **options):
     workload = Workload(3, 30, 5)
     return run_store(
-        subject, workload, policies=policies, tiers=tiers, codecs=CODECS, entries=300, cases=cases, repeat=1, **options
+        subject,
+        workload,
+        policies=policies,
+        tiers=tiers,
+        codecs=CODECS,
+        entries=300,
+        cases=cases,
+        repeat=1,
+        **options,
     ).rows
 
 
@@ -32,7 +41,13 @@ def test_every_tier_and_codec_is_set_beside_the_host(subject, tmp_path):
     assert [(r["tier"], r["codec"], r["policy"]) for r in rows if r["case"].startswith("time")] == [
         (tier, codec, policy)
         for policy in ("naive", "legolink-4")
-        for tier, codec in (("host", ""), ("disk", "raw"), ("disk", "raw"), ("disk", "int8"), ("disk", "int8"))
+        for tier, codec in (
+            ("host", ""),
+            ("disk", "raw"),
+            ("disk", "raw"),
+            ("disk", "int8"),
+            ("disk", "int8"),
+        )
     ]
     host = rows[0]
     assert host["ratio_to_host"] == 1
@@ -57,13 +72,17 @@ def test_shared_tiers_take_part_and_are_left_as_they_were(subject, redis_server)
 
 def test_what_layer_wise_loading_hides_is_measured_at_several_bandwidths(subject, redis_server):
     rows = measured(subject, "hiding", redis_url=redis_server.url)
-    assert [(row["tier"], row["codec"]) for row in rows] == [("redis", "raw")] * len(LOAD_TO_COMPUTE) + [
-        ("disk", "raw")
-    ]
+    assert [(row["tier"], row["codec"]) for row in rows] == [("redis", "raw")] * len(
+        LOAD_TO_COMPUTE
+    ) + [("disk", "raw")]
     bandwidths = [row["bandwidth"] for row in rows]
     assert bandwidths[:-1] == sorted(bandwidths[:-1], reverse=True)
     for row in rows:
-        hidden = 100 * (row["load_ms"] + row["compute_ms"] - row["ms"]) / min(row["load_ms"], row["compute_ms"])
+        hidden = (
+            100
+            * (row["load_ms"] + row["compute_ms"] - row["ms"])
+            / min(row["load_ms"], row["compute_ms"])
+        )
         assert row["hidden_percent"] == pytest.approx(hidden)  # of one turn
         assert row["hidden_percent_range"] == pytest.approx([hidden, hidden])
         assert row["ratio_to_host"] == pytest.approx(row["ms"] / row["compute_ms"])
@@ -86,13 +105,19 @@ def test_requests_beside_writes_are_compared_with_requests_alone(subject):
 
 def test_puts_and_gets_are_compared_with_plain_files(subject):
     rows = measured(subject, "throughput")
-    assert [(row["codec"], row["case"]) for row in rows] == [(c, case) for c in CODECS for case in ("put", "get")]
+    assert [(row["codec"], row["case"]) for row in rows] == [
+        (c, case) for c in CODECS for case in ("put", "get")
+    ]
     assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_many_chunks_cost_what_is_measured(subject):
     rows = measured(subject, "crowd")
-    assert {row["case"] for row in rows} >= {"create, among 300", "delete, among 300", "open, with 300 chunks"}
+    assert {row["case"] for row in rows} >= {
+        "create, among 300",
+        "delete, among 300",
+        "open, with 300 chunks",
+    }
     (memory,) = (row for row in rows if row["case"].startswith("memory"))
     assert 10 < memory["bytes"] < 10_000
 

@@ -82,7 +82,10 @@ def test_closing_ends_connections(redis_server):
 
 
 def test_users_and_databases_stay_in_the_url(proxy):
-    assert proxy.url("redis://me:secret@far:7000/3?x=1") == f"redis://me:secret@127.0.0.1:{proxy.port}/3?x=1"
+    assert (
+        proxy.url("redis://me:secret@far:7000/3?x=1")
+        == f"redis://me:secret@127.0.0.1:{proxy.port}/3?x=1"
+    )
 
 
 @pytest.mark.parametrize("url", ["rediss://far:6379/0", "unix:///run/redis.sock"])

@@ -29,7 +29,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_thread(call: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
+def _in_thread(
+    call: Callable[Concatenate[LLM, P], T],
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
     """Return the method of ``AsyncLLM`` that runs a method of ``LLM`` in a thread."""
 
     @wraps(call)
@@ -43,8 +45,9 @@ def _in_thread(call: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[A
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
-    ``model`` and ``options`` are those of ``LLM``, and so are the calls, but for ``stream``. A task that is cancelled
-    cancels its request. ``llm`` is the ``LLM`` behind it; loading a model blocks, as there.
+    ``model`` and ``options`` are those of ``LLM``, and so are the calls, but for ``stream``. A task
+    that is cancelled cancels its request. ``llm`` is the ``LLM`` behind it; loading a model blocks,
+    as there.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -123,8 +126,9 @@ class AsyncLLM:
     ) -> Answer | AsyncIterator[str]:
         """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does.
 
-        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is generated. Closing
-        the iterator cancels the request. Raises InvalidRequestError for ``stream`` with tools, too.
+        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is
+        generated. Closing the iterator cancels the request. Raises InvalidRequestError for
+        ``stream`` with tools, too.
         """
         if stream and tools and tool_choice != "none":
             raise InvalidRequestError(
@@ -170,14 +174,18 @@ class AsyncLLM:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
     async def _events(
         self, read: ReadPrompt, params: SamplingParams, tenant: str
     ) -> AsyncGenerator[Delta | Finished, None]:
-        """Submit a request, and yield its events as they come. Raises the error of one that failed."""
+        """Submit a request, and yield its events as they come. Raises the error of one that
+        failed."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
 
@@ -201,7 +209,8 @@ class AsyncLLM:
 
 
 async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> RequestHandle:
-    """Submit in a thread; a request whose task is cancelled meanwhile is cancelled as soon as it is there."""
+    """Submit in a thread; a request whose task is cancelled meanwhile is cancelled as soon as it is
+    there."""
 
     def cancel(done: asyncio.Future[RequestHandle]) -> None:
         if done.exception() is None:
@@ -224,7 +233,9 @@ async def _answer(events: AsyncGenerator[Delta | Finished, None], read: ReadProm
     return replace(Answer.from_events(pieces, finished), context_caches=read.linked)
 
 
-async def _texts(events: AsyncGenerator[Delta | Finished, None], reader: AnswerReader) -> AsyncGenerator[str, None]:
+async def _texts(
+    events: AsyncGenerator[Delta | Finished, None], reader: AnswerReader
+) -> AsyncGenerator[str, None]:
     """Yield the texts of a request's events; closing it closes the request."""
     async with aclosing(events):
         async for event in events:

@@ -1,4 +1,5 @@
-"""The Python API: one model with its engine, store and catalog; the server and the command line stand on it, too."""
+"""The Python API: one model with its engine, store and catalog; the server and the command line
+stand on it, too."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
-from kvlinker.base.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
+from kvlinker.base.types.messages import (
+    CachedPart,
+    ChatMessage,
+    CompletionPrompt,
+    Document,
+    Implicit,
+    TemplateOptions,
+)
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.tools import Tool
@@ -50,13 +58,23 @@ from kvlinker.settings import Settings, load_settings
 from kvlinker.store import Speeds
 from kvlinker.store.speeds import FILE_NAME
 
-__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "ChoiceSink",
+    "ContentPart",
+    "Explanation",
+    "Message",
+    "Prompt",
+    "ReadPrompt",
+]
 
 Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
 
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
-"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat templates show."""
+"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
+templates show."""
 
 
 class PreparedChat(NamedTuple):
@@ -73,9 +91,9 @@ class PreparedChat(NamedTuple):
 class LLM(ContextCacheCalls, ModelCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
-    ``model``: local path or hub id; without it the small model that ships with kvlinker. ``options`` are the
-    fields of ``Settings``, such as ``policy="legolink-16"`` or ``state_dir="/data/kvlinker"``. All methods may
-    be called from any thread.
+    ``model``: local path or hub id; without it the small model that ships with kvlinker.
+    ``options`` are the fields of ``Settings``, such as ``policy="legolink-16"`` or
+    ``state_dir="/data/kvlinker"``. All methods may be called from any thread.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -89,7 +107,8 @@ class LLM(ContextCacheCalls, ModelCalls):
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already, such as one of ``model_loading.prepare_model``."""
+        """Start on a model that is in memory already, such as one of
+        ``model_loading.prepare_model``."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod
@@ -111,7 +130,9 @@ class LLM(ContextCacheCalls, ModelCalls):
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = source.tokenizer
-        self.sampling_defaults = source.sampling_defaults if settings.generation_config == "auto" else {}
+        self.sampling_defaults = (
+            source.sampling_defaults if settings.generation_config == "auto" else {}
+        )
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
         started.callback(self.speeds.close)
         self.catalog, self.store = open_state(
@@ -123,7 +144,9 @@ class LLM(ContextCacheCalls, ModelCalls):
         )
         started.callback(self.catalog.close)
         started.callback(self.store.close)
-        self.engine: Engine = source.make(self.catalog, self.store, self.events, settings, self.speeds)
+        self.engine: Engine = source.make(
+            self.catalog, self.store, self.events, settings, self.speeds
+        )
         started.callback(self.engine.close)
         self.builder = PromptBuilder(
             self.tokenizer,
@@ -157,12 +180,16 @@ class LLM(ContextCacheCalls, ModelCalls):
         self._content = ContentReader(
             self.builder,
             self.caches,
-            ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
+            ImplicitCaches(
+                self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl
+            ),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadDefaults(
                 policy=self.policy_manager.default_policy,
                 implicit=Implicit(settings.implicit),
-                implicit_policy=None if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+                implicit_policy=None
+                if settings.implicit_policy is None
+                else parse_policy(settings.implicit_policy),
                 steered=self.policy_manager.controller is not None,
             ),
         )
@@ -170,8 +197,8 @@ class LLM(ContextCacheCalls, ModelCalls):
     def request_tools(
         self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True
     ) -> RequestTools:
-        """Return how the answers to a conversation may use ``tools``; ``several``: with more than one call. Raises
-        InvalidRequestError for a choice of tools that are not offered."""
+        """Return how the answers to a conversation may use ``tools``; ``several``: with more than
+        one call. Raises InvalidRequestError for a choice of tools that are not offered."""
         return RequestTools(self.answer_form, self.tail_of, tools, choice, several=several)
 
     @takes_fields_of(SamplingParams)
@@ -189,13 +216,15 @@ class LLM(ContextCacheCalls, ModelCalls):
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
-        """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
+        """Answer a conversation whose content mixes text and context caches, in any order, or a
+        prompt made of one.
 
-        ``documents``, marked parts and marked tools become chunks, as ``implicit`` says: "auto", "marked" or "off".
-        ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` are OpenAI's; the answer tells calls
-        and reasoning apart from its text. ``policy``: a name, or a policy, which need not be registered. ``sampling``
-        are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``. Raises InvalidRequestError, also
-        for a form or a schema that cannot be enforced.
+        ``documents``, marked parts and marked tools become chunks, as ``implicit`` says: "auto",
+        "marked" or "off". ``tools``, ``tool_choice``, ``parallel_tool_calls`` and
+        ``response_format`` are OpenAI's; the answer tells calls and reasoning apart from its text.
+        ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields
+        of SamplingParams, such as ``max_tokens`` and ``temperature``. Raises InvalidRequestError,
+        also for a form or a schema that cannot be enforced.
         """
         asked = self.ask_chat(
             messages,
@@ -225,17 +254,26 @@ class LLM(ContextCacheCalls, ModelCalls):
         tenant: str,
         sampling: Mapping[str, Any],
     ) -> PreparedChat:
-        """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what that does."""
-        request_tools = self.request_tools(parse_tools(tools), tool_choice, several=parallel_tool_calls)
+        """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what
+        that does."""
+        request_tools = self.request_tools(
+            parse_tools(tools), tool_choice, several=parallel_tool_calls
+        )
         options = TemplateOptions(tools=request_tools.tools)
         read = self.read_chat(
-            messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
+            messages,
+            documents=documents,
+            options=options,
+            policy=policy,
+            implicit=implicit,
+            tenant=tenant,
         )
         given = dict(sampling)
         if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
             if given.get("grammar") is not None:
                 raise InvalidRequestError(
-                    "'response_format' and 'grammar' both ask for a form: give one of them.", param="response_format"
+                    "'response_format' and 'grammar' both ask for a form: give one of them.",
+                    param="response_format",
                 )
             given["grammar"] = form
         params = self.sampling_params(**request_tools.sampling_fields(read.prompt, given))
@@ -263,13 +301,17 @@ class LLM(ContextCacheCalls, ModelCalls):
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
-        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for the first of them.
+        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for
+        the first of them.
 
-        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the most likely tokens to
-        tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
+        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
+        most likely tokens to tell beside each. Raises what ``completion`` does, and
+        InvalidRequestError where there is nothing to score.
         """
         read = self.read_completion(prompt, policy=policy, tenant=tenant)
-        request = GenerationRequest(read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant)
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
+        )
         return self.engine.score(request).result()
 
     def explain(
@@ -284,24 +326,36 @@ class LLM(ContextCacheCalls, ModelCalls):
         attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments, recomputed tokens by
-        layer, the scores that chose them, and the cost. Nothing is generated, and nothing reused of earlier requests.
+        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
+        recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
+        and nothing reused of earlier requests.
 
-        ``attention``: also tell the last token's attention in each layer. Raises what ``chat_completion`` does.
+        ``attention``: also tell the last token's attention in each layer. Raises what
+        ``chat_completion`` does.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
             read = self.read_chat(
-                messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
+                messages,
+                documents=documents,
+                options=options,
+                policy=policy,
+                implicit=implicit,
+                tenant=tenant,
             )
         else:
-            read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
-        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention)
+            read = self.read_completion(
+                prompt or "", policy=policy, implicit=implicit, tenant=tenant
+            )
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
+        )
         return self.described(self.engine.explain(request).result(), read)
 
     def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
-        """Add the ids of context caches, and the text of each token, to an explanation of a prompt."""
+        """Add the ids of context caches, and the text of each token, to an explanation of a
+        prompt."""
         texts = self.builder.encoder.token_texts(explanation.token_ids)
         return explanation.with_context_caches(read.ids).with_texts(texts)
 
@@ -312,11 +366,15 @@ class LLM(ContextCacheCalls, ModelCalls):
         options: TemplateOptions = DEFAULT_OPTIONS,
         tenant: str = DEFAULT_TENANT,
     ) -> Prompt:
-        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat`` does."""
+        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat``
+        does."""
         return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     def completion_prompt(
-        self, prompt: CompletionContent | CompletionPrompt[CachedPart], *, tenant: str = DEFAULT_TENANT
+        self,
+        prompt: CompletionContent | CompletionPrompt[CachedPart],
+        *,
+        tenant: str = DEFAULT_TENANT,
     ) -> Prompt:
         """Build the prompt of a completion. Raises what ``read_chat`` does."""
         return self.read_completion(prompt, tenant=tenant).prompt
@@ -332,16 +390,19 @@ class LLM(ContextCacheCalls, ModelCalls):
         keeps: bool = True,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
-        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays as it is.
+        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays
+        as it is.
 
-        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError
-        for one that is unknown or lacks its certificate, and ContextCacheNotFoundError whose ``param`` is the place of
-        the id.
+        Texts that become chunks get context caches, unless ``keeps`` is False. Raises
+        InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
+        ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
         how = self._reading(policy, implicit, keeps, tenant)
         if isinstance(messages, Prompt):
             return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
-        return self._content.chat(parse_messages(messages), how, parse_documents(documents), options)
+        return self._content.chat(
+            parse_messages(messages), how, parse_documents(documents), options
+        )
 
     def read_completion(
         self,
@@ -352,7 +413,8 @@ class LLM(ContextCacheCalls, ModelCalls):
         keeps: bool = True,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
-        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat`` does."""
+        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat``
+        does."""
         how = self._reading(policy, implicit, keeps, tenant)
         return self._content.completion(parse_prompt(prompt), how)
 
@@ -367,12 +429,14 @@ class LLM(ContextCacheCalls, ModelCalls):
         shows_attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
-        """Queue ``n`` choices for one prompt under its policy and return at once; events come from the engine's thread.
+        """Queue ``n`` choices for one prompt under its policy and return at once; events come from
+        the engine's thread.
 
-        ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses seed + i. When one
-        choice cannot be queued, none is. The handle cancels all. With ``explains``, the first choice's ``Finished`` has
-        an explanation of how the prompt was linked, and with ``shows_attention`` the question's attention in it. Raises
-        what ``Engine.generate`` does.
+        ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses
+        seed + i. When one choice cannot be queued, none is. The handle cancels all. With
+        ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
+        linked, and with ``shows_attention`` the question's attention in it. Raises what
+        ``Engine.generate`` does.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
@@ -386,7 +450,9 @@ class LLM(ContextCacheCalls, ModelCalls):
             explains=explains,
             shows_attention=shows_attention,
         )
-        return self.engine.generate(*self.policy_manager.watch(request, sink, implicit=read.implicit))
+        return self.engine.generate(
+            *self.policy_manager.watch(request, sink, implicit=read.implicit)
+        )
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -396,7 +462,10 @@ class LLM(ContextCacheCalls, ModelCalls):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -410,12 +479,14 @@ class LLM(ContextCacheCalls, ModelCalls):
     def _reading(
         self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
     ) -> ReadOptions:
-        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy that is unknown or
-        lacks its certificate."""
+        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
+        that is unknown or lacks its certificate."""
         named = None if policy is None else as_policy(policy)
         if named is not None:
             self.policy_manager.check(named)
-        return ReadOptions(tenant, named, None if implicit is None else parse_implicit(implicit), keeps)
+        return ReadOptions(
+            tenant, named, None if implicit is None else parse_implicit(implicit), keeps
+        )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""

@@ -1,4 +1,5 @@
-"""A misspelt keyword argument is refused by an error that names the nearest one, and a text alone is one chunk."""
+"""A misspelt keyword argument is refused by an error that names the nearest one, and a text alone
+is one chunk."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_the_nearest_argument_is_named(
 @pytest.mark.parametrize("method", ["completion", "chat_completion"])
 def test_it_is_a_type_error_as_anywhere_in_python(served: Served, method: str) -> None:
     for kind in ("LLM", "AsyncLLM"):
-        with pytest.raises(TypeError, match=rf"^{method}\(\) takes no argument 'temprature'. Did you mean 'temper"):
+        with pytest.raises(
+            TypeError, match=rf"^{method}\(\) takes no argument 'temprature'. Did you mean 'temper"
+        ):
             call(kind, served, method, HELLO, temprature=1)
 
 
@@ -83,7 +86,9 @@ def test_every_public_call_checks_its_arguments(kind: Any) -> None:
         if name.startswith("_") or any(p.kind is p.VAR_KEYWORD for p in parameters):
             continue
         waits = inspect.iscoroutinefunction(method)
-        with pytest.raises(TypeError, match=rf"^{name}\(\) takes no argument"):  # before it misses any
+        with pytest.raises(
+            TypeError, match=rf"^{name}\(\) takes no argument"
+        ):  # before it misses any
             asyncio.run(method(no_such=1)) if waits else method(no_such=1)
 
 

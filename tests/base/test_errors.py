@@ -47,14 +47,20 @@ def test_each_door_has_its_own_words(way: WayOut) -> None:
     told = in_words_of("http", message)
     assert "()" not in told
     assert in_words_of("python", told) == message
-    assert in_words_of("command", told) == in_words_of("command", message) == f"It went wrong. {way.command}"
+    assert (
+        in_words_of("command", told)
+        == in_words_of("command", message)
+        == f"It went wrong. {way.command}"
+    )
 
 
 def test_the_library_speaks_of_its_calls_and_the_server_of_its_routes(served: Served) -> None:
     with pytest.raises(ContextCacheNotFoundError, match=r"with generate_context_cache\(\)\.$"):
         served.llm.read_cache("cc_none")
     answer = served.get("/v1/context_caches/cc_none")
-    assert answer.json()["error"]["message"].endswith("Create it again with POST /v1/context_caches.")
+    assert answer.json()["error"]["message"].endswith(
+        "Create it again with POST /v1/context_caches."
+    )
 
 
 def test_a_client_speaks_as_the_library_does(served: Served) -> None:

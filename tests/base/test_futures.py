@@ -52,9 +52,13 @@ def test_what_was_not_found_is_what_comes_from_elsewhere():
 
 
 def test_what_was_found_but_is_not_accepted_is_shown_to_who_seeks_elsewhere():
-    refused = or_else(resolved(1), lambda value: resolved(-(value or 0)), accepts=lambda value: value > 1)
+    refused = or_else(
+        resolved(1), lambda value: resolved(-(value or 0)), accepts=lambda value: value > 1
+    )
     assert refused.result() == -1
-    accepted = or_else(resolved(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1)
+    accepted = or_else(
+        resolved(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1
+    )
     assert accepted.result() == 2
 
 
@@ -79,7 +83,8 @@ def test_whatever_fails_is_the_outcome(where):
 
 
 def test_results_are_not_kept_alive():
-    """Chunk KV is large: it must go when its last user goes, not when the cycle collector comes by."""
+    """Chunk KV is large: it must go when its last user goes, not when the cycle collector comes
+    by."""
 
     class Large:
         pass

@@ -31,7 +31,12 @@ def group(folder: Path, membership: str, files: Mapping[str, object]) -> Control
 
 
 MEMORIES: dict[str, tuple[str, dict[str, object], int | None, int | None]] = {
-    "version 2": (V2, {"pod/server/memory.max": 4 * GIB, "pod/server/memory.current": 3 * GIB}, 4 * GIB, GIB),
+    "version 2": (
+        V2,
+        {"pod/server/memory.max": 4 * GIB, "pod/server/memory.current": 3 * GIB},
+        4 * GIB,
+        GIB,
+    ),
     "files that make room": (
         V2,
         {
@@ -68,7 +73,12 @@ MEMORIES: dict[str, tuple[str, dict[str, object], int | None, int | None]] = {
     ),
     "version 1, seen from inside": (V1, {"memory/memory.limit_in_bytes": GIB}, GIB, GIB),
     "both versions": (V1 + V2, {"unified/pod/server/cpu.max": "max 100000"}, None, None),
-    "no limit": (V2, {"pod/server/memory.max": "max", "pod/server/memory.current": GIB}, None, None),
+    "no limit": (
+        V2,
+        {"pod/server/memory.max": "max", "pod/server/memory.current": GIB},
+        None,
+        None,
+    ),
     "no groups": ("", {}, None, None),
 }
 
@@ -88,7 +98,10 @@ def test_memory(tmp_path: Path, case: str) -> None:
         (V2, {"pod/server/cpu.max": "max 100000"}, None),
         (
             V1,
-            {"cpu,cpuacct/pod/server/cpu.cfs_quota_us": 50000, "cpu,cpuacct/pod/server/cpu.cfs_period_us": 100000},
+            {
+                "cpu,cpuacct/pod/server/cpu.cfs_quota_us": 50000,
+                "cpu,cpuacct/pod/server/cpu.cfs_period_us": 100000,
+            },
             0.5,
         ),
         (V1, {"cpu/cpu.cfs_quota_us": 300000, "cpu/cpu.cfs_period_us": 100000}, 3.0),
@@ -96,11 +109,15 @@ def test_memory(tmp_path: Path, case: str) -> None:
         (V2, {"pod/server/cpu.max": "nonsense"}, None),
     ],
 )
-def test_processors(tmp_path: Path, membership: str, files: dict[str, object], expected: float | None) -> None:
+def test_processors(
+    tmp_path: Path, membership: str, files: dict[str, object], expected: float | None
+) -> None:
     assert group(tmp_path, membership, files).processors() == expected
 
 
-def test_the_machine_is_the_limit_where_a_group_allows_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_the_limit_where_a_group_allows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     generous = {"pod/server/memory.max": 2**60, "pod/server/cpu.max": "9900000 100000"}
     found = group(tmp_path, V2, generous)
@@ -108,7 +125,10 @@ def test_the_machine_is_the_limit_where_a_group_allows_more(tmp_path: Path, monk
     assert machine.available_memory(found) < 2**59
     assert machine.processors(found) == 6
     for quota, expected in (("250000", 2), ("50000", 1), ("max", 6)):
-        assert machine.processors(group(tmp_path, V2, {"pod/server/cpu.max": f"{quota} 100000"})) == expected
+        assert (
+            machine.processors(group(tmp_path, V2, {"pod/server/cpu.max": f"{quota} 100000"}))
+            == expected
+        )
 
 
 def test_defaults_go_by_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:

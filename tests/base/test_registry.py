@@ -18,7 +18,8 @@ def registry() -> Registry[Any]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    """Have one package installed that brings the colour red, and runs ``load`` when it is imported."""
+    """Have one package installed that brings the colour red, and runs ``load`` when it is
+    imported."""
 
     def installed(*, group: str) -> list[EntryPoint]:
         return [EntryPoint("red", "colours.red", group)] if group == "kvlinker.colours" else []
@@ -36,19 +37,25 @@ def test_names_are_taken_once(registry: Registry[Any]) -> None:
     assert registry.known() == {"blue": value}
 
 
-def test_packages_are_imported_once(registry: Registry[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_imported_once(
+    registry: Registry[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads: list[int] = []
     install(monkeypatch, lambda: loads.append(registry.add("red", 1)))
     assert registry.known() == registry.known() == {"red": 1}
     assert loads == [1]
 
 
-def test_a_package_that_cannot_be_imported_is_told(registry: Registry[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_imported_is_told(
+    registry: Registry[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> None:
         raise ImportError("no paint")
 
     install(monkeypatch, broken)
-    with pytest.raises(KVLinkerError, match=r"colour 'red' cannot be loaded from colours.red: no paint. Repair"):
+    with pytest.raises(
+        KVLinkerError, match=r"colour 'red' cannot be loaded from colours.red: no paint. Repair"
+    ):
         registry.known()
     install(monkeypatch, lambda: registry.add("red", 1))
     assert registry.known() == {"red": 1}

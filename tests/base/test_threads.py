@@ -17,7 +17,9 @@ from tests.waiting import wait_until
 
 TASKS = Path("/proc/self/task")
 
-pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list a process's threads")
+pytestmark = pytest.mark.skipif(
+    not TASKS.is_dir(), reason="the system does not list a process's threads"
+)
 
 SERVE_A_REQUEST = """
 import os, sys, threading
@@ -32,7 +34,8 @@ with LLM(dtype="float32", state_dir=sys.argv[1], disk_space="1GiB") as llm:
 
 
 def native_threads(threads: int, folder: Path) -> int:
-    """Count the threads that are not Python's, of a process that serves requests with so many threads computing."""
+    """Count the threads that are not Python's, of a process that serves requests with so many
+    threads computing."""
     done = subprocess.run(
         [sys.executable, "-c", SERVE_A_REQUEST, str(folder)],
         env=os.environ

@@ -38,7 +38,9 @@ def left(folder: Path) -> set[str]:
 
 
 def test_tiers_are_measured_and_the_cheapest_is_recommended(folder: Path) -> None:
-    result = advise(folder, "--json", str(folder / "r.json"), "--price", "host=9", "--price", "disk=8")
+    result = advise(
+        folder, "--json", str(folder / "r.json"), "--price", "host=9", "--price", "disk=8"
+    )
     assert result.exit_code == 0, result.output
     assert left(folder) == {"state", "r.json"}
     content = json.loads((folder / "r.json").read_text())
@@ -46,10 +48,16 @@ def test_tiers_are_measured_and_the_cheapest_is_recommended(folder: Path) -> Non
     assert list(rows) == ["host", "disk", "object"]
     assert [row["price_gb_month"] for row in rows.values()] == [9, 8, 0.023]
     settings = content["settings"]
-    assert (settings["policy"], settings["percent"], settings["context_tokens"]) == ("cacheblend-15", 15, 96)
+    assert (settings["policy"], settings["percent"], settings["context_tokens"]) == (
+        "cacheblend-15",
+        15,
+        96,
+    )
     assert settings["prefill_ms"] > 0
     for row in rows.values():
-        assert row["load_ms"] == pytest.approx(1e3 * 96 * row["bytes_per_token"] / (1e6 * row["mb_per_s"]))
+        assert row["load_ms"] == pytest.approx(
+            1e3 * 96 * row["bytes_per_token"] / (1e6 * row["mb_per_s"])
+        )
         assert row["hidden"] == (row["added_ms"] == 0)
         assert not row["hidden"] or row["load_ms"] <= row["recompute_ms"]
         assert row["price_million_tokens_month"] == pytest.approx(
@@ -65,7 +73,10 @@ def test_tiers_are_measured_and_the_cheapest_is_recommended(folder: Path) -> Non
 def test_users_chunks_are_not_touched(folder: Path) -> None:
     device = choose_device("auto")
     loaded = random_model("tiny", dtype=choose_dtype("auto", device), device=device)
-    options: dict[str, Any] = {"state_dir": folder / "state", "object_url": f"file://{folder}/objects"}
+    options: dict[str, Any] = {
+        "state_dir": folder / "state",
+        "object_url": f"file://{folder}/objects",
+    }
     with LLM.from_model(loaded, load_settings(**options)) as llm:
         llm.generate_context_cache(["some text that is cached", "and some more"])
         llm.store.flush()
@@ -76,14 +87,17 @@ def test_users_chunks_are_not_touched(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "percent"), [("legolink-4", None), ("query-12.5", 12.5), ("cacheblend-auto", 15), ("naive", 0)]
+    ("policy", "percent"),
+    [("legolink-4", None), ("query-12.5", 12.5), ("cacheblend-auto", 15), ("naive", 0)],
 )
 def test_any_policy_has_a_ratio(folder: Path, policy: str, percent: float | None) -> None:
     result = advise(folder, "--policy", policy, "--json", str(folder / "r.json"))
     assert result.exit_code == 0, result.output
     settings = json.loads((folder / "r.json").read_text())["settings"]
     assert settings["policy"] == policy
-    assert settings["percent"] == (percent if percent is not None else pytest.approx(100 * 4 / 64, abs=0.1))
+    assert settings["percent"] == (
+        percent if percent is not None else pytest.approx(100 * 4 / 64, abs=0.1)
+    )
 
 
 def test_where_nothing_hides_the_ways_out_are_told(folder: Path) -> None:
@@ -95,7 +109,9 @@ def test_where_nothing_hides_the_ways_out_are_told(folder: Path) -> None:
 
 
 def test_a_tier_that_cannot_be_measured_is_told_and_the_others_are(folder: Path) -> None:
-    result = advise(folder, "--redis-url", "redis://user:hunter2@127.0.0.1:1/0", "--host-memory", "10kB")
+    result = advise(
+        folder, "--redis-url", "redis://user:hunter2@127.0.0.1:1/0", "--host-memory", "10kB"
+    )
     assert result.exit_code == 0, result.output
     assert "tier redis was not measured: it did not take the samples" in result.stderr
     assert "tier host was not measured: its budget" in result.stderr
@@ -121,7 +137,9 @@ def test_without_any_tier_it_fails(folder: Path) -> None:
         (["--json", "/no/such/folder/r.json"], "there is no folder"),
     ],
 )
-def test_bad_arguments_end_with_one_clear_line(folder: Path, arguments: Sequence[str], message: str) -> None:
+def test_bad_arguments_end_with_one_clear_line(
+    folder: Path, arguments: Sequence[str], message: str
+) -> None:
     result = advise(folder, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -144,7 +162,9 @@ def test_an_interrupt_leaves_nothing(
         return measure_tier(tier, samples, *others)
 
     monkeypatch.setattr(probing, "measure_tier", interrupted)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    previous = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     try:
         result = advise(folder)

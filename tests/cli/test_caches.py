@@ -25,9 +25,12 @@ def state(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stored(state: Path) -> tuple[ContextCache, ...]:
-    """Two context caches of one tenant, one of another's that is called like markup; an expired one is not listed."""
+    """Two context caches of one tenant, one of another's that is called like markup; an expired one
+    is not listed."""
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
-        first = llm.generate_context_cache(["The cat sat on the mat.", "A dog"], name="pets", ttl=1000)
+        first = llm.generate_context_cache(
+            ["The cat sat on the mat.", "A dog"], name="pets", ttl=1000
+        )
         other = llm.generate_context_cache(["numbers 1 2 3"], tenant="other", name="[/b]:cat:[x]")
         (gone,) = llm.generate_context_cache(["gone"])
         llm.catalog.update(gone.id, gone.tenant, time.time(), expires_at=time.time() - 1)
@@ -46,7 +49,16 @@ def test_ls(state: Path, stored: tuple[ContextCache, ...]) -> None:
     result = caches(state, "ls")
     assert result.exit_code == 0
     header, *rows = result.stdout.splitlines()
-    assert header.split() == ["id", "name", "tenant", "tokens", "bytes", "tier", "created", "expires"]
+    assert header.split() == [
+        "id",
+        "name",
+        "tenant",
+        "tokens",
+        "bytes",
+        "tier",
+        "created",
+        "expires",
+    ]
     fields = {row.split()[0]: row.split() for row in rows}
     assert set(fields) == {cache.id for cache in stored}
     for cache in stored:
@@ -91,7 +103,9 @@ def test_rm_unknown(state: Path, stored: tuple[ContextCache, ...]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["rm"], ["rm", "--all", "cc_1"]])
-def test_rm_wants_ids_or_all(state: Path, stored: tuple[ContextCache, ...], arguments: list[str]) -> None:
+def test_rm_wants_ids_or_all(
+    state: Path, stored: tuple[ContextCache, ...], arguments: list[str]
+) -> None:
     assert caches(state, *arguments).exit_code == 2
     assert len(caches(state, "ls").stdout.splitlines()) == 1 + len(stored)
 
@@ -146,7 +160,9 @@ def test_check_repairs_the_catalog(state: Path, stored: tuple[ContextCache, ...]
         assert result.exit_code == code, result.output
         assert (f"token ids of chunk {stored[0].chunk_key}" in result.stdout) == bool(code)
         assert ("account of tenant" in result.stdout) == bool(code)
-    assert {row.split()[0] for row in caches(state, "ls").stdout.splitlines()[1:]} == {cache.id for cache in stored[1:]}
+    assert {row.split()[0] for row in caches(state, "ls").stdout.splitlines()[1:]} == {
+        cache.id for cache in stored[1:]
+    }
     assert not [file for file in files(state) if stored[0].chunk_key in file.name]
 
 
@@ -164,7 +180,9 @@ def test_damaged_catalog_is_one_line(state: Path, stored: tuple[ContextCache, ..
 def test_ls_and_rm_by_metadata(state: Path) -> None:
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
         (a,) = llm.generate_context_cache(["a"], metadata={"project": "x=y", "page": "1"})
-        (b,) = llm.generate_context_cache(["b"], metadata={"project": "x=y", "page": "2"}, tenant="other")
+        (b,) = llm.generate_context_cache(
+            ["b"], metadata={"project": "x=y", "page": "2"}, tenant="other"
+        )
         (c,) = llm.generate_context_cache(["c"], metadata={"project": "z"})
 
     def listed(*options: str) -> set[str]:
@@ -177,8 +195,12 @@ def test_ls_and_rm_by_metadata(state: Path) -> None:
     assert len(files(state)) == 1
 
 
-@pytest.mark.parametrize("arguments", [["ls", "--metadata", "project"], ["rm", "--metadata", "a=b", "cc_1"]])
-def test_bad_metadata_options(state: Path, stored: tuple[ContextCache, ...], arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["ls", "--metadata", "project"], ["rm", "--metadata", "a=b", "cc_1"]]
+)
+def test_bad_metadata_options(
+    state: Path, stored: tuple[ContextCache, ...], arguments: list[str]
+) -> None:
     assert caches(state, *arguments).exit_code == 2
 
 

@@ -22,14 +22,19 @@ def checked(folder: Path, kind: str, **changes: Any) -> Result:
 def test_a_model_without_rotary_embedding_and_window(tmp_path: Path) -> None:
     result = checked(tmp_path, "bloom", hidden_size=32, n_layer=2, n_head=2, vocab_size=300)
     assert result.exit_code == 1
-    assert "BloomForCausalLM is not supported yet: its attention has position biases (ALiBi)" in result.stderr
+    assert (
+        "BloomForCausalLM is not supported yet: its attention has position biases (ALiBi)"
+        in result.stderr
+    )
     assert "report it with its config.json" in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_a_model_whose_context_is_bounded(tmp_path: Path) -> None:
     rope = YARN_ROPE | {"llama_4_scaling_beta": 0.1}
-    result = checked(tmp_path, "ministral3", **(BASE | {"rope_parameters": rope, "sliding_window": None}))
+    result = checked(
+        tmp_path, "ministral3", **(BASE | {"rope_parameters": rope, "sliding_window": None})
+    )
     assert result.exit_code == 0, result.output
     assert "can be linked, in contexts of up to 512 tokens." in result.output
     assert "further on" in result.output

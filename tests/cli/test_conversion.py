@@ -1,4 +1,5 @@
-"""Texts of PDF, HTML, DOCX and EPUB files; those of the converter's own need the extra ``documents``."""
+"""Texts of PDF, HTML, DOCX and EPUB files; those of the converter's own need the extra
+``documents``."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def docx(*paragraphs: str) -> bytes:
 
 def epub(title: str, *chapters: str) -> bytes:
     names = [f"c{number}.xhtml" for number in range(len(chapters))]
-    items = "".join(f'<item id="{name}" href="{name}" media-type="application/xhtml+xml"/>' for name in names)
+    items = "".join(
+        f'<item id="{name}" href="{name}" media-type="application/xhtml+xml"/>' for name in names
+    )
     spine = "".join(f'<itemref idref="{name}"/>' for name in names)
     return archive(
         {
@@ -73,7 +76,10 @@ def epub(title: str, *chapters: str) -> bytes:
             f'"http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata>'
             f"<manifest>{items}</manifest><spine>{spine}</spine></package>",
         }
-        | {name: f"<html><body>{text}</body></html>" for name, text in zip(names, chapters, strict=True)}
+        | {
+            name: f"<html><body>{text}</body></html>"
+            for name, text in zip(names, chapters, strict=True)
+        }
     )
 
 
@@ -100,21 +106,31 @@ def test_pdf() -> None:
 
 def test_docx() -> None:
     pytest.importorskip("markitdown")
-    assert text_of("a.docx", docx("Tom Reyes lives in Oslo.", "He flies.")) == "Tom Reyes lives in Oslo.\n\nHe flies."
+    assert (
+        text_of("a.docx", docx("Tom Reyes lives in Oslo.", "He flies."))
+        == "Tom Reyes lives in Oslo.\n\nHe flies."
+    )
 
 
 def test_epub() -> None:
     pytest.importorskip("markitdown")
-    text = text_of("a.epub", epub("People", "<h1>One</h1><p>Tom lives in Oslo.</p>", "<h1>Two</h1><p>Mira bakes.</p>"))
+    text = text_of(
+        "a.epub",
+        epub("People", "<h1>One</h1><p>Tom lives in Oslo.</p>", "<h1>Two</h1><p>Mira bakes.</p>"),
+    )
     assert text.index("# One\n\nTom lives in Oslo.") < text.index("# Two\n\nMira bakes.")
 
 
 @pytest.mark.parametrize("suffix", [".pdf", ".docx", ".epub"])
-@pytest.mark.parametrize("content", [b"", b"PK\3\4 and no more", b"%PDF-1.4 and no more", "Tom Reyes".encode("utf-16")])
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\3\4 and no more", b"%PDF-1.4 and no more", "Tom Reyes".encode("utf-16")]
+)
 def test_damaged(suffix: str, content: bytes) -> None:
     """Never taken for text, whatever is in it."""
     pytest.importorskip("markitdown")
-    with pytest.raises(NoTextError, match=rf"cannot be read as {suffix[1:].upper()}|it is empty|no text in it"):
+    with pytest.raises(
+        NoTextError, match=rf"cannot be read as {suffix[1:].upper()}|it is empty|no text in it"
+    ):
         text_of(f"a{suffix}", content)
 
 
@@ -128,13 +144,20 @@ def test_pages_without_text() -> None:
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_without_the_converter(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "markitdown", None)
-    with pytest.raises(MissingLibraryError, match=rf"{suffix} files need .* pip install 'kvlinker\[documents\]'"):
+    with pytest.raises(
+        MissingLibraryError, match=rf"{suffix} files need .* pip install 'kvlinker\[documents\]'"
+    ):
         text_of(f"a{suffix}", b"content")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "it is empty"), (b" \n", "it is empty"), (b"a\0b", "not UTF-8 text"), (b"K\xe4se", "not UTF-8 text")],
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"a\0b", "not UTF-8 text"),
+        (b"K\xe4se", "not UTF-8 text"),
+    ],
 )
 def test_files_without_text(content: bytes, reason: str) -> None:
     with pytest.raises(NoTextError, match=reason):

@@ -69,7 +69,11 @@ def test_help_says_what_the_commands_say() -> None:
 
 def test_help_imports_no_command() -> None:
     code = "import sys; from kvlinker.cli import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     loaded = run.stdout.split()
     assert "kvlinker.cli" in loaded
-    assert not {"kvlinker.settings", "kvlinker.cli.serve", "numpy", "pydantic", "httpx"} & set(loaded)
+    assert not {"kvlinker.settings", "kvlinker.cli.serve", "numpy", "pydantic", "httpx"} & set(
+        loaded
+    )

@@ -71,7 +71,10 @@ def open_state(state: Path) -> LLM:
 def kept(state: Path) -> dict[str, str]:
     """The texts of all context caches by id."""
     with open_state(state) as llm:
-        return {cache.id: llm.read_cache(cache).text for cache in llm.list_caches(limit=100, order="asc").items}
+        return {
+            cache.id: llm.read_cache(cache).text
+            for cache in llm.list_caches(limit=100, order="asc").items
+        }
 
 
 def test_folder(library: Path, state: Path) -> None:
@@ -82,7 +85,11 @@ def test_folder(library: Path, state: Path) -> None:
     assert [line["index"] for line in printed] == [0, 1, 0]
     assert [cats[line["start"] : line["end"]] for line in printed[:2]] == [cats[:-15], cats[-15:]]
     assert all(line["new"] for line in printed)
-    for name, reason in (("image.png", "not UTF-8"), ("latin.txt", "not UTF-8"), ("blank.txt", "it is empty")):
+    for name, reason in (
+        ("image.png", "not UTF-8"),
+        ("latin.txt", "not UTF-8"),
+        ("blank.txt", "it is empty"),
+    ):
         assert re.search(rf"{name} is left out: .*{reason}", result.stderr)
     assert "config" not in result.stdout + result.stderr
     assert "3 chunks cached; 0 chunks of 2 files were cached already" in result.stderr
@@ -115,10 +122,13 @@ def test_ingested_chunks_are_used_by_a_server_that_starts_later(library: Path, s
         assert (answer.usage.cached_tokens, answer.usage.recomputed_tokens) == (cache.tokens, 0)
 
 
-def test_second_run_changes_nothing(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_changes_nothing(
+    library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = ingest(library)
     monkeypatch.setattr(
-        "kvlinker.cli.documents.files.File.text", lambda _: pytest.fail("unchanged files are not split")
+        "kvlinker.cli.documents.files.File.text",
+        lambda _: pytest.fail("unchanged files are not split"),
     )
     second = ingest(library, "--glob", "*[ds].*")  # without those that have no text
     assert lines(second) == [line | {"new": False} for line in lines(first)]
@@ -133,7 +143,9 @@ def test_relative_and_absolute_paths_are_the_same_file(
     assert ids(ingest("cats.md")) == ids(ingest(library / "cats.md"))
 
 
-def test_run_that_was_killed_goes_on(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_was_killed_goes_on(
+    library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the midst of a file, with several chunks that were not reached."""
     text = "\n\n".join(f"Paragraph {number} of a longer text." for number in range(12))
     (library / "long.txt").write_text(text)
@@ -169,7 +181,9 @@ def test_what_was_deleted_in_between_is_cached_again(library: Path, state: Path)
     with open_state(state) as llm:
         llm.expire_cache(first[0])
     second = lines(ingest(library, "--method", "markdown"))
-    assert [line["new"] for line in sorted(second, key=lambda line: (line["file"], line["index"]))] == [
+    assert [
+        line["new"] for line in sorted(second, key=lambda line: (line["file"], line["index"]))
+    ] == [
         True,
         False,
         False,
@@ -192,7 +206,10 @@ def test_changed_file(library: Path, state: Path) -> None:
     (library / "cats.md").write_text("# Cats\n\nThe cat ran.\n\n# Dogs\n\nA dog.\n")
     second = ingest(library, "--method", "markdown")
     assert [line["new"] for line in lines(second)] == [True, True, False]
-    assert "2 chunks of files that are gone or have changed are still cached; --sync removes them" in second.stderr
+    assert (
+        "2 chunks of files that are gone or have changed are still cached; --sync removes them"
+        in second.stderr
+    )
     assert set(first) < set(kept(state))
     third = ingest(library, "--method", "markdown", "--sync")
     assert "nothing new, 2 removed" in third.stderr
@@ -205,7 +222,9 @@ def test_other_chunks_of_the_same_file(library: Path, state: Path) -> None:
     assert all(line["new"] for line in second)
 
 
-def test_sync_removes_what_is_gone_and_nothing_else(library: Path, state: Path, tmp_path: Path) -> None:
+def test_sync_removes_what_is_gone_and_nothing_else(
+    library: Path, state: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "far.txt").write_text("far away")
@@ -219,7 +238,9 @@ def test_sync_removes_what_is_gone_and_nothing_else(library: Path, state: Path, 
     assert result.exit_code == 0, result.stderr
     texts = set(kept(state).values())
     assert "numbers 1 2 3 and more words" not in texts
-    assert {"far away", "a note", "not a file's"} <= texts, "not below the path; another glob; not ingested"
+    assert {"far away", "a note", "not a file's"} <= texts, (
+        "not below the path; another glob; not ingested"
+    )
     assert any(text.startswith("# Cats") for text in texts)
     shutil.rmtree(library / "deep")
     (library / "cats.md").write_text(" ")
@@ -250,7 +271,9 @@ def test_same_texts_in_two_files(library: Path, state: Path) -> None:
     assert not any(line["new"] for line in lines(ingest(library, "--glob", "c*.md")))
 
 
-def test_chunks_of_another_model_are_cached_again(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_another_model_are_cached_again(
+    library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = ids(ingest(library))
     monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model(head_dim=16))
     second = ingest(library, "--sync")
@@ -282,13 +305,16 @@ def test_name_that_is_no_text(library: Path, state: Path) -> None:
     assert "b?.txt is left out: its name is not UTF-8" in result.stderr
 
 
-def test_cost_is_told_before_and_after(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_is_told_before_and_after(
+    library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvlinker.cli.documents.cost.WORTH_A_CODEC_BYTES", 1)
     result = ingest(library / "deep", "--disk-space", "4KiB")
     (line,) = lines(result)
     nbytes = line["tokens"] * tiny_model().kv_bytes_per_token
     assert (
-        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes / 1000:.1f} KB of KV for 28 B of text" in result.stderr
+        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes / 1000:.1f} KB of KV for 28 B of text"
+        in result.stderr
     )
     assert "disk_codec int8" in result.stderr
     assert re.search(r"[\d.]+ K?B on disk for 28 B of text", result.stderr)
@@ -309,11 +335,15 @@ def test_codec_of_the_disk(library: Path, state: Path, monkeypatch: pytest.Monke
     assert "takes about half" not in result.stderr
 
 
-def test_progress_without_a_terminal(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_terminal(
+    library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvlinker.cli.documents.progress.LINE_SECONDS", 0.0)
     result = ingest(library)
     assert re.search(
-        r"^kvlinker: \d+ of \d+ tokens \(\d+%\), [\d,]+ tokens/s, 0 s left: numbers.txt$", result.stderr, re.MULTILINE
+        r"^kvlinker: \d+ of \d+ tokens \(\d+%\), [\d,]+ tokens/s, 0 s left: numbers.txt$",
+        result.stderr,
+        re.MULTILINE,
     )
 
 
@@ -338,7 +368,11 @@ def test_same_file_twice_is_ingested_once(library: Path, state: Path) -> None:
         (["blank.txt"], 1, "no text"),
         (["image.png", "--url", "SERVER"], 1, "no text"),
         ([".", "--glob", "*.rst"], 1, "no text"),
-        ([".", "--method", "paragaph"], 2, "--method is 'paragaph': it must be one of fixed, markdown, paragraph"),
+        (
+            [".", "--method", "paragaph"],
+            2,
+            "--method is 'paragaph': it must be one of fixed, markdown, paragraph",
+        ),
         ([".", "--ttl", "-5"], 2, "--ttl"),
         ([".", "--ttl", "1e15", "--url", "SERVER"], 1, "ttl"),
         ([".", "--max-tokens", "99999999"], 1, "'max_tokens' must be an integer"),
@@ -380,12 +414,17 @@ def test_through_a_server(library: Path, served: Served) -> None:
     assert served.get(f"/v1/context_caches/{printed[0]['id']}").status_code == 404
 
 
-def test_file_that_a_server_does_not_split(library: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_a_server_does_not_split(
+    library: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvlinker.doors.http.context_caches.splitting.MAX_INPUT_CHARACTERS", 30)
     (library / "cats.md").write_text("cat " * 8)
     result = ingest(library, "--url", served.url)
     assert [Path(line["file"]).name for line in lines(result)] == ["numbers.txt"]
-    assert "cats.md is left out: 'input' has 32 characters; at most 30 are split at once." in result.stderr
+    assert (
+        "cats.md is left out: 'input' has 32 characters; at most 30 are split at once."
+        in result.stderr
+    )
 
 
 def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
@@ -396,7 +435,9 @@ def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
     (cache_id,) = ids(ingest(file, "--url", keyed.url, "--api-key", "key-alpha"))
     url = f"/v1/context_caches/{cache_id}"
     assert keyed.get(url, headers={"Authorization": "Bearer key-alpha"}).status_code == 200
-    assert lines(ingest(file, "--url", keyed.url, "--api-key", "key-beta"))[0]["new"], "another tenant's are not seen"
+    assert lines(ingest(file, "--url", keyed.url, "--api-key", "key-beta"))[0]["new"], (
+        "another tenant's are not seen"
+    )
 
 
 def test_tenant_of_a_key(library: Path, state: Path) -> None:

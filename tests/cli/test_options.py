@@ -1,4 +1,5 @@
-"""Options come from the settings: all of them, with the right order of precedence, and clear complaints."""
+"""Options come from the settings: all of them, with the right order of precedence, and clear
+complaints."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def probe() -> typer.Typer:
     @settings_options()
     def show(settings: Settings) -> None:
         print(f"port={settings.port} policy={settings.policy} memory={int(settings.host_memory)}")
-        print(f"dir={settings.state_dir} remote={settings.trust_remote_code} keys={','.join(settings.api_keys)}")
+        print(
+            f"dir={settings.state_dir} remote={settings.trust_remote_code} keys={','.join(settings.api_keys)}"
+        )
 
     return probing
 
@@ -50,7 +53,16 @@ def test_every_setting_is_an_option() -> None:
 
 
 def test_options_reach_the_settings(probe: typer.Typer) -> None:
-    arguments = ["--port", "9000", "--policy", "naive", "--host-memory", "2GiB", "--state-dir", "/tmp/somewhere"]
+    arguments = [
+        "--port",
+        "9000",
+        "--policy",
+        "naive",
+        "--host-memory",
+        "2GiB",
+        "--state-dir",
+        "/tmp/somewhere",
+    ]
     result = runner.invoke(probe, [*arguments, "--trust-remote-code", "--api-keys", "one, two"])
     assert result.output.splitlines() == [
         f"port=9000 policy=naive memory={2 * 2**30}",
@@ -62,7 +74,9 @@ def test_options_win_over_variables_over_file(probe: typer.Typer, tmp_path: Path
     config = tmp_path / "kvlinker.toml"
     config.write_text('port = 1111\npolicy = "full"\nhost_memory = "1MiB"\n')
     result = runner.invoke(
-        probe, ["--config", str(config), "--port", "3333"], env={"KVLINKER_PORT": "2222", "KVLINKER_POLICY": "naive"}
+        probe,
+        ["--config", str(config), "--port", "3333"],
+        env={"KVLINKER_PORT": "2222", "KVLINKER_POLICY": "naive"},
     )
     assert result.output.startswith(f"port=3333 policy=naive memory={2**20}\n")
 
@@ -92,13 +106,16 @@ def test_bad_usage_is_one_line(arguments: list[str], complaint: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--nonsense"], ["nonsense"], ["ingest"], ["serve", "--config", "no"]])
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--nonsense"], ["nonsense"], ["ingest"], ["serve", "--config", "no"]]
+)
 def test_what_typer_refuses(arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("port = ", "not valid TOML"), ("prt = 5", "kvlinker.toml). Did you mean 'port'?")]
+    ("content", "complaint"),
+    [("port = ", "not valid TOML"), ("prt = 5", "kvlinker.toml). Did you mean 'port'?")],
 )
 def test_bad_files(tmp_path: Path, content: str, complaint: str) -> None:
     config = tmp_path / "kvlinker.toml"
@@ -143,7 +160,8 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 
 
 def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a command with the settings that it names, and found among the modules of its folder."""
+    """It is a command with the settings that it names, and found among the modules of its
+    folder."""
     (tmp_path / "nap.py").write_text(
         '''"""Measures how long a nap takes."""
 

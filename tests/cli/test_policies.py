@@ -29,7 +29,9 @@ def test_policies_are_listed_as_json() -> None:
 
 def test_policies_that_the_engine_cannot_follow_say_so() -> None:
     listed = json.loads(runner.invoke(app, ["policies", "--json", "--engine", "vllm"]).output)
-    supported = {policy["name"]: (policy["supported"], policy["restriction"] is None) for policy in listed}
+    supported = {
+        policy["name"]: (policy["supported"], policy["restriction"] is None) for policy in listed
+    }
     assert supported["legolink"] == supported["h2o"] == supported["query"] == (True, True)
     assert supported["cacheblend-auto"] == (False, False)
     assert supported["cacheblend"] == supported["cachecraft"] == (True, False)
@@ -43,7 +45,10 @@ def test_policies_that_the_engine_cannot_follow_say_so() -> None:
 def questions(tmp_path: Path) -> Path:
     path = tmp_path / "questions.jsonl"
     rows = [
-        {"passages": ["Mira Holt lives in Varna.", "Otto Lund lives in Bergen."], "question": f"Who are you {n}?"}
+        {
+            "passages": ["Mira Holt lives in Varna.", "Otto Lund lives in Bergen."],
+            "question": f"Who are you {n}?",
+        }
         for n in range(2)
     ]
     path.write_text("".join(json.dumps(row | {"answers": ["Nobody"]}) + "\n" for row in rows))
@@ -54,7 +59,9 @@ def questions(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("arguments", [["--values", "1"], ["query-{}"], ["legolink-{}"]])
 def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: list[str]) -> None:
     """The values that are tried by default fit each policy."""
-    result = runner.invoke(app, ["calibrate", *arguments, "--dataset", str(questions), "--threads", "1"])
+    result = runner.invoke(
+        app, ["calibrate", *arguments, "--dataset", str(questions), "--threads", "1"]
+    )
     assert result.exit_code == 2
     assert "cannot tell settings apart" in result.output
 

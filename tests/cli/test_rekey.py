@@ -1,4 +1,5 @@
-"""The key of a state directory changes, is taken off and put on: nothing of the old one remains, nothing is lost."""
+"""The key of a state directory changes, is taken off and put on: nothing of the old one remains,
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def started(state: Path, key: str | None, **options: Any) -> LLM:
 
 def rekey(state: Path, old: str | None, new: str | None, *options: str) -> Result:
     keys = {"KVLINKER_ENCRYPTION_KEY": old, "KVLINKER_NEW_ENCRYPTION_KEY": new}
-    return CliRunner().invoke(app, ["caches", "rekey", "--state-dir", str(state), *options], env=keys)
+    return CliRunner().invoke(
+        app, ["caches", "rekey", "--state-dir", str(state), *options], env=keys
+    )
 
 
 def content(state: Path) -> bytes:
@@ -60,7 +63,9 @@ def stored(llm: LLM) -> tuple[ContextCache, tuple[bytes, ...], Any]:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(FIRST, SECOND), (None, FIRST), (FIRST, None)], ids=["another", "first", "none"]
+    ("old", "new"),
+    [(FIRST, SECOND), (None, FIRST), (FIRST, None)],
+    ids=["another", "first", "none"],
 )
 def test_the_key_changes(state: Path, old: str | None, new: str | None) -> None:
     with started(state, old) as llm:
@@ -101,7 +106,9 @@ def test_a_key_that_is_not_the_catalogs(state: Path) -> None:
         (SECOND, ["--decrypt"], "KVLINKER_NEW_ENCRYPTION_KEY, or --decrypt"),
     ],
 )
-def test_what_to_do_has_to_be_said(state: Path, new: str | None, options: list[str], message: str) -> None:
+def test_what_to_do_has_to_be_said(
+    state: Path, new: str | None, options: list[str], message: str
+) -> None:
     with started(state, FIRST) as llm:
         stored(llm)
     before = content(state)

@@ -56,12 +56,18 @@ def test_search_of_nothing(tmp_path: Path, state: Path) -> None:
     for command in ("search", "ask"):
         missed = run(command, "zebra")
         assert (missed.exit_code, missed.stdout) == (1, "")
-        assert "nothing that is cached matches 'zebra'; `kvlinker ingest PATH` caches files" in missed.stderr
+        assert (
+            "nothing that is cached matches 'zebra'; `kvlinker ingest PATH` caches files"
+            in missed.stderr
+        )
         for text in ("???", "", " "):
             refused = run(command, text)
             assert (refused.exit_code, refused.stdout) == (2, "")
             argument = "QUERY" if command == "search" else "QUESTION"
-            assert f"{argument} is {text!r}, without a word to search for; write some" in refused.stderr
+            assert (
+                f"{argument} is {text!r}, without a word to search for; write some"
+                in refused.stderr
+            )
         assert run(command, "lives", "--metadata", "index").exit_code == 2
         assert run(command, "lives", "--metadata", "index=7").exit_code == 1
 
@@ -70,13 +76,23 @@ def test_matches_are_told_in_percent_of_the_best(tmp_path: Path, state: Path) ->
     """BM25's own scores are near 0 where few texts are there, or most of them have the words."""
     folder = tmp_path / "docs"
     folder.mkdir()
-    texts = ("Tom Reyes lives in Oslo.", "Tom swims.", "Mira lives.", "Bo lives.", "Cy lives.", "Di lives.")
+    texts = (
+        "Tom Reyes lives in Oslo.",
+        "Tom swims.",
+        "Mira lives.",
+        "Bo lives.",
+        "Cy lives.",
+        "Di lives.",
+    )
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text)
     assert run("ingest", folder).exit_code == 0
     found = run("search", "Where does Tom live?").stdout
     told = [line.split()[1] for line in found.splitlines() if line.startswith("cc_")]
-    scores = [json.loads(line)["score"] for line in run("search", "Where does Tom live?", "--json").stdout.splitlines()]
+    scores = [
+        json.loads(line)["score"]
+        for line in run("search", "Where does Tom live?", "--json").stdout.splitlines()
+    ]
     assert told == ["100%", f"{scores[1] / scores[0]:.0%}", *["<1%"] * 4]
 
 
@@ -90,14 +106,21 @@ def test_context_caches_without_a_name_are_of_no_place(served: Served) -> None:
     assert run("search", "zebras", *url).stdout.splitlines()[0] == f"{cache}  100%"
 
 
-@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)])
+@pytest.mark.parametrize(
+    "command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)]
+)
 def test_a_key_that_is_missing_is_asked_for(keyed: Served, command: tuple[str, ...]) -> None:
     refused = run(*command, "--url", keyed.url)
     assert refused.exit_code == 1
-    assert "Missing or unknown API key. Give it by --api-key, or in KVLINKER_API_KEY." in refused.stderr
+    assert (
+        "Missing or unknown API key. Give it by --api-key, or in KVLINKER_API_KEY."
+        in refused.stderr
+    )
 
 
-@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)])
+@pytest.mark.parametrize(
+    "command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)]
+)
 def test_a_server_that_does_not_answer_is_named(command: tuple[str, ...]) -> None:
     missed = run(*command, "--url", "http://127.0.0.1:9")
     assert missed.exit_code == 1
@@ -106,7 +129,9 @@ def test_a_server_that_does_not_answer_is_named(command: tuple[str, ...]) -> Non
     assert (wrong.exit_code, "is no address of a server" in wrong.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("search", "a"), ("ask", "a"), ("ingest", __file__)])
+@pytest.mark.parametrize(
+    "command", [("serve", "--port", "0"), ("search", "a"), ("ask", "a"), ("ingest", __file__)]
+)
 def test_a_model_that_is_nowhere_is_told_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
@@ -141,7 +166,11 @@ def test_ask(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.exit_code == 0, done.stderr
     (((message,), options),) = asked
     first, second, newline, question = message["content"]
-    assert [first.id, second.id, newline, question] == [*ids, "\n", "Question: Where does Tom Reyes live?"]
+    assert [first.id, second.id, newline, question] == [
+        *ids,
+        "\n",
+        "Question: Where does Tom Reyes live?",
+    ]
     assert (options["policy"], options["max_tokens"], options["temperature"]) == ("naive", 3, 0)
     assert [line.split()[2] for line in done.stderr.splitlines()] == [ids[1], ids[0]]
     run("ask", "Where does Tom Reyes live?", "--limit", 1, "--max-tokens", 3)

@@ -29,9 +29,15 @@ COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 @pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
     """Takes a question, and stops with its chunk caches on the disk."""
-    environment = os.environ | {"KVLINKER_STATE_DIR": str(tmp_path / "state"), "KVLINKER_API_KEYS": "one,two"}
+    environment = os.environ | {
+        "KVLINKER_STATE_DIR": str(tmp_path / "state"),
+        "KVLINKER_API_KEYS": "one,two",
+    }
     with subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0", "--policy", "naive"], stderr=subprocess.PIPE, text=True, env=environment
+        [*COMMAND, "serve", "--port", "0", "--policy", "naive"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stderr is not None
         said = ""
@@ -46,9 +52,13 @@ def test_serve(tmp_path: Path) -> None:
             assert "2 API keys" in said
             assert "one" not in re.sub(r"none|http.*", "", said)
             with Client(address[0], "one") as client:
-                (cache,) = client.generate_context_cache(["The kettle stands in the kitchen, and it is green."])
+                (cache,) = client.generate_context_cache(
+                    ["The kettle stands in the kitchen, and it is green."]
+                )
                 content = [cache, "What colour is the kettle?"]
-                answer = client.chat_completion([{"role": "user", "content": content}], max_tokens=8)
+                answer = client.chat_completion(
+                    [{"role": "user", "content": content}], max_tokens=8
+                )
             assert answer.usage.cached_tokens == cache.tokens
             assert httpx.get(f"{address[0]}/v1/models").status_code == 401
         finally:
@@ -66,7 +76,11 @@ def test_taken_port_is_told_before_the_model_is_loaded() -> None:
         listener.listen()
         port = url_of(listener).rsplit(":", 1)[1]
         result = subprocess.run(
-            [*COMMAND, "serve", "--port", port], capture_output=True, text=True, timeout=20, check=False
+            [*COMMAND, "serve", "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
         )
     assert result.returncode == 1
     assert "already in use" in result.stderr
@@ -88,7 +102,9 @@ def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
     monkeypatch.setattr(LLM, "from_settings", start)
     monkeypatch.setattr(LLM, "healthy", False)
     monkeypatch.setattr(import_module("kvlinker.cli.serve"), "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(import_module("kvlinker.doors.http.edge.connections"), "FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(
+        import_module("kvlinker.doors.http.edge.connections"), "FAILED_SECONDS", 0.0
+    )
     arguments = ["serve", "--port", "0", "--on-engine-failure", "restart" if restarts else "exit"]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, len(started)) == ((1, 2) if restarts else (3, 1))
@@ -116,7 +132,9 @@ def test_an_engine_that_fails_soon_is_not_started_again_however_long_its_start_t
 
     monkeypatch.setattr(LLM, "from_settings", start)
     monkeypatch.setattr(LLM, "healthy", property(healthy))
-    monkeypatch.setattr(import_module("kvlinker.cli.serve"), "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        import_module("kvlinker.cli.serve"), "time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--on-engine-failure", "restart"])
     assert (result.exit_code, len(started)) == (3, 2)
     assert "It served for less than 60 s" in result.stderr

@@ -24,17 +24,27 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["top", *map(str, arguments)])
 
 
-def snapshot(seconds: float, figures: Mapping[str, float], started_at: int = 0, **labels: str) -> Snapshot:
+def snapshot(
+    seconds: float, figures: Mapping[str, float], started_at: int = 0, **labels: str
+) -> Snapshot:
     """A snapshot whose samples have these labels."""
-    samples = {f"kvlinker:{name}": [Sample(f"kvlinker:{name}", labels, value)] for name, value in figures.items()}
+    samples = {
+        f"kvlinker:{name}": [Sample(f"kvlinker:{name}", labels, value)]
+        for name, value in figures.items()
+    }
     return Snapshot(seconds, {"started_at": started_at}, samples)
 
 
 def observed(*counts: int) -> Snapshot:
-    """A snapshot of a histogram with the bounds 1, 2, 4 and infinity, by what its buckets hold in all."""
+    """A snapshot of a histogram with the bounds 1, 2, 4 and infinity, by what its buckets hold in
+    all."""
     name = f"kvlinker:{TIME_TO_FIRST_TOKEN}_bucket"
     buckets = zip(("1.0", "2.0", "4.0", "+Inf"), counts, strict=True)
-    return Snapshot(0, {"started_at": 0}, {name: [Sample(name, {"le": bound}, count) for bound, count in buckets]})
+    return Snapshot(
+        0,
+        {"started_at": 0},
+        {name: [Sample(name, {"le": bound}, count) for bound, count in buckets]},
+    )
 
 
 @pytest.mark.parametrize("options", [["--once"], []], ids=["once", "where nobody watches"])
@@ -51,7 +61,10 @@ def test_a_frame(served: Served, options: list[str]) -> None:
     assert f"0 running, 0 waiting, {status['requests']['finished']} finished" in shown.stdout
     shares = {name: float(share) for share, name in re.findall(r"([\d.]+)% (\w+)", shown.stdout)}
     whole = sum(status["prompt_tokens"].values())
-    expected = {name: pytest.approx(100 * count / whole, abs=0.1) for name, count in status["prompt_tokens"].items()}
+    expected = {
+        name: pytest.approx(100 * count / whole, abs=0.1)
+        for name, count in status["prompt_tokens"].items()
+    }
     assert shares == expected
     assert re.search(r"first token +p50 [\d.]+ m?s, p90 [\d.]+ m?s, p99 [\d.]+ m?s", shown.stdout)
     rows = {line.split()[0]: line for line in lines}
@@ -83,7 +96,9 @@ def test_nobody_answers() -> None:
     ],
     ids=["a page as status", "a page as metrics", "another status", "a list"],
 )
-def test_something_else_answers(metrics: str, status: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_answers(
+    metrics: str, status: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             return httpx.Response(200, text=metrics)
@@ -91,7 +106,9 @@ def test_something_else_answers(metrics: str, status: Any, told: str, monkeypatc
 
     with Client("http://elsewhere") as client:
         monkeypatch.setattr(
-            client, "_http", httpx.Client(base_url="http://elsewhere", transport=httpx.MockTransport(answer))
+            client,
+            "_http",
+            httpx.Client(base_url="http://elsewhere", transport=httpx.MockTransport(answer)),
         )
         with pytest.raises(ServerUnreachableError, match=told):
             read(client)
@@ -99,9 +116,13 @@ def test_something_else_answers(metrics: str, status: Any, told: str, monkeypatc
 
 def test_counts_and_rates() -> None:
     period = Period(
-        snapshot(10, {"requests_total": 4}, reason="stop"), snapshot(14, {"requests_total": 10}, reason="stop")
+        snapshot(10, {"requests_total": 4}, reason="stop"),
+        snapshot(14, {"requests_total": 10}, reason="stop"),
     )
-    assert (period.count("requests_total"), period.rate("requests_total", reason="stop")) == (6, 1.5)
+    assert (period.count("requests_total"), period.rate("requests_total", reason="stop")) == (
+        6,
+        1.5,
+    )
     assert period.count("requests_total", reason="length") == period.count("evictions_total") == 0
     assert Period(period.since, period.since).rate("requests_total") == 0
 
@@ -117,9 +138,13 @@ def test_counts_and_rates() -> None:
         (0.5, (3, 4, 5, 6), (3, 4, 5, 6), None),
     ],
 )
-def test_quantiles(share: float, before: tuple[int, ...], after: tuple[int, ...], value: float | None) -> None:
+def test_quantiles(
+    share: float, before: tuple[int, ...], after: tuple[int, ...], value: float | None
+) -> None:
     period = Period(observed(*before), observed(*after))
-    assert period.quantile(share, TIME_TO_FIRST_TOKEN) == (value if value is None else pytest.approx(value))
+    assert period.quantile(share, TIME_TO_FIRST_TOKEN) == (
+        value if value is None else pytest.approx(value)
+    )
     assert period.quantile(share, "load_seconds") is None
 
 

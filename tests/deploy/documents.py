@@ -29,19 +29,25 @@ def manifest(kind: str, name: str) -> Any:
     """Return the one Kubernetes object of this kind and name."""
     files = documents_of("kubernetes/kustomization.yaml")[0]["resources"]
     objects = [entry for file in files for entry in documents_of(f"kubernetes/{file}")]
-    (found,) = [entry for entry in objects if (entry["kind"], entry["metadata"]["name"]) == (kind, name)]
+    (found,) = [
+        entry for entry in objects if (entry["kind"], entry["metadata"]["name"]) == (kind, name)
+    ]
     return found
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions as pairs of keyword and argument, comments and continued lines resolved."""
+    """Return the Dockerfile's instructions as pairs of keyword and argument, comments and continued
+    lines resolved."""
     lines = [line for line in text_of(DOCKERFILE).splitlines() if not line.lstrip().startswith("#")]
     logical = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in logical) if word]
+    return [
+        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in logical) if word
+    ]
 
 
 def unit_entries() -> list[tuple[str, str, str]]:
-    """Return the entries of the systemd unit: section, name, value. A name may come several times."""
+    """Return the entries of the systemd unit: section, name, value. A name may come several
+    times."""
     section, entries = "", []
     for line in text_of("kvlinker.service").splitlines():
         if heading := re.fullmatch(r"\[(\w+)\]", line):
@@ -74,7 +80,11 @@ def settings_given() -> Iterator[tuple[str, str, str]]:
     (container,) = manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]["containers"]
     for entry in container["env"]:
         if entry["name"].startswith("KVLINKER_"):
-            yield "kubernetes", entry["name"].removeprefix("KVLINKER_"), entry.get("value", "from a secret")
+            yield (
+                "kubernetes",
+                entry["name"].removeprefix("KVLINKER_"),
+                entry.get("value", "from a secret"),
+            )
     for _, name, value in unit_entries():
         if name == "Environment" and value.startswith("KVLINKER_"):
             setting, _, given = value.removeprefix("KVLINKER_").partition("=")

@@ -1,4 +1,5 @@
-"""The files of ``deploy/`` name settings, options, ports and routes that exist, and agree with each other."""
+"""The files of ``deploy/`` name settings, options, ports and routes that exist, and agree with each
+other."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ PLACEHOLDERS = re.compile(r"\$[({][^)}]*[)}]")
 
 def size_of(text: str) -> int:
     """Bytes, as kvlinker (``4GiB``), Kubernetes (``4Gi``) and Redis (``4096mb``) write them."""
-    return TypeAdapter(ByteSize).validate_python(re.sub(r"(?i)(?<=\d)([kmgt])(i|b)$", r"\1iB", text))
+    return TypeAdapter(ByteSize).validate_python(
+        re.sub(r"(?i)(?<=\d)([kmgt])(i|b)$", r"\1iB", text)
+    )
 
 
 def server_container() -> Any:
@@ -47,7 +50,9 @@ def server_environment() -> dict[str, str]:
     return {name: value for file, name, value in settings_given() if file == "kubernetes"}
 
 
-@pytest.mark.parametrize("given", list(settings_given()), ids=lambda given: f"{given[0]}: {given[1]}")
+@pytest.mark.parametrize(
+    "given", list(settings_given()), ids=lambda given: f"{given[0]}: {given[1]}"
+)
 def test_every_setting_exists_and_takes_its_value(given: tuple[str, str, str]) -> None:
     _, name, value = given
     assert name.lower() in Settings.model_fields
@@ -65,7 +70,8 @@ def test_commands_exist_with_their_options() -> None:
 
 
 def test_image() -> None:
-    """Only what the build may see is copied, extras exist, and the image runs what it installs, without rights."""
+    """Only what the build may see is copied, extras exist, and the image runs what it installs,
+    without rights."""
     steps = instructions()
     by_word = dict(steps)
     words = [word for word, _ in steps]
@@ -81,7 +87,9 @@ def test_image() -> None:
     (extras,) = {extra for _, rest in steps for extra in re.findall(r"'\.\[([\w,]+)\]'", rest)}
     assert set(extras.split(",")) <= set(metadata("kvlinker").get_all("Provides-Extra", []))
     assert dict(settings_of(DOCKERFILE))["PORT"] == str(PORT)
-    assert required_by(extras.split(",")) <= pinned(), "the image has the versions that the tests ran with"
+    assert required_by(extras.split(",")) <= pinned(), (
+        "the image has the versions that the tests ran with"
+    )
 
 
 def required_by(extras: list[str]) -> set[str]:
@@ -105,16 +113,26 @@ def settings_of(file: str) -> list[tuple[str, str]]:
 
 
 def test_the_image_for_cpus_is_one_argument_of_the_build_and_that_for_gpus_not_run() -> None:
-    (argument,) = re.findall(r"^#   docker build .*--build-arg (\w+)=", text_of(DOCKERFILE), re.MULTILINE)
-    assert (f"{argument}", "") in {rest.partition("=")[::2] for word, rest in instructions() if word == "ARG"}
-    assert f"${{{argument}:+--extra-index-url" in text_of(DOCKERFILE), "without it, no index is named"
+    (argument,) = re.findall(
+        r"^#   docker build .*--build-arg (\w+)=", text_of(DOCKERFILE), re.MULTILINE
+    )
+    assert (f"{argument}", "") in {
+        rest.partition("=")[::2] for word, rest in instructions() if word == "ARG"
+    }
+    assert f"${{{argument}:+--extra-index-url" in text_of(DOCKERFILE), (
+        "without it, no index is named"
+    )
     assert "NOT RUN so far: that on an NVIDIA GPU" in text_of(DOCKERFILE)
 
 
 def test_no_file_names_the_host_of_a_registry() -> None:
     hosts = re.compile(r"\b(pypi\.org|download\.pytorch\.org|docker\.io|ghcr\.io|quay\.io)\b")
     docs = DEPLOY.parent / "docs"
-    for file in (DEPLOY / DOCKERFILE, *(path for path in DEPLOY.rglob("*.y*ml")), *docs.glob("*.md")):
+    for file in (
+        DEPLOY / DOCKERFILE,
+        *(path for path in DEPLOY.rglob("*.y*ml")),
+        *docs.glob("*.md"),
+    ):
         assert not hosts.search(file.read_text(encoding="utf-8")), file
 
 
@@ -125,41 +143,62 @@ def test_manifests_are_of_this_version() -> None:
 
 
 def test_containers_have_keys_and_reach_redis() -> None:
-    """A server that others can reach does not start without keys, and its Redis has to be the one beside it."""
+    """A server that others can reach does not start without keys, and its Redis has to be the one
+    beside it."""
     services = documents_of("compose.yaml")[0]["services"]
     servers = [service for service in services.values() if service.get("image") == "kvlinker"]
     assert len(servers) == 2
     for service in servers:
-        assert ":?" in service["environment"]["KVLINKER_API_KEYS"], "compose must refuse to start without a key"
-        assert service["environment"]["KVLINKER_REDIS_URL"].split("@")[-1].startswith("redis://redis:6379")
+        assert ":?" in service["environment"]["KVLINKER_API_KEYS"], (
+            "compose must refuse to start without a key"
+        )
+        assert (
+            service["environment"]["KVLINKER_REDIS_URL"]
+            .split("@")[-1]
+            .startswith("redis://redis:6379")
+        )
         assert "redis" in services
         assert service["ports"][0].endswith(f":{PORT}")
         assert service["volumes"][0].endswith(f":{HOME}")
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     secret = {
-        entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in server_container()["env"] if "valueFrom" in entry
+        entry["name"]: entry["valueFrom"]["secretKeyRef"]
+        for entry in server_container()["env"]
+        if "valueFrom" in entry
     }
     assert secret == {
         "KVLINKER_API_KEYS": {"name": "kvlinker", "key": "api-keys"},
         "REDIS_PASSWORD": {"name": "kvlinker", "key": "redis-password"},
     }
     redis = manifest("Service", "kvlinker-redis")
-    assert f"@{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}/" in server_environment()["REDIS_URL"]
+    assert (
+        f"@{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}/"
+        in server_environment()["REDIS_URL"]
+    )
     comment = text_of("kubernetes/kustomization.yaml")
     assert all(f"--from-literal={entry['key']}=" in comment for entry in secret.values())
 
 
 def test_redis_has_a_tenth_more_room_than_the_budget_and_evicts_nothing() -> None:
-    (container,) = manifest("Deployment", "kvlinker-redis")["spec"]["template"]["spec"]["containers"]
+    (container,) = manifest("Deployment", "kvlinker-redis")["spec"]["template"]["spec"][
+        "containers"
+    ]
     compose = documents_of("compose.yaml")[0]["services"]
     pairs = (
         (container["args"], server_environment()["REDIS_SPACE"]),
-        (shlex.split(compose["redis"]["command"]), compose["first"]["environment"]["KVLINKER_REDIS_SPACE"]),
+        (
+            shlex.split(compose["redis"]["command"]),
+            compose["first"]["environment"]["KVLINKER_REDIS_SPACE"],
+        ),
     )
     for arguments, budget in pairs:
         options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
         assert size_of(options["--maxmemory"]) == pytest.approx(1.1 * size_of(budget), rel=0.001)
-        assert (options["--maxmemory-policy"], options["--save"], options["--appendonly"]) == ("noeviction", "", "no")
+        assert (options["--maxmemory-policy"], options["--save"], options["--appendonly"]) == (
+            "noeviction",
+            "",
+            "no",
+        )
     assert size_of(container["resources"]["limits"]["memory"]) > 1.1 * size_of("4506mb")
 
 
@@ -170,7 +209,9 @@ def test_probes_and_ports() -> None:
         assert container[probe]["httpGet"]["port"] == "http"
         assert container[probe]["httpGet"]["path"] in OPEN_PATHS, "probes have no key"
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert container["livenessProbe"]["httpGet"]["path"] == "/live", "a server that drains is not to be killed"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/live", (
+        "a server that drains is not to be killed"
+    )
     labels = manifest("StatefulSet", "kvlinker")["spec"]["template"]["metadata"]["labels"]
     for name in ("kvlinker", "kvlinker-replicas"):
         service = manifest("Service", name)["spec"]
@@ -180,7 +221,8 @@ def test_probes_and_ports() -> None:
 
 
 def test_a_server_that_is_told_to_stop_has_the_time_to_drain() -> None:
-    """What comes before the signal, ``drain_timeout``, and at least 15 seconds for the last writes."""
+    """What comes before the signal, ``drain_timeout``, and at least 15 seconds for the last
+    writes."""
     pod = manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]
     command, seconds = server_container()["lifecycle"]["preStop"]["exec"]["command"]
     unit = {name: value for section, name, value in unit_entries() if section == "Service"}
@@ -189,7 +231,9 @@ def test_a_server_that_is_told_to_stop_has_the_time_to_drain() -> None:
     needed = float(Settings.model_fields["drain_timeout"].default) + 15
     assert pod["terminationGracePeriodSeconds"] >= needed + int(seconds)
     assert float(unit["TimeoutStopSec"]) >= needed
-    assert unit["KillMode"] == "mixed", "systemd would tell vLLM's processes, too, and at the same time"
+    assert unit["KillMode"] == "mixed", (
+        "systemd would tell vLLM's processes, too, and at the same time"
+    )
     for name in ("first", "second"):
         assert float(services[name]["stop_grace_period"].removesuffix("s")) >= needed
 
@@ -202,16 +246,23 @@ def test_budgets_fit_into_the_container() -> None:
     assert settings["THREADS"] == limits["cpu"]
     assert "KV_SLOTS" in settings
     (claim,) = manifest("StatefulSet", "kvlinker")["spec"]["volumeClaimTemplates"]
-    assert size_of(settings["DISK_SPACE"]) <= 0.8 * size_of(claim["spec"]["resources"]["requests"]["storage"])
+    assert size_of(settings["DISK_SPACE"]) <= 0.8 * size_of(
+        claim["spec"]["resources"]["requests"]["storage"]
+    )
 
 
 def test_services_leave_no_variables_in_pods() -> None:
-    """Kubernetes would set KVLINKER_PORT to the address of the Service of that name, which is no port."""
-    assert manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]["enableServiceLinks"] is False
+    """Kubernetes would set KVLINKER_PORT to the address of the Service of that name, which is no
+    port."""
+    assert (
+        manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]["enableServiceLinks"]
+        is False
+    )
 
 
 def test_what_is_written_lies_in_the_volume() -> None:
-    """The root file system is read-only: the image's home folder, with the state, is where the volume is mounted."""
+    """The root file system is read-only: the image's home folder, with the state, is where the
+    volume is mounted."""
     container = server_container()
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -224,7 +275,11 @@ def test_unit_keeps_its_state_where_it_may_write() -> None:
     service = {name: value for section, name, value in entries if section == "Service"}
     environment = dict(value.split("=", 1) for _, name, value in entries if name == "Environment")
     assert {section for section, _, _ in entries} == {"Unit", "Service", "Install"}
-    assert environment["KVLINKER_STATE_DIR"] == environment["HOME"] == f"/var/lib/{service['StateDirectory']}"
+    assert (
+        environment["KVLINKER_STATE_DIR"]
+        == environment["HOME"]
+        == f"/var/lib/{service['StateDirectory']}"
+    )
     assert environment["XDG_CACHE_HOME"] == f"/var/cache/{service['CacheDirectory']}"
     assert service["ProtectSystem"] == "strict"
     assert "MemoryDenyWriteExecute" not in service, "oneDNN and the native code could not run"

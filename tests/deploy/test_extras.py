@@ -1,4 +1,5 @@
-"""Every extra can be installed, alone and beside vLLM. Only metadata is fetched: nothing is installed."""
+"""Every extra can be installed, alone and beside vLLM. Only metadata is fetched: nothing is
+installed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 SECONDS = 90
 """A resolution takes 35 to 55; an index that needs longer is taken for none."""
 
@@ -20,15 +23,29 @@ NO_INDEX = "after connection broken by"
 
 def resolution(extras: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """What pip says of installing these extras into an empty environment. Raises TimeoutExpired."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--prefer-binary"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--quiet",
+        "--ignore-installed",
+        "--prefer-binary",
+    ]
     patience = ["--retries", "1", "--timeout", "15"]
     return subprocess.run(
-        [*command, *patience, f"{ROOT}[{extras}]"], cwd=folder, capture_output=True, text=True, timeout=SECONDS
+        [*command, *patience, f"{ROOT}[{extras}]"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
 
 
 def test_all_has_every_extra_that_users_combine() -> None:
-    """So that where ``all`` resolves, each of them does: the versions that it finds are theirs, too."""
+    """So that where ``all`` resolves, each of them does: the versions that it finds are theirs,
+    too."""
     (everything,) = EXTRAS["all"]
     together = set(everything.removeprefix("kvlinker[").removesuffix("]").split(","))
     assert together == EXTRAS.keys() - {"all", "vllm", "peers", "dev"}

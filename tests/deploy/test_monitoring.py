@@ -1,4 +1,5 @@
-"""The dashboard and the rules: each metric and label that they name is one that ``GET /metrics`` gives."""
+"""The dashboard and the rules: each metric and label that they name is one that ``GET /metrics``
+gives."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ GIVEN_BY_PROMETHEUS = {"job", "instance"}
 
 @pytest.fixture(scope="module")
 def exposed(served: Served) -> Mapping[str, set[str]]:
-    """The names of all samples, with the labels of each; what has happened to nobody yet happens first."""
+    """The names of all samples, with the labels of each; what has happened to nobody yet happens
+    first."""
     for event in (
         ChunkLookup(True, "host"),
         ChunkLoaded("disk", 0.1, 1),
@@ -47,7 +49,9 @@ def exposed(served: Served) -> Mapping[str, set[str]]:
         served.llm.events.publish(event)
     samples: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(served.get("/metrics").text):
-        samples[family.name if family.type == "gauge" else ""] |= set()  # a gauge may have no sample yet
+        samples[family.name if family.type == "gauge" else ""] |= (
+            set()
+        )  # a gauge may have no sample yet
         for sample in family.samples:
             samples[sample.name] |= sample.labels.keys()
     samples["kvlinker:tier_bandwidth_bytes_per_second"].add("tier")
@@ -65,8 +69,12 @@ def queries() -> Iterator[tuple[str, str]]:
         yield rule.get("record") or rule["alert"], rule["expr"]
 
 
-@pytest.mark.parametrize(("name", "expression"), [pytest.param(*query, id=query[0]) for query in queries()])
-def test_metrics_and_labels_exist(exposed: Mapping[str, set[str]], name: str, expression: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "expression"), [pytest.param(*query, id=query[0]) for query in queries()]
+)
+def test_metrics_and_labels_exist(
+    exposed: Mapping[str, set[str]], name: str, expression: str
+) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     used = re.findall(METRIC, expression)
     assert used
@@ -78,7 +86,11 @@ def test_metrics_and_labels_exist(exposed: Mapping[str, set[str]], name: str, ex
         given = exposed[metric] | GIVEN_BY_PROMETHEUS
         assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= given, name
         labels |= given
-    grouped = {label.strip() for by in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for label in by.split(",")}
+    grouped = {
+        label.strip()
+        for by in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
+        for label in by.split(",")
+    }
     assert grouped <= labels, name
     assert expression.count("(") == expression.count(")")
 
@@ -96,7 +108,12 @@ def test_panels_lie_side_by_side() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
-    covered = {(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])}
+    covered = {
+        (x, y)
+        for p in places
+        for x in range(p["x"], p["x"] + p["w"])
+        for y in range(p["y"], p["y"] + p["h"])
+    }
     assert len(covered) == sum(place["w"] * place["h"] for place in places)
     assert max(x for x, _ in covered) == 23
 
@@ -116,7 +133,9 @@ def test_rules_are_of_one_kind_each() -> None:
             assert set(rule["annotations"]) == {"summary", "description"}
         else:
             assert set(rule) == {"record", "expr"}
-            assert rule["record"].count(":") == 2, "a recorded name has the level, the metric and the operation"
+            assert rule["record"].count(":") == 2, (
+                "a recorded name has the level, the metric and the operation"
+            )
 
 
 def test_prometheus_reads_the_servers_of_compose() -> None:
@@ -129,7 +148,10 @@ def test_prometheus_reads_the_servers_of_compose() -> None:
     assert scrape["job_name"] == "kvlinker", "rules name it"
     assert scrape["metrics_path"] not in OPEN_PATHS
     assert "API_KEYS" in {name for _, name, _ in settings_given()}
-    assert scrape["authorization"]["credentials_file"] in (DEPLOY / "monitoring/.gitignore").read_text().split()
+    assert (
+        scrape["authorization"]["credentials_file"]
+        in (DEPLOY / "monitoring/.gitignore").read_text().split()
+    )
     assert all((DEPLOY / "monitoring" / file).is_file() for file in prometheus["rule_files"])
 
 

@@ -26,7 +26,8 @@ class Shelf:
 
 @st.composite
 def prompts(draw):
-    """Up to four different chunks of one token each, fresh tokens between some, and variants of them."""
+    """Up to four different chunks of one token each, fresh tokens between some, and variants of
+    them."""
     count = draw(st.integers(1, 4))
     head = draw(st.sampled_from(HEADS))
     between = draw(st.lists(st.booleans(), min_size=count, max_size=count))
@@ -34,7 +35,9 @@ def prompts(draw):
     for index in range(count):
         segments += [CachedSegment(Chunk((10 + index,))), FreshSegment((2,) * between[index])]
     prompt = Prompt((*segments, FreshSegment((3, 4))))
-    places = draw(st.lists(st.tuples(st.permutations(range(count)), st.integers(0, count - 1)), max_size=8))
+    places = draw(
+        st.lists(st.tuples(st.permutations(range(count)), st.integers(0, count - 1)), max_size=8)
+    )
     variants = []
     for order, place in places:
         old = prompt.with_chunks([prompt.chunks[index] for index in order])
@@ -55,7 +58,10 @@ def arrangements(prompt, shelf, orders):
     """Every order with every choice of KV."""
     for order in orders:
         for chunks in product(
-            *[(prompt.chunks[i], *(v.chunk for v in shelf.variants(prompt.chunks[i]))) for i in order]
+            *[
+                (prompt.chunks[i], *(v.chunk for v in shelf.variants(prompt.chunks[i])))
+                for i in order
+            ]
         ):
             yield prompt.with_chunks(chunks)
 
@@ -66,7 +72,9 @@ def test_prefix_takes_the_longest_exact_prefix(case):
     arranged = parse_policy("prefix").arrange(prompt, shelf)
     assert arranged.tokens.tolist() == prompt.tokens.tolist()
     orders = [range(len(prompt.chunks))]
-    assert exact_head(arranged) == max(exact_head(other) for other in arrangements(prompt, shelf, orders))
+    assert exact_head(arranged) == max(
+        exact_head(other) for other in arrangements(prompt, shelf, orders)
+    )
 
 
 @given(prompts())
@@ -90,13 +98,20 @@ def test_cachecraft_takes_the_lowest_overhead(case):
     for index, (chunk, original) in enumerate(zip(arranged.chunks, prompt.chunks, strict=True)):
         new = prompt.contents[:index]
         alone = Contextualization(1, 0.0)
-        overheads = [fix_overhead(variant.contextualization, new) for variant in shelf.variants(original)]
+        overheads = [
+            fix_overhead(variant.contextualization, new) for variant in shelf.variants(original)
+        ]
         best = min([fix_overhead(alone, new), *overheads])
-        found = [known.get(chunk, alone)] + [v.contextualization for v in shelf.known if v.chunk == chunk]
+        found = [known.get(chunk, alone)] + [
+            v.contextualization for v in shelf.known if v.chunk == chunk
+        ]
         assert best in [fix_overhead(contextualization, new) for contextualization in found]
 
 
-@given(prompts(), st.sampled_from(["prefix", "set-prefix", "cachecraft-1", "prefix+legolink-1", "full"]))
+@given(
+    prompts(),
+    st.sampled_from(["prefix", "set-prefix", "cachecraft-1", "prefix+legolink-1", "full"]),
+)
 def test_without_variants_nothing_changes(case, policy):
     prompt, _ = case
     if policy == "set-prefix" and not prompt.segments[0].tokens:

@@ -19,7 +19,9 @@ def test_recomputing_takes_as_long_as_loading_between_the_bounds(load, prefill, 
     percent = Forecast(load, prefill).hidden_percent(least)
     assert least <= percent <= 100
     if least < percent < 100:
-        assert percent / 100 * prefill == pytest.approx(load)  # T_recompute(r, L) = r · T_prefill(L) = T_load(L)
+        assert percent / 100 * prefill == pytest.approx(
+            load
+        )  # T_recompute(r, L) = r · T_prefill(L) = T_load(L)
     elif percent == least:
         assert least / 100 * prefill >= load * (1 - 1e-9)
     else:
@@ -29,8 +31,12 @@ def test_recomputing_takes_as_long_as_loading_between_the_bounds(load, prefill, 
 @given(seconds, seconds, seconds, percents)
 def test_slower_loading_hides_more(one, other, prefill, least):
     low, high = sorted([one, other])
-    assert Forecast(low, prefill).hidden_percent(least) <= Forecast(high, prefill).hidden_percent(least)
-    assert Forecast(prefill, low).hidden_percent(least) >= Forecast(prefill, high).hidden_percent(least)
+    assert Forecast(low, prefill).hidden_percent(least) <= Forecast(high, prefill).hidden_percent(
+        least
+    )
+    assert Forecast(prefill, low).hidden_percent(least) >= Forecast(prefill, high).hidden_percent(
+        least
+    )
 
 
 def test_the_papers_example():
@@ -39,7 +45,9 @@ def test_the_papers_example():
     assert Forecast(0.004, 0.007 / 0.15).hidden_percent(15) == 15
 
 
-@pytest.mark.parametrize("forecast", [Forecast(None, 1.0), Forecast(1.0, None), Forecast(None, None), Forecast(1, 0.0)])
+@pytest.mark.parametrize(
+    "forecast", [Forecast(None, 1.0), Forecast(1.0, None), Forecast(None, None), Forecast(1, 0.0)]
+)
 def test_what_is_not_measured_hides_nothing(forecast):
     assert forecast.hidden_percent(15) == 15
     assert not forecast.worth_loading
@@ -72,7 +80,9 @@ def test_auto_settles_on_what_is_hidden(load, prefill, least):
         assert isinstance(settled, CacheBlend)
         assert settled.family == "cacheblend"
         assert policy.percent <= settled.percent <= 100
-        assert settled.percent == pytest.approx(Forecast(load, prefill).hidden_percent(least), abs=0.051)
+        assert settled.percent == pytest.approx(
+            Forecast(load, prefill).hidden_percent(least), abs=0.051
+        )
 
 
 @pytest.mark.parametrize(

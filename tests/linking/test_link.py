@@ -17,12 +17,16 @@ LAYERS = 4
 
 
 def begin(policy, prompt, **options):
-    return Link.begin(prompt, parse_policy(policy) if isinstance(policy, str) else policy, **options)
+    return Link.begin(
+        prompt, parse_policy(policy) if isinstance(policy, str) else policy, **options
+    )
 
 
 def scores_of(prompt):
     return [
-        ChunkScores(Contextualization(n, 1.0), np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.float32))
+        ChunkScores(
+            Contextualization(n, 1.0), np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.float32)
+        )
         for n in (len(chunk) for chunk in prompt.chunks)
     ]
 
@@ -62,11 +66,14 @@ def test_what_was_computed_for_the_request_itself_is_fresh():
     assert link.usage(made={Chunk((1, 2))}) == Usage(5, 4, 5)
     assert link.usage(made={first}, linked=False) == Usage(0, 9, 5)
     twice = Prompt((*prompt.segments, *prompt.segments))
-    assert begin("naive", twice).usage(made={first}) == Usage(13, 0, 15), "the second place reuses the first"
+    assert begin("naive", twice).usage(made={first}) == Usage(13, 0, 15), (
+        "the second place reuses the first"
+    )
 
 
 def test_what_an_earlier_request_computed_in_a_chunk_that_was_made_anew_is_cached():
-    """It is neither the made chunk's, nor subtracted twice where it is gone when the request's turn comes."""
+    """It is neither the made chunk's, nor subtracted twice where it is gone when the request's turn
+    comes."""
     prompt = chunk_prompt(100, 50, header=10)
     own = np.arange(14)
     link = begin("legolink-4", prompt, reuse=lambda prompt, policy: ReusedPrefix(110, own))
@@ -126,7 +133,8 @@ def test_the_questions_attention_takes_a_first_pass():
 
 
 def test_nothing_is_measured_where_there_is_nothing_to_choose():
-    """The attention costs a pass, which a chunk that is exact and one that is reused do not need."""
+    """The attention costs a pass, which a chunk that is exact and one that is reused do not
+    need."""
     exact = chunk_prompt(5, header=2, first_prefix="header")
     link = begin("query-20+legolink-2", exact)
     assert not link.probing
@@ -138,7 +146,9 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose():
     going = begin("query-20", prompt, reuse=lambda prompt, policy: reused)
     assert not going.probing
     assert going.usage() == Usage(11, 0, 3, exact_cached_tokens=11)
-    assert begin("query-20", prompt, reuse=lambda prompt, policy: ReusedPrefix(7, np.arange(2))).probing
+    assert begin(
+        "query-20", prompt, reuse=lambda prompt, policy: ReusedPrefix(7, np.arange(2))
+    ).probing
 
 
 def test_scores_come_before_the_first_pass_where_both_are_needed():
@@ -176,7 +186,9 @@ def test_variants_are_shown_to_policies_that_need_them_only():
 
     class Shelf:
         def variants(self, chunk):
-            return [Variant(exact, Contextualization(5, 0.0))] if chunk.tokens == exact.tokens else []
+            return (
+                [Variant(exact, Contextualization(5, 0.0))] if chunk.tokens == exact.tokens else []
+            )
 
     assert begin("prefix", prompt, library=Shelf()).chunks == (exact,)
     assert begin("prefix", prompt).chunks == ()
@@ -195,14 +207,21 @@ def test_refinements_count_in_usage_uses_and_explanations():
     recomputed = round(4 - dropped * 3 / 4)
     assert link.usage(refinement, output_tokens=7) == Usage(12 - recomputed, recomputed, 3, 7)
     assert link.usage() == Usage(8, 4, 3)
-    assert link.usage(refinement, made=set(link.prompt.chunks)) == Usage(0, recomputed, 15 - recomputed)
-    assert [use.recomputed for use in link.uses(LAYERS, refinement)] == [0, (4 + (4 - dropped) * 3) / 16]
+    assert link.usage(refinement, made=set(link.prompt.chunks)) == Usage(
+        0, recomputed, 15 - recomputed
+    )
+    assert [use.recomputed for use in link.uses(LAYERS, refinement)] == [
+        0,
+        (4 + (4 - dropped) * 3) / 16,
+    ]
     explanation = link.explanation(refinement, layers=LAYERS, cost=Cost())
     assert explanation.cost.recomputed_tokens == recomputed
     assert explanation.cost.flops == 7 + 3 * (7 - dropped)
     assert explanation.cost.full_flops == 15 * LAYERS
     assert [score.name for score in explanation.scores] == ["key_deviation", "value_deviation"]
-    assert json.loads(json.dumps(explanation.to_json()))["settled_policy"] == "cacheblend-50-onestep"
+    assert (
+        json.loads(json.dumps(explanation.to_json()))["settled_policy"] == "cacheblend-50-onestep"
+    )
 
 
 def test_the_first_pass_counts_in_the_cost():
@@ -278,10 +297,14 @@ class Curious(Policy):
     at: str
 
     def select(self, prompt, evidence):
-        return getattr(evidence, self.at)() if self.at == "question_attention" else evidence.scores(0)
+        return (
+            getattr(evidence, self.at)() if self.at == "question_attention" else evidence.scores(0)
+        )
 
 
-@pytest.mark.parametrize(("at", "what"), [("question_attention", "question's attention"), ("scores", "scores")])
+@pytest.mark.parametrize(
+    ("at", "what"), [("question_attention", "question's attention"), ("scores", "scores")]
+)
 def test_looking_at_what_was_not_declared_says_so(at, what):
     with pytest.raises(KVLinkerError, match=f"{what}.* must say that it needs"):
         Link.begin(chunk_prompt(5), Curious(at))

@@ -33,7 +33,9 @@ def values_of(parameter):
 @st.composite
 def any_policy(draw):
     cls = draw(st.sampled_from(list(known_policies().values())))
-    return cls(**{name: draw(values_of(parameter)) for name, (parameter, _) in declared(cls).items()})
+    return cls(
+        **{name: draw(values_of(parameter)) for name, (parameter, _) in declared(cls).items()}
+    )
 
 
 @given(any_policy())
@@ -110,7 +112,9 @@ def test_values_from_code_are_checked_too(value):
         families()["random"](percent=value)
 
 
-@pytest.mark.parametrize(("value", "name"), [(0.1 + 0.2, "random-0.3"), (1e-12, "random-0"), (-0.0, "random-0")])
+@pytest.mark.parametrize(
+    ("value", "name"), [(0.1 + 0.2, "random-0.3"), (1e-12, "random-0"), (-0.0, "random-0")]
+)
 def test_values_from_code_are_as_exact_as_they_are_written(value, name):
     policy = families()["random"](percent=value)
     assert policy.name == name
@@ -126,7 +130,9 @@ def test_words_from_code_are_checked_too():
 
 
 def test_words_in_another_order_mean_the_same():
-    assert parse_policy("cacheblend-d50-v-onestep-15") == parse_policy("cacheblend-15-onestep-v-d50")
+    assert parse_policy("cacheblend-d50-v-onestep-15") == parse_policy(
+        "cacheblend-15-onestep-v-d50"
+    )
 
 
 def test_defaults_are_not_written():

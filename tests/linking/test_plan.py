@@ -26,7 +26,10 @@ class Chosen(Policy):
 def test_the_readme_case():
     plan = make_plan(chunk_prompt(6, 6, header=2, fresh=3), parse_policy("legolink-2"), NOTHING)
     assert plan.runs == ((0, 4), (8, 10), (14, 17))
-    assert [(p.start, p.first, p.last, p.rotary_start) for p in plan.placements] == [(2, 2, 6, 2), (8, 2, 6, 8)]
+    assert [(p.start, p.first, p.last, p.rotary_start) for p in plan.placements] == [
+        (2, 2, 6, 2),
+        (8, 2, 6, 8),
+    ]
     assert (plan.cached_tokens, plan.recomputed_tokens, plan.fresh_tokens) == (8, 4, 5)
 
 

@@ -23,7 +23,9 @@ def chunk_prompt(*lengths, header=0, fresh=3, first_prefix=()):
 
     head = tokens(header)
     prefix = head if first_prefix == "header" else tuple(first_prefix)
-    chunks = [Chunk(tokens(length), prefix if index == 0 else ()) for index, length in enumerate(lengths)]
+    chunks = [
+        Chunk(tokens(length), prefix if index == 0 else ()) for index, length in enumerate(lengths)
+    ]
     return Prompt((FreshSegment(head), *map(CachedSegment, chunks), FreshSegment(tokens(fresh))))
 
 
@@ -59,7 +61,18 @@ def test_legolink_stops_at_the_end_of_a_short_chunk():
 
 
 def test_attnlink_takes_both_sides_of_each_boundary():
-    assert selected("attnlink-4", chunk_prompt(6, 6, 6, header=1)) == [1, 2, 5, 6, 7, 8, 11, 12, 13, 14]
+    assert selected("attnlink-4", chunk_prompt(6, 6, 6, header=1)) == [
+        1,
+        2,
+        5,
+        6,
+        7,
+        8,
+        11,
+        12,
+        13,
+        14,
+    ]
 
 
 def test_attnlink_leaves_an_exact_chunk_alone():
@@ -96,12 +109,15 @@ def test_selections_grow_with_their_parameter(lengths, header, count):
 
 
 def evidence_for(prompt, seed):
-    """Scores of chunks that were computed behind another one and looked at it, and a probe's attention."""
+    """Scores of chunks that were computed behind another one and looked at it, and a probe's
+    attention."""
     generator = np.random.default_rng(seed)
     scores = [
         ChunkScores(
             Contextualization(
-                span.length, float(generator.random()), (ContextChunk("elsewhere", 7, float(inter.sum())),)
+                span.length,
+                float(generator.random()),
+                (ContextChunk("elsewhere", 7, float(inter.sum())),),
             ),
             inter=inter,
             received=generator.random(span.length, dtype=np.float32),
@@ -151,7 +167,10 @@ def test_query_takes_its_share_of_all_inexact_tokens_wherever_they_stand():
     attention[0] = [9, 9, 9, 0, 1, 0, 5, 3, 4, 0, 9, 9]
     attention[1] = [9, 9, 9, 0, 6, 0, 0, 3, 4, 0, 9, 9]
     evidence = PromptEvidence((None,) * 3, attention)
-    chosen = [np.flatnonzero(parse_policy(f"query-{r}").select(prompt, evidence)).tolist() for r in (0, 14, 28, 40, 60)]
+    chosen = [
+        np.flatnonzero(parse_policy(f"query-{r}").select(prompt, evidence)).tolist()
+        for r in (0, 14, 28, 40, 60)
+    ]
     assert chosen == [[], [8], [4, 8], [4, 7, 8], [3, 4, 6, 7, 8]]
 
 
@@ -160,7 +179,9 @@ def test_sensitive_weighs_attention_by_sensitivity():
     prompt = chunk_prompt(3, 4, 3, fresh=2)
     attention = np.ones((2, len(prompt)), dtype=np.float32)
     attention[:, 3:10] = [2, 4, 1, 3, 5, 2, 4]
-    evidence = PromptEvidence((sensitive([1, 2, 3]), unmeasured(4), sensitive([2, 9, 1])), attention)
+    evidence = PromptEvidence(
+        (sensitive([1, 2, 3]), unmeasured(4), sensitive([2, 9, 1])), attention
+    )
     chosen = []
     for count in range(1, 8):
         policy = parse_policy(f"query-{14 * count}-sensitive")
@@ -176,7 +197,9 @@ def test_without_any_sensitivity_attention_decides_alone():
     evidence = evidence_for(prompt, 3)
     plain = parse_policy("query-20").select(prompt, evidence)
     for scores in (evidence.chunk_scores, (None,) * 3):
-        found = parse_policy("query-20-sensitive").select(prompt, PromptEvidence(scores, evidence.attention))
+        found = parse_policy("query-20-sensitive").select(
+            prompt, PromptEvidence(scores, evidence.attention)
+        )
         assert (found == plain).all()
 
 
@@ -190,15 +213,30 @@ def unmeasured(tokens):
 
 
 def test_cachecraft_takes_what_looked_at_other_chunks_most():
-    """CCI of the second chunk is 1 / (1 + exp(-(2/(5·4)) / (2.5/5²))) = 1 / (1 + e^-1) = 0.731, so that CFO·5 = 3.66;
-    the third was computed alone: 0.5·4 = 2 of its first tokens."""
+    """CCI of the second chunk is 1 / (1 + exp(-(2/(5·4)) / (2.5/5²))) = 1 / (1 + e^-1) = 0.731, so
+    that CFO·5 = 3.66; the third was computed alone: 0.5·4 = 2 of its first tokens."""
     prompt = chunk_prompt(2, 5, 4)
     inter = np.array([0.3, 0.1, 0.8, 0.2, 0.6], dtype=np.float32)
-    second = ChunkScores(Contextualization(5, 2.5, (ContextChunk("elsewhere", 4, 2.0),)), inter, np.zeros_like(inter))
-    third = ChunkScores(Contextualization(4, 1.0), np.zeros(4, dtype=np.float32), np.ones(4, dtype=np.float32))
+    second = ChunkScores(
+        Contextualization(5, 2.5, (ContextChunk("elsewhere", 4, 2.0),)), inter, np.zeros_like(inter)
+    )
+    third = ChunkScores(
+        Contextualization(4, 1.0), np.zeros(4, dtype=np.float32), np.ones(4, dtype=np.float32)
+    )
     evidence = PromptEvidence((None, second, third))
-    assert np.flatnonzero(parse_policy("cachecraft-1").select(prompt, evidence)).tolist() == [2, 4, 5, 6, 7, 8]
-    assert np.flatnonzero(parse_policy("cachecraft-0.4").select(prompt, evidence)).tolist() == [4, 6, 7]
+    assert np.flatnonzero(parse_policy("cachecraft-1").select(prompt, evidence)).tolist() == [
+        2,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
+    assert np.flatnonzero(parse_policy("cachecraft-0.4").select(prompt, evidence)).tolist() == [
+        4,
+        6,
+        7,
+    ]
     cci, beta, gamma, cfo, *inter_scores = parse_policy("cachecraft-1").explain(prompt, evidence)
     np.testing.assert_allclose(cci.values, [0.5, 1 / (1 + np.exp(-1)), 0.5])
     assert beta.values.tolist() == [1, 0, 0]
@@ -218,5 +256,7 @@ def test_cachecraft_repairs_nothing_behind_the_same_chunks_in_the_same_order():
     for order in ([0, 1, 2], [1, 0, 2]):
         shuffled = prompt.with_chunks([prompt.chunks[index] for index in order])
         evidence = PromptEvidence((None, None, known))
-        chosen[tuple(order)] = parse_policy("cachecraft-1000").select(shuffled, evidence)[7:11].sum()
+        chosen[tuple(order)] = (
+            parse_policy("cachecraft-1000").select(shuffled, evidence)[7:11].sum()
+        )
     assert chosen == {(0, 1, 2): 0, (1, 0, 2): 4}

@@ -111,7 +111,10 @@ def test_policies_are_described_with_what_an_engine_supports():
     described = {entry["name"]: entry for entry in describe_policies(unsupported)}
     assert list(described) == list(known_policies())
     assert (described["naive"]["supported"], described["naive"]["restriction"]) == (True, None)
-    assert (described["cacheblend"]["supported"], described["cacheblend"]["restriction"]) == (True, "no tens")
+    assert (described["cacheblend"]["supported"], described["cacheblend"]["restriction"]) == (
+        True,
+        "no tens",
+    )
     nothing = describe_policies(lambda policy: f"not {policy.family}")
     assert not any(entry["supported"] for entry in nothing)
     assert nothing[0]["restriction"] == "not attnlink"
@@ -119,7 +122,11 @@ def test_policies_are_described_with_what_an_engine_supports():
 
 def test_examples_have_every_choice_of_words():
     names = {policy.name for policy in known_policies()["cacheblend"].examples()}
-    assert names == {f"cacheblend-50{schedule}{what}" for schedule in ("", "-onestep") for what in ("", "-k", "-v")}
+    assert names == {
+        f"cacheblend-50{schedule}{what}"
+        for schedule in ("", "-onestep")
+        for what in ("", "-k", "-v")
+    }
     for family, policy in known_policies().items():
         for example in policy.examples():
             assert parse_policy(example.name) == example, family

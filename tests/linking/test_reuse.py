@@ -1,4 +1,5 @@
-"""Cache-Craft's scores and Algorithm 1, against cases computed by hand and the paper's formulas written out."""
+"""Cache-Craft's scores and Algorithm 1, against cases computed by hand and the paper's formulas
+written out."""
 
 import math
 from dataclasses import replace
@@ -20,13 +21,17 @@ from kvlinker.linking.policies.cachecraft import (
     stable_focus,
 )
 
-BY_HAND = Contextualization(4, intra=1.6, context=(ContextChunk("A", 2, 0.8), ContextChunk("B", 5, 1.0)))
+BY_HAND = Contextualization(
+    4, intra=1.6, context=(ContextChunk("A", 2, 0.8), ContextChunk("B", 5, 1.0))
+)
 ALONE = Contextualization(7, intra=3.0)
 
 
 def behind(*attention, tokens=6, intra=2.0):
     """A chunk computed behind A, B, C, … of 3 tokens each, and its attention on each of them."""
-    context = tuple(ContextChunk(name, 3, value) for name, value in zip("ABCDEFGH", attention, strict=False))
+    context = tuple(
+        ContextChunk(name, 3, value) for name, value in zip("ABCDEFGH", attention, strict=False)
+    )
     return Contextualization(tokens, intra, context)
 
 
@@ -41,7 +46,10 @@ def test_context_impact_by_hand():
         (ALONE, 0.5),
         (Contextualization(1, intra=0.0), 0.5),
         (behind(0.0), 0.5),
-        (Contextualization(1, 0.0, (ContextChunk("A", 2, 0.3),)), 1.0),  # one token looks outside, or at itself
+        (
+            Contextualization(1, 0.0, (ContextChunk("A", 2, 0.3),)),
+            1.0,
+        ),  # one token looks outside, or at itself
         (behind(1.0, intra=1e-30), 1.0),
         (behind(1.0, intra=5e-324), 1.0),
     ],
@@ -122,13 +130,19 @@ def kendall(old, new):
     """Discordant pairs among all pairs of chunks that stand in both; the first place counts."""
     common = [name for name in old if name in new]
     pairs = [(a, b) for a in common for b in common if a < b]
-    discordant = [(a, b) for a, b in pairs if (old.index(a) - old.index(b)) * (new.index(a) - new.index(b)) < 0]
+    discordant = [
+        (a, b)
+        for a, b in pairs
+        if (old.index(a) - old.index(b)) * (new.index(a) - new.index(b)) < 0
+    ]
     return len(discordant) / len(pairs) if pairs else 0.0
 
 
 @given(attentions, orders)
 def test_order_penalty_is_kendalls_distance(attention, new):
-    assert order_penalty(behind(*attention), new) == pytest.approx(kendall(list(NAMES[: len(attention)]), new))
+    assert order_penalty(behind(*attention), new) == pytest.approx(
+        kendall(list(NAMES[: len(attention)]), new)
+    )
 
 
 @given(st.permutations(NAMES[:5]))
@@ -160,12 +174,20 @@ def test_scores_stay_in_their_ranges_and_order(attention, new, another, alpha, o
     low, high = sorted([alpha, other])
     assert 0 <= fix_overhead(chunk, new, low) <= fix_overhead(chunk, new, high) <= 1
     assert fix_overhead(chunk, new, 0) == 0
-    expected = alpha * context_impact(chunk) * (1 - prefix_overlap(chunk, new) * (1 - order_penalty(chunk, new)))
+    expected = (
+        alpha
+        * context_impact(chunk)
+        * (1 - prefix_overlap(chunk, new) * (1 - order_penalty(chunk, new)))
+    )
     assert fix_overhead(chunk, new, alpha) == pytest.approx(min(expected, 1))
 
 
-@given(st.lists(st.floats(0.01, 50), min_size=1, max_size=6), st.floats(0.01, 50), st.floats(1.01, 10))
-def test_a_chunk_that_looks_outside_more_or_at_itself_less_has_a_higher_impact(attention, intra, factor):
+@given(
+    st.lists(st.floats(0.01, 50), min_size=1, max_size=6), st.floats(0.01, 50), st.floats(1.01, 10)
+)
+def test_a_chunk_that_looks_outside_more_or_at_itself_less_has_a_higher_impact(
+    attention, intra, factor
+):
     before = context_impact(behind(*attention, intra=intra))
     assert context_impact(behind(*[value * factor for value in attention], intra=intra)) >= before
     assert context_impact(behind(*attention, intra=intra / factor)) >= before
@@ -190,9 +212,11 @@ def test_the_old_order_needs_no_repair_and_every_other_does(attention):
         ([2.0, 2.0, 2.0, 2.0], {0, 1, 2, 3}),
         ([0.0, 0.0, 0.0], {0, 1, 2}),
         ([1.0, 5.0, 2.0], {1}),  # k - 2 = 1: there is one candidate only
-        # Sorted 6, 2, 1.9, 0.9. Differences 4, 0.1, 1, p = 0.784, 0.020, 0.196, -p·log p = 0.191, 0.077, 0.319: i* = 2.
+        # Sorted 6, 2, 1.9, 0.9. Differences 4, 0.1, 1, p = 0.784, 0.020, 0.196, -p·log p = 0.191,
+        # 0.077, 0.319: i* = 2.
         ([0.9, 6.0, 1.9, 2.0], {1, 3}),
-        # Sorted 5, 4, 1, 0.5. Differences 1, 3, 0.5, p = 0.222, 0.667, 0.111, -p·log p = 0.334, 0.270, 0.244: i* = 1.
+        # Sorted 5, 4, 1, 0.5. Differences 1, 3, 0.5, p = 0.222, 0.667, 0.111, -p·log p = 0.334,
+        # 0.270, 0.244: i* = 1.
         ([4.0, 1.0, 0.5, 5.0], {3}),
         # Sorted 9, 9, 8, 3, 0. Differences 0, 1, 5, 3, -p·log p = 0, 0.244, 0.327, 0.366: i* = 3.
         ([9.0, 0.0, 9.0, 3.0, 8.0], {0, 2, 4}),
@@ -226,18 +250,26 @@ def test_algorithm_1_as_it_is_written(attention):
     assert min(attention[chunk] for chunk in focused) >= max(left_out)
 
 
-@given(st.lists(st.integers(0, 1000), min_size=3, max_size=9, unique=True), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(0, 1000), min_size=3, max_size=9, unique=True),
+    st.randoms(use_true_random=False),
+)
 def test_the_focus_follows_the_chunks(attention, random):
     order = sorted(range(len(attention)), key=lambda _: random.random())
     moved = focused_chunks(np.array([attention[chunk] for chunk in order], dtype=np.float64))
-    assert {order[place] for place in moved} == focused_chunks(np.array(attention, dtype=np.float64))
+    assert {order[place] for place in moved} == focused_chunks(
+        np.array(attention, dtype=np.float64)
+    )
 
 
 CROSSING = np.array([[3, 1, 0], [0, 4, 0], [0, 1, 0], [0, 1, 0]], dtype=np.float32)
-"""Running sums 3 1 0, 3 5 0, 3 6 0, 3 7 0: chunk 0 is focused in the first layer, chunk 1 from then on."""
+"""Running sums 3 1 0, 3 5 0, 3 6 0, 3 7 0: chunk 0 is focused in the first layer, chunk 1 from then
+on."""
 
 
-@pytest.mark.parametrize(("window", "settled"), [(1, ({0}, 1)), (2, ({1}, 3)), (3, ({1}, 4)), (4, None), (5, None)])
+@pytest.mark.parametrize(
+    ("window", "settled"), [(1, ({0}, 1)), (2, ({1}, 3)), (3, ({1}, 4)), (4, None), (5, None)]
+)
 def test_the_focus_settles_when_it_lasts(window, settled):
     assert stable_focus(CROSSING, window) == settled
 
@@ -261,5 +293,11 @@ def test_nothing_settles_before_the_first_layer():
 def test_settling_is_the_first_time_that_the_window_is_all_the_same(rows, window):
     attention = np.array(rows, dtype=np.float64).reshape(-1, 4)
     found = [focused_chunks(attention[: layer + 1].sum(0)) for layer in range(len(rows))]
-    lasting = [layer for layer in range(window, len(rows) + 1) if len(set(found[layer - window : layer])) == 1]
-    assert stable_focus(attention, window) == ((found[lasting[0] - 1], lasting[0]) if lasting else None)
+    lasting = [
+        layer
+        for layer in range(window, len(rows) + 1)
+        if len(set(found[layer - window : layer])) == 1
+    ]
+    assert stable_focus(attention, window) == (
+        (found[lasting[0] - 1], lasting[0]) if lasting else None
+    )

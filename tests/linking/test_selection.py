@@ -35,7 +35,9 @@ def test_the_highest_are_the_head_of_a_sort(values, count, data):
 @given(scores, st.integers(0, 14))
 def test_without_a_mask_all_are_candidates(values, count):
     array = np.array(values, dtype=np.float32)
-    assert (highest(array, count) == highest(array, count, among=np.ones(len(values), dtype=bool))).all()
+    assert (
+        highest(array, count) == highest(array, count, among=np.ones(len(values), dtype=bool))
+    ).all()
 
 
 def test_of_equal_scores_the_earlier_are_taken():

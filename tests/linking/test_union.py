@@ -22,7 +22,9 @@ def test_a_plan_keeps_what_every_part_selected():
         selected("legolink-2", prompt),
         selected("random-30", prompt),
     ]
-    assert plan.recomputed_tokens == len({*selected("legolink-2", prompt), *selected("random-30", prompt)})
+    assert plan.recomputed_tokens == len(
+        {*selected("legolink-2", prompt), *selected("random-30", prompt)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,9 @@ def test_order_matters_for_the_name_and_not_for_the_selection():
     assert selected("random-30+legolink-2", prompt) == selected("legolink-2+random-30", prompt)
 
 
-@pytest.mark.parametrize("text", ["+legolink-1", "legolink-1+", "legolink-1++random-5", "+", "legolink-1+fancy-3"])
+@pytest.mark.parametrize(
+    "text", ["+legolink-1", "legolink-1+", "legolink-1++random-5", "+", "legolink-1+fancy-3"]
+)
 def test_a_part_that_is_no_policy_is_named(text):
     with pytest.raises(PolicyError, match=r"Unknown policy '(fancy-3)?'"):
         parse_policy(text)
@@ -93,7 +97,10 @@ def test_scores_of_all_parts_are_explained():
     prompt = chunk_prompt(3, 4, 5, fresh=2)
     attention = np.arange(2 * len(prompt), dtype=np.float32).reshape(2, -1)
     evidence = PromptEvidence((None, None, None), attention)
-    names = [score.name for score in parse_policy("cachecraft-1+legolink-1+query-3").explain(prompt, evidence)]
+    names = [
+        score.name
+        for score in parse_policy("cachecraft-1+legolink-1+query-3").explain(prompt, evidence)
+    ]
     assert names == ["cci", "beta", "gamma", "cfo", "question_attention"]
 
 

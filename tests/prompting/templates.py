@@ -22,7 +22,8 @@ ALTERNATING = (
     "{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
 )
 
-# Rejects content that is no string, and moves the system message into the last user turn, as Mistral does.
+# Rejects content that is no string, and moves the system message into the last user turn, as
+# Mistral does.
 REORDERING = (
     "{{ bos_token }}{% set ns = namespace(system='') %}"
     "{% if messages[0].role == 'system' %}{% set ns.system = messages[0].content + '\n\n' %}"

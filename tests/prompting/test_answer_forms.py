@@ -19,7 +19,10 @@ WEATHER: dict[str, Any] = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
     },
 }
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
@@ -72,13 +75,21 @@ def read(
 ) -> tuple[str, str, list[Any]]:
     """Content, reasoning and calls of an answer that comes in pieces of ``size`` characters."""
     reader = way(name).reader(TAILS[name] if tail is None else tail, tools)
-    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    pieces = [
+        piece
+        for start in range(0, len(text), size)
+        for piece in reader.feed(text[start : start + size])
+    ]
     pieces += reader.finish()
     calls = [call for piece in pieces for call in piece.calls]
     assert all(len(call.id) == ID_LENGTH and call.id.isalnum() for call in calls)
     assert len({call.id for call in calls}) == len(calls)
     told = [(call.name, json.loads(call.arguments)) for call in calls]
-    return "".join(piece.content for piece in pieces), "".join(piece.reasoning for piece in pieces), told
+    return (
+        "".join(piece.content for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        told,
+    )
 
 
 def test_every_way_is_found_by_its_template() -> None:
@@ -131,7 +142,11 @@ def test_reasoning_is_told_apart(name: str, size: int) -> None:
     reasoning = way(name).reasoning
     assert reasoning is not None
     opening, closing = reasoning
-    assert read(name, f"{opening}\nSo <b>?\n{closing}\n\nYes.\n", size=size) == ("Yes.\n", "So <b>?", [])
+    assert read(name, f"{opening}\nSo <b>?\n{closing}\n\nYes.\n", size=size) == (
+        "Yes.\n",
+        "So <b>?",
+        [],
+    )
     assert read(name, f"{opening}\nSo?\n{closing}\n\n{ONE_CALL[name]}", size=size)[1:] == (
         "So?",
         [("get_weather", json.loads(ROME))],
@@ -188,7 +203,11 @@ def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() ->
 def test_pieces_are_in_order(size: int) -> None:
     reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
     text = f"See.{HERMES}\nThen{HERMES}"
-    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    pieces = [
+        piece
+        for start in range(0, len(text), size)
+        for piece in reader.feed(text[start : start + size])
+    ]
     told = "".join("+" if piece.calls else piece.content for piece in [*pieces, *reader.finish()])
     assert told == "See.+Then+"
 
@@ -196,7 +215,9 @@ def test_pieces_are_in_order(size: int) -> None:
 @sizes
 def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None:
     """However the answer comes: in pieces or as a whole."""
-    text = f"<think>\nSo?\n</think>\n\nSee.{ONE_CALL['qwen3']}<tool_call>{{broken</tool_call> <b>more"
+    text = (
+        f"<think>\nSo?\n</think>\n\nSee.{ONE_CALL['qwen3']}<tool_call>{{broken</tool_call> <b>more"
+    )
     call = ("get_weather", json.loads(ROME))
     assert read("qwen3", text, size=size) == (
         "See.<tool_call>{broken</tool_call> <b>more",
@@ -215,7 +236,10 @@ def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None
 def test_content_and_marks_of_a_call_that_is_none_are_the_text(
     before: str, body: str, after: str, size: int, name: str
 ) -> None:
-    opening, closing = {"qwen3": ("<tool_call>", "</tool_call>"), "mistral_args": ("[TOOL_CALLS]f[ARGS]", "</s>")}[name]
+    opening, closing = {
+        "qwen3": ("<tool_call>", "</tool_call>"),
+        "mistral_args": ("[TOOL_CALLS]f[ARGS]", "</s>"),
+    }[name]
     text = f"{before}{opening}no{body}{closing}{after}"
     assert read(name, text, size=size) == (text, "", [])
 

@@ -14,10 +14,18 @@ from kvlinker.prompting.segments import CachedSegment, FreshSegment
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
 ALONE, BOS, PREFIX = GenerationContext
-TOKENIZERS = [byte_level(), byte_level(bos=False), metaspace("first"), metaspace("prepend"), word_level()]
+TOKENIZERS = [
+    byte_level(),
+    byte_level(bos=False),
+    metaspace("first"),
+    metaspace("prepend"),
+    word_level(),
+]
 
 
-def builder(tokenizer: PreTrainedTokenizerFast | None = None, context: GenerationContext = ALONE) -> PromptBuilder:
+def builder(
+    tokenizer: PreTrainedTokenizerFast | None = None, context: GenerationContext = ALONE
+) -> PromptBuilder:
     return PromptBuilder(tokenizer or byte_level(), context=context)
 
 
@@ -30,7 +38,9 @@ class TestChunks:
         assert builder().encode_chunk("the cat") == Chunk(encoded("the cat"))
 
     def test_bos_is_the_first_token(self) -> None:
-        assert builder(context=BOS).encode_chunk("the cat") == Chunk((byte_level().bos_token_id, *encoded("the cat")))
+        assert builder(context=BOS).encode_chunk("the cat") == Chunk(
+            (byte_level().bos_token_id, *encoded("the cat"))
+        )
 
     def test_prefix_without_a_template_is_what_completions_begin_with(self) -> None:
         built = builder(context=PREFIX)
@@ -39,7 +49,9 @@ class TestChunks:
         assert built.completion((chunk, "sat")).spans[0].exact
 
     def test_a_chunk_may_choose_its_context(self) -> None:
-        assert builder(context=BOS).encode_chunk("the cat", ALONE) == builder().encode_chunk("the cat")
+        assert builder(context=BOS).encode_chunk("the cat", ALONE) == builder().encode_chunk(
+            "the cat"
+        )
         assert builder().chunk_from_tokens([7], BOS) == Chunk((byte_level().bos_token_id, 7))
 
     def test_bos_is_not_doubled(self) -> None:
@@ -77,12 +89,18 @@ class TestChunks:
 
 class TestCompletions:
     @settings(max_examples=60, deadline=None)
-    @given(st.lists(st.sampled_from([*"ab c\né😀", "the cat", "<|end|>", "</s>"]), min_size=1).map("".join))
+    @given(
+        st.lists(st.sampled_from([*"ab c\né😀", "the cat", "<|end|>", "</s>"]), min_size=1).map(
+            "".join
+        )
+    )
     def test_text_alone_gives_what_the_tokenizer_gives(self, text: str) -> None:
         for tokenizer in TOKENIZERS:
             if expected := tokenizer(text)["input_ids"]:
                 assert builder(tokenizer).completion(text).tokens.tolist() == expected
-                assert builder(tokenizer).completion([text[:1], text[1:]]).tokens.tolist() == expected
+                assert (
+                    builder(tokenizer).completion([text[:1], text[1:]]).tokens.tolist() == expected
+                )
 
     def test_token_ids_are_taken_as_they_are(self) -> None:
         last = len(byte_level()) - 1
@@ -107,7 +125,9 @@ class TestCompletions:
         built = builder(tokenizer)
         chunk = built.encode_chunk("cat")
         prompt = built.completion(("the", chunk, "sat", " ", "on", chunk))
-        shown = [tokenizer.convert_ids_to_tokens(list(segment.tokens)) for segment in prompt.segments]
+        shown = [
+            tokenizer.convert_ids_to_tokens(list(segment.tokens)) for segment in prompt.segments
+        ]
         assert ["".join(tokens) for tokens in shown] == ["<s>▁the", "▁cat", "sat▁on", "▁cat"]
 
     @settings(max_examples=60, deadline=None)
@@ -117,14 +137,18 @@ class TestCompletions:
         chunks = [built.encode_chunk("A document."), built.encode_chunk("😀", BOS)]
         if not any(isinstance(part, int) or part for part in parts):
             return
-        prompt = built.completion([chunks[part] if isinstance(part, int) else part for part in parts])
+        prompt = built.completion(
+            [chunks[part] if isinstance(part, int) else part for part in parts]
+        )
         assert prompt.chunks == tuple(chunks[part] for part in parts if isinstance(part, int))
         for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
             assert tuple(prompt.tokens[span.start : span.end].tolist()) == chunk.tokens
         fresh = [isinstance(segment, FreshSegment) for segment in prompt.segments]
         assert not any(a and b for a, b in pairwise(fresh))
         text = "".join(part for part in parts if isinstance(part, str))
-        decoded = byte_level().decode([token for s in prompt.segments for token in s.tokens if is_fresh(s)])
+        decoded = byte_level().decode(
+            [token for s in prompt.segments for token in s.tokens if is_fresh(s)]
+        )
         assert decoded.removeprefix("<s>") in (text, text.removeprefix("<s>"))
 
     @pytest.mark.parametrize(

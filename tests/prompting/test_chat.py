@@ -25,11 +25,16 @@ BUILDERS = {
     name: PromptBuilder(byte_level(), context=GenerationContext.ALONE, chat_template=template)
     for name, template in TEMPLATES.items()
 }
-TOKENIZERS = {"byte_level": byte_level(), **{kind: metaspace(kind) for kind in ("first", "always", "prepend")}}
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    **{kind: metaspace(kind) for kind in ("first", "always", "prepend")},
+}
 
 
 def builder(template: str | None = templates.CHATML, **options: Any) -> PromptBuilder:
-    return PromptBuilder(byte_level(), chat_template=template, **{"context": GenerationContext.ALONE} | options)
+    return PromptBuilder(
+        byte_level(), chat_template=template, **{"context": GenerationContext.ALONE} | options
+    )
 
 
 def user(*content: str | Chunk) -> ChatMessage:
@@ -55,10 +60,14 @@ contents = st.lists(texts | chunk_indices, min_size=1, max_size=5)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.lists(texts, min_size=1, max_size=5))
-def test_text_alone_gives_what_the_tokenizer_gives(name: str, tokenizer: str, data: list[str]) -> None:
+def test_text_alone_gives_what_the_tokenizer_gives(
+    name: str, tokenizer: str, data: list[str]
+) -> None:
     own = TOKENIZERS[tokenizer]
     built = PromptBuilder(own, context=GenerationContext.ALONE, chat_template=TEMPLATES[name])
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(data)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(data)
+    ]
     expected = own.apply_chat_template(
         messages, chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=False
     )
@@ -74,19 +83,30 @@ def test_chunks_stand_anywhere_with_the_templates_text_around_them(
     name: str, data: list[list[str | int]], context: GenerationContext
 ) -> None:
     built = BUILDERS[name]
-    chunks = [built.encode_chunk(text, context) for text in ("A document.", " x", "<|end|>\n", "😀")]
+    chunks = [
+        built.encode_chunk(text, context) for text in ("A document.", " x", "<|end|>\n", "😀")
+    ]
     messages = []
     shown = []
     for i, content in enumerate(data):
         role = ("user", "assistant")[i % 2]
-        messages.append(ChatMessage(role, tuple(chunks[p] if isinstance(p, int) else p for p in content)))
-        shown.append({"role": role, "content": "".join("@" if isinstance(p, int) else p for p in content)})
+        messages.append(
+            ChatMessage(role, tuple(chunks[p] if isinstance(p, int) else p for p in content))
+        )
+        shown.append(
+            {"role": role, "content": "".join("@" if isinstance(p, int) else p for p in content)}
+        )
 
     prompt = built.chat(messages)
 
     assert_well_formed(prompt)
-    assert prompt.chunks == tuple(chunks[p] for content in data for p in content if isinstance(p, int))
-    seen = ["@" if isinstance(s, CachedSegment) else byte_level().decode(list(s.tokens)) for s in prompt.segments]
+    assert prompt.chunks == tuple(
+        chunks[p] for content in data for p in content if isinstance(p, int)
+    )
+    seen = [
+        "@" if isinstance(s, CachedSegment) else byte_level().decode(list(s.tokens))
+        for s in prompt.segments
+    ]
     assert "".join(seen) == byte_level().apply_chat_template(
         shown, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
     )
@@ -95,7 +115,9 @@ def test_chunks_stand_anywhere_with_the_templates_text_around_them(
 def test_a_template_may_move_chunks() -> None:
     built = BUILDERS["reordering"]
     rules, one, two = (built.encode_chunk(text) for text in ("rules", "one", "two"))
-    prompt = built.chat([ChatMessage("system", (rules,)), user(one), ChatMessage("assistant", ("Yes",)), user(two)])
+    prompt = built.chat(
+        [ChatMessage("system", (rules,)), user(one), ChatMessage("assistant", ("Yes",)), user(two)]
+    )
     assert prompt.chunks == (one, rules, two)
     assert_well_formed(prompt)
 
@@ -110,7 +132,9 @@ def test_the_same_chunk_may_stand_twice() -> None:
 @pytest.mark.parametrize("kind", ["first", "always", "prepend"])
 def test_no_space_appears_after_a_chunk(kind: str) -> None:
     tokenizer = metaspace(kind)
-    built = PromptBuilder(tokenizer, context=GenerationContext.ALONE, chat_template=templates.REORDERING)
+    built = PromptBuilder(
+        tokenizer, context=GenerationContext.ALONE, chat_template=templates.REORDERING
+    )
     chunk = built.encode_chunk("the cat")
     prompt = built.chat([user(chunk, "sat ", chunk, " on")])
     middle, end = (s for s in prompt.segments[1:] if isinstance(s, FreshSegment))
@@ -156,20 +180,29 @@ class TestPrefix:
     def test_with_system_prompt(self) -> None:
         built = builder(context=GenerationContext.PREFIX, system_prompt="Be brief.")
         chunk = built.encode_chunk("A document.")
-        assert byte_level().decode(list(chunk.prefix)) == "<|start|>system\nBe brief.<|end|>\n<|start|>user\n"
+        assert (
+            byte_level().decode(list(chunk.prefix))
+            == "<|start|>system\nBe brief.<|end|>\n<|start|>user\n"
+        )
         assert built.chat([user(chunk)]).spans[0].exact
         assert not built.chat([ChatMessage("system", ("Be long.",)), user(chunk)]).spans[0].exact
         assert not built.chat([user("See: ", chunk)]).spans[0].exact
 
     @pytest.mark.parametrize("kind", ["first", "always", "prepend"])
     def test_with_tokenizers_that_put_spaces_before_text(self, kind: str) -> None:
-        built = PromptBuilder(metaspace(kind), context=GenerationContext.PREFIX, chat_template=templates.REORDERING)
+        built = PromptBuilder(
+            metaspace(kind), context=GenerationContext.PREFIX, chat_template=templates.REORDERING
+        )
         assert built.chat([user(built.encode_chunk("A document."), "Why?")]).spans[0].exact
 
     def test_chunk_in_a_system_message_is_exact_behind_the_header_alone(self) -> None:
-        built = builder("{% for m in messages %}{{ m.content }}{% endfor %}", context=GenerationContext.PREFIX)
+        built = builder(
+            "{% for m in messages %}{{ m.content }}{% endfor %}", context=GenerationContext.PREFIX
+        )
         assert built.prefix == ()
-        assert built.chat([ChatMessage("system", (built.encode_chunk("A document."),))]).spans[0].exact
+        assert (
+            built.chat([ChatMessage("system", (built.encode_chunk("A document."),))]).spans[0].exact
+        )
 
 
 class TestSystemPrompt:
@@ -192,7 +225,11 @@ class TestSystemPrompt:
         (templates.CHATML, [ChatMessage("user", ("Hi",), name="\ud800")], "lone surrogate"),
         (None, [user("Hi")], "no chat template.*completion"),
         (templates.ALTERNATING, [user("a"), user("b")], "roles must alternate"),
-        (templates.ALTERNATING, [ChatMessage("system", ("a",)), user("b")], "System role not supported"),
+        (
+            templates.ALTERNATING,
+            [ChatMessage("system", ("a",)), user("b")],
+            "System role not supported",
+        ),
         ("{{ messages[0].content + 1 }}", [user("a")], "does not accept these messages"),
         ("{{ messages[0].content.a.b }}", [user("a")], "does not accept these messages"),
         ("", [user("a")], "encodes to no tokens"),

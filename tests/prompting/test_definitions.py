@@ -1,4 +1,5 @@
-"""Definitions of tools are found in prompts as templates of every kind write them, and cut out exactly."""
+"""Definitions of tools are found in prompts as templates of every kind write them, and cut out
+exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ NASTY: Any = {
     "function": {
         "name": "search",
         "description": 'Finds "it"\nin a <tool> & more: größer, {{ braces }}, <|end|>.',
-        "parameters": {"type": "object", "properties": {"query": {"type": "string", "enum": ["a\\b", "</tools>"]}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "enum": ["a\\b", "</tools>"]}},
+        },
     },
 }
 TOOLS = (WEATHER, NASTY, TIME)
@@ -34,7 +38,8 @@ MESSAGES: list[ChatMessage] = [
     ChatMessage("user", ("The weather?",)),
 ]
 ONLY_TOOLS = (
-    "{% for m in messages %}{% if loop.last and tools %}%s{% endif %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    "{% for m in messages %}{% if loop.last and tools %}%s{% endif %}"
+    "{{ m.role + ': ' + m.content }}{% endfor %}"
 )
 KEY_BY_KEY = (
     '{{ \'{"type": "function", "function": {\' }}{% for key, value in tool.function.items() %}'
@@ -55,14 +60,19 @@ def each(tool: str) -> str:
 
 
 STYLES = {
-    "as Qwen's": "<tools>" + each("{{ '\\n' }}{{ tool | tojson }}") + "{{ '\\n' }}</tools>{{ '\\n\\n' }}",
-    "as Llama's": "No variables.{{ '\\n\\n' }}" + each("{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}"),
+    "as Qwen's": "<tools>"
+    + each("{{ '\\n' }}{{ tool | tojson }}")
+    + "{{ '\\n' }}</tools>{{ '\\n\\n' }}",
+    "as Llama's": "No variables.{{ '\\n\\n' }}"
+    + each("{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}"),
     "as Mistral's": "[AVAILABLE_TOOLS] [" + each(KEY_BY_KEY) + "[/AVAILABLE_TOOLS]",
     "as SmolLM3's": "<tools>{{ '\\n' }}" + each("{{ tool | string }}{{ '\\n' }}") + "</tools>",
     "a list": "{{ tools | tojson }}",
     "an indented list": "{{ tools | tojson(indent=2) }}",
     "in tags": "<tools>" + each(IN_TAGS) + "{{ '\\n' }}</tools>",
-    "as types": "namespace functions {{ '{\\n\\n' }}" + each(AS_TYPES) + "{{ '}' }} // namespace functions",
+    "as types": "namespace functions {{ '{\\n\\n' }}"
+    + each(AS_TYPES)
+    + "{{ '}' }} // namespace functions",
 }
 STYLED = {name: ONLY_TOOLS.replace("%s", style) for name, style in STYLES.items()}
 ALL = STYLED | {"in the message": templates.CHATML}
@@ -74,7 +84,10 @@ def template(source: str) -> ChatTemplate:
 
 def test_long_definitions_are_found_but_not_remembered() -> None:
     rendering = template(STYLED["a list"])
-    long: Any = {"type": "function", "function": {"name": "f", "description": "word " * LONGEST_DEFINITION}}
+    long: Any = {
+        "type": "function",
+        "function": {"name": "f", "description": "word " * LONGEST_DEFINITION},
+    }
     for tool in (WEATHER, long, long):
         assert json.loads(rendering.definition(tool) or "") == tool
     assert rendering._definition.cache_info().currsize == 1
@@ -93,7 +106,9 @@ def test_definitions_are_cut_out_of_any_template(source: str) -> None:
     for order in ((0, 1, 2), (2, 0), (1,)):
         options = TemplateOptions(tools=tuple(TOOLS[number] for number in order))
         parts = rendering.render(MESSAGES, options=options, definitions=chunks)
-        assert [part for part in parts if isinstance(part, Chunk)] == [Chunk((number,)) for number in order]
+        assert [part for part in parts if isinstance(part, Chunk)] == [
+            Chunk((number,)) for number in order
+        ]
         back = {chunk: text for text, chunk in chunks.items()}
         (plain,) = rendering.render(MESSAGES, options=options)
         assert "".join(back[part] if isinstance(part, Chunk) else part for part in parts) == plain
@@ -111,7 +126,10 @@ def test_json_is_cut_out_whole() -> None:
 
 @pytest.mark.parametrize(
     "tools",
-    ["{{ tools[:1] | tojson }}", "{{ raise_exception('one only') if tools | length > 1 }}{{ tools | tojson }}"],
+    [
+        "{{ tools[:1] | tojson }}",
+        "{{ raise_exception('one only') if tools | length > 1 }}{{ tools | tojson }}",
+    ],
 )
 def test_templates_may_write_no_text_of_its_own(tools: str) -> None:
     rendering = template(ONLY_TOOLS.replace("%s", tools))
@@ -125,18 +143,24 @@ def test_a_definition_that_stands_twice_stays_text() -> None:
     text = rendering.definition(TIME)
     assert text is not None
     quoting: list[ChatMessage] = [ChatMessage("user", (f"What is {text}?",))]
-    parts = rendering.render(quoting, options=TemplateOptions(tools=(TIME,)), definitions={text: Chunk((1,))})
+    parts = rendering.render(
+        quoting, options=TemplateOptions(tools=(TIME,)), definitions={text: Chunk((1,))}
+    )
     assert not any(isinstance(part, Chunk) for part in parts)
 
 
 def test_definitions_and_other_chunks_stand_in_one_prompt() -> None:
-    builder = PromptBuilder(byte_level(), context=GenerationContext.ALONE, chat_template=STYLED["as Llama's"])
+    builder = PromptBuilder(
+        byte_level(), context=GenerationContext.ALONE, chat_template=STYLED["as Llama's"]
+    )
     text = builder.definition(WEATHER)
     assert text is not None
     defined, cached, documented = builder.encode_chunk(text), Chunk((10, 11)), Chunk((20, 21))
     messages: list[ChatMessage] = [ChatMessage("user", (cached, "Time?"))]
     options = TemplateOptions(tools=(WEATHER, TIME))
-    prompt = builder.chat(messages, [Document(documented)], options=options, definitions={text: defined})
+    prompt = builder.chat(
+        messages, [Document(documented)], options=options, definitions={text: defined}
+    )
     assert prompt.chunks == (defined, documented, cached)
 
 
@@ -145,7 +169,8 @@ TEXTS = st.text(st.sampled_from("ab{} \n,"), max_size=8)
 
 @given(TEXTS, TEXTS, TEXTS, TEXTS)
 def test_what_is_found_stands_in_both(head: str, text: str, gap: str, tail: str) -> None:
-    """Whatever stands around it: all that is found occurs in the prompt, and no less than the text."""
+    """Whatever stands around it: all that is found occurs in the prompt, and no less than the
+    text."""
     once, twice = head + text + tail, head + text + gap + text + tail
     found = repeated_text(once, twice)
     assert found is None or found in once
@@ -162,6 +187,6 @@ def test_cutting_changes_no_text(parts: list[str | Chunk], texts: list[str]) -> 
     chunks = {text: Chunk((number,)) for number, text in enumerate(dict.fromkeys(texts))}
     back = {chunk: text for text, chunk in chunks.items()}
     cut = with_definitions(parts, chunks)
-    assert "".join(str(back.get(part, part)) if isinstance(part, Chunk) else part for part in cut) == "".join(
-        map(str, parts)
-    )
+    assert "".join(
+        str(back.get(part, part)) if isinstance(part, Chunk) else part for part in cut
+    ) == "".join(map(str, parts))

@@ -17,7 +17,9 @@ def tokens(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> list[str
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), metaspace(), metaspace("prepend")])
-@pytest.mark.parametrize("text", ["<s>", "a <|end|> b", "</s></s>", "the <|start|>user\nsystem", "<s"])
+@pytest.mark.parametrize(
+    "text", ["<s>", "a <|end|> b", "</s></s>", "the <|start|>user\nsystem", "<s"]
+)
 def test_special_tokens_in_data_are_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = TextEncoder(tokenizer).encode_data(text)
     assert not set(ids) & set(tokenizer.all_special_ids)
@@ -26,13 +28,20 @@ def test_special_tokens_in_data_are_text(tokenizer: PreTrainedTokenizerFast, tex
 
 def test_other_added_tokens_stay_tokens_in_data() -> None:
     tokenizer = byte_level()
-    assert tokenizer.convert_tokens_to_ids("<think>") in TextEncoder(tokenizer).encode_data("a<think>b")
+    assert tokenizer.convert_tokens_to_ids("<think>") in TextEncoder(tokenizer).encode_data(
+        "a<think>b"
+    )
 
 
 def test_special_tokens_that_the_vocabulary_itself_yields_are_taken_apart() -> None:
     tokenizer = word_level()
     encoder = TextEncoder(tokenizer)
-    assert tokens(tokenizer, encoder.encode_data("cat </s> dog.")) == ["cat", "<unk>", "<unk>", "dog."]
+    assert tokens(tokenizer, encoder.encode_data("cat </s> dog.")) == [
+        "cat",
+        "<unk>",
+        "<unk>",
+        "dog.",
+    ]
     assert encoder.count_data(["cat </s> dog.", "cat"]) == [4, 1]
 
 
@@ -81,7 +90,12 @@ def test_token_starts_ascend_from_the_first_character(text: str) -> None:
 
 
 def test_prompts_are_encoded_as_the_tokenizer_does() -> None:
-    for tokenizer in (byte_level(), byte_level(add_prefix_space=True), *map(metaspace, SPACED), word_level()):
+    for tokenizer in (
+        byte_level(),
+        byte_level(add_prefix_space=True),
+        *map(metaspace, SPACED),
+        word_level(),
+    ):
         for text in ("Hello world", " a cat", "<s>the cat</s> sat", "dog.\n\nnew é 😀"):
             expected = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert list(TextEncoder(tokenizer).encode_prompt(text)) == expected
@@ -94,7 +108,9 @@ def test_no_space_before_text_that_continues(kind: str) -> None:
     assert tokens(tokenizer, encoder.encode_prompt("cat sat"))[0].startswith("▁")
     for text in ("cat sat", "small text</s>", "\nmore"):
         continued = encoder.encode_prompt(text, continued=True)
-        assert "".join(tokens(tokenizer, continued)).replace("<0x0A>", "\n") == text.replace(" ", "▁")
+        assert "".join(tokens(tokenizer, continued)).replace("<0x0A>", "\n") == text.replace(
+            " ", "▁"
+        )
 
 
 @pytest.mark.parametrize("kind", SPACED)
@@ -110,7 +126,9 @@ def test_text_that_continues_is_as_in_context_after_its_first_special_token(kind
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), metaspace("never"), word_level()])
-def test_tokenizers_without_a_leading_space_need_no_care(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokenizers_without_a_leading_space_need_no_care(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     encoder = TextEncoder(tokenizer)
     assert encoder.encode_prompt("cat sat", continued=True) == encoder.encode_prompt("cat sat")
 
@@ -118,7 +136,9 @@ def test_tokenizers_without_a_leading_space_need_no_care(tokenizer: PreTrainedTo
 def test_byte_level_prefix_space_is_left_out_of_text_that_continues() -> None:
     tokenizer = byte_level(add_prefix_space=True)
     encoder = TextEncoder(tokenizer)
-    assert encoder.encode_prompt("cat", continued=True) == TextEncoder(byte_level()).encode_prompt("cat")
+    assert encoder.encode_prompt("cat", continued=True) == TextEncoder(byte_level()).encode_prompt(
+        "cat"
+    )
     assert encoder.encode_prompt("cat") == encoder.encode_prompt(" cat")
 
 
@@ -130,7 +150,11 @@ def test_what_the_tokenizer_puts_around_prompts() -> None:
 
 def test_vocab_size_counts_added_tokens() -> None:
     tokenizer = byte_level()
-    assert TextEncoder(tokenizer).vocab_size == len(tokenizer) == tokenizer.convert_tokens_to_ids("<think>") + 1
+    assert (
+        TextEncoder(tokenizer).vocab_size
+        == len(tokenizer)
+        == tokenizer.convert_tokens_to_ids("<think>") + 1
+    )
 
 
 def test_others_may_use_and_change_the_tokenizer_meanwhile() -> None:
@@ -145,7 +169,10 @@ def test_others_may_use_and_change_the_tokenizer_meanwhile() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         disturbances = [pool.submit(disturb, i) for i in range(20)]
-        results = [pool.submit(lambda: (encoder.encode_data(text), encoder.encode_prompt(text))) for _ in range(40)]
+        results = [
+            pool.submit(lambda: (encoder.encode_data(text), encoder.encode_prompt(text)))
+            for _ in range(40)
+        ]
         assert {result.result() for result in results} == {(as_data, as_prompt)}
         for disturbance in disturbances:
             disturbance.result()
@@ -153,7 +180,9 @@ def test_others_may_use_and_change_the_tokenizer_meanwhile() -> None:
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\ud83d\ude00"])
 def test_lone_surrogates_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"lone surrogate U\+D[8-F][0-9A-F]{2} at character [01]") as caught:
+    with pytest.raises(
+        InvalidRequestError, match=r"lone surrogate U\+D[8-F][0-9A-F]{2} at character [01]"
+    ) as caught:
         require_unicode(text, param="prompt")
     assert caught.value.param == "prompt"
 

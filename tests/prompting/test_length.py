@@ -1,4 +1,5 @@
-"""Texts that cannot fit into the context window are refused, at best before any of them is encoded."""
+"""Texts that cannot fit into the context window are refused, at best before any of them is
+encoded."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_what_fits_passes(encoder: TextEncoder, text: str) -> None:
 def test_the_bound_is_the_windows(limit: LengthLimit) -> None:
     assert limit.max_characters >= WINDOW * LEAST_CHARACTERS
     limit.check_texts(["a" * WINDOW], param="messages")
-    with pytest.raises(ContextLengthError, match=f"{limit.max_characters + 1:,} characters") as caught:
+    with pytest.raises(
+        ContextLengthError, match=f"{limit.max_characters + 1:,} characters"
+    ) as caught:
         limit.check_texts(["a", "b" * limit.max_characters], param="messages")
     assert caught.value.param == "messages"
     assert f"{WINDOW} tokens" in caught.value.message
@@ -64,14 +67,19 @@ def test_a_long_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch
 
 def builder(window: int | None = WINDOW) -> PromptBuilder:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return PromptBuilder(byte_level(), context=GenerationContext.ALONE, chat_template=template, max_tokens=window)
+    return PromptBuilder(
+        byte_level(), context=GenerationContext.ALONE, chat_template=template, max_tokens=window
+    )
 
 
 def test_every_way_into_a_prompt_is_limited() -> None:
     long = "a" * 10**5
     built = builder()
     for param, call in (
-        ("messages", lambda: built.chat([ChatMessage("user", ("Hi",)), ChatMessage("user", (long,))])),
+        (
+            "messages",
+            lambda: built.chat([ChatMessage("user", ("Hi",)), ChatMessage("user", (long,))]),
+        ),
         ("messages", lambda: built.chat([ChatMessage("user", ("Hi",), long)])),
         ("prompt", lambda: built.completion(long)),
         ("prompt", lambda: built.completion(("a", built.encode_chunk("a"), long))),

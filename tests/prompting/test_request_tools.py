@@ -1,4 +1,5 @@
-"""Tools and forms of answers in Python are those of the server, and what cannot be is refused alike."""
+"""Tools and forms of answers in Python are those of the server, and what cannot be is refused
+alike."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from tests.doors.http.serving import Served
 from tests.doors.http.test_tools import NEWS, PARAMETERS, QUESTION, TIME, WEATHER, closing
 from tests.schemas import check
 
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"floor": {"enum": [1, 2]}}, "required": ["floor"]} | {
-    "additionalProperties": False
-}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"floor": {"enum": [1, 2]}},
+    "required": ["floor"],
+} | {"additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 
 
@@ -31,20 +34,32 @@ def likely(served: Served) -> dict[int, float]:
 
 CALLING: list[dict[str, Any]] = [
     {"tools": [WEATHER, TIME], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2},
-    {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "seed": 1},
+    {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "seed": 1,
+    },
 ]
 
 
-@pytest.mark.parametrize("fields", [*CALLING, {"response_format": FORM, "seed": 1}, {"tools": [NEWS], "seed": 1}])
+@pytest.mark.parametrize(
+    "fields", [*CALLING, {"response_format": FORM, "seed": 1}, {"tools": [NEWS], "seed": 1}]
+)
 async def test_answers_are_the_servers(served: Served, llm: LLM, fields: dict[str, Any]) -> None:
     here = llm.chat_completion(QUESTION, **fields, max_tokens=200, logit_bias=likely(served))
     with Client(served.url) as client:
-        there = client.chat_completion(QUESTION, **fields, max_tokens=200, logit_bias=closing(served))
+        there = client.chat_completion(
+            QUESTION, **fields, max_tokens=200, logit_bias=closing(served)
+        )
     awaited = await AsyncLLM.from_llm(llm).chat_completion(
         QUESTION, **fields, max_tokens=200, logit_bias=likely(served)
     )
     for answer in (here, awaited):
-        assert (answer.text, answer.finish_reason, answer.usage) == (there.text, there.finish_reason, there.usage)
+        assert (answer.text, answer.finish_reason, answer.usage) == (
+            there.text,
+            there.finish_reason,
+            there.usage,
+        )
         assert [replace(call, id="") for call in answer.tool_calls] == [
             replace(call, id="") for call in there.tool_calls
         ]
@@ -58,21 +73,30 @@ async def test_answers_are_the_servers(served: Served, llm: LLM, fields: dict[st
 
 def test_a_conversation_goes_on_with_calls_and_results(served: Served, llm: LLM) -> None:
     marked = WEATHER | {"cache_control": {"type": "ephemeral"}}
-    first = llm.chat_completion(QUESTION, **CALLING[0] | {"tools": [marked, TIME]}, logit_bias=likely(served))
+    first = llm.chat_completion(
+        QUESTION, **CALLING[0] | {"tools": [marked, TIME]}, logit_bias=likely(served)
+    )
     (call,) = first.tool_calls
     (cache,) = first.context_caches
     messages: Any = [
         *QUESTION,
         {
             "role": "assistant",
-            "tool_calls": [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}],
+            "tool_calls": [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            ],
         },
         {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
     ]
     second = llm.chat_completion(messages, tools=[marked, TIME], max_tokens=2)
     assert [each.id for each in second.context_caches] == [cache.id]
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
-    assert llm.chat_completion(QUESTION, tools=[marked], tool_choice="none", max_tokens=1).context_caches == ()
+    assert (
+        llm.chat_completion(
+            QUESTION, tools=[marked], tool_choice="none", max_tokens=1
+        ).context_caches
+        == ()
+    )
 
 
 async def test_streams_have_forms_but_no_calls(llm: LLM) -> None:
@@ -89,7 +113,10 @@ async def test_streams_have_forms_but_no_calls(llm: LLM) -> None:
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
-        ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice",
+        ),
         ({"tools": [TIME, TIME]}, "tools"),
         ({"tools": [{"name": "get_time"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools"),

@@ -19,7 +19,11 @@ WITH_TOOLS = (
     "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "({{ c.function.arguments | tojson }}){% endfor %}{{ '#' ~ m.tool_call_id if m.tool_call_id else '' }}{% endfor %}"
 )
-CALL = {"id": "abc", "type": "function", "function": {"name": "get_time", "arguments": {"zone": "CET"}}}
+CALL = {
+    "id": "abc",
+    "type": "function",
+    "function": {"name": "get_time", "arguments": {"zone": "CET"}},
+}
 HISTORY: list[ChatMessage] = [
     ChatMessage("user", ("Time?",)),
     ChatMessage("assistant", ("Wait.",), fields={"tool_calls": [CALL, CALL]}),
@@ -74,7 +78,10 @@ def test_others_describe_tools_in_the_first_message(name: str) -> None:
 
 
 def test_a_system_message_comes_first() -> None:
-    messages: list[ChatMessage] = [ChatMessage("system", ("Be brief.",)), ChatMessage("user", ("Hi",))]
+    messages: list[ChatMessage] = [
+        ChatMessage("system", ("Be brief.",)),
+        ChatMessage("user", ("Hi",)),
+    ]
     shown = text(templates.CHATML, messages, TIME)
     assert shown.index("Be brief.") < shown.index("get_time") < shown.index("<|start|>user")
 
@@ -99,7 +106,8 @@ def test_tools_and_chunks_stand_in_one_prompt(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", [WITH_TOOLS, "{% for d in documents or [] %}<{{ d.text }}>{% endfor %}" + WITH_TOOLS]
+    "template",
+    [WITH_TOOLS, "{% for d in documents or [] %}<{{ d.text }}>{% endfor %}" + WITH_TOOLS],
 )
 def test_tools_and_documents_stand_in_one_prompt(template: str) -> None:
     """The documents may be chunks, wherever the template puts them."""
@@ -113,13 +121,18 @@ def test_tools_and_documents_stand_in_one_prompt(template: str) -> None:
     prompt = builder(template).chat(messages, [Document(one), Document("plain")], options=options)
     assert prompt.chunks == (one, two)
     shown = byte_level().decode(prompt.tokens.tolist())
-    assert all(text in shown for text in ("plain", "Time?", '"name": "get_time"', 'get_time({"zone": "CET"})', "#abc"))
+    assert all(
+        text in shown
+        for text in ("plain", "Time?", '"name": "get_time"', 'get_time({"zone": "CET"})', "#abc")
+    )
 
 
 def test_described_tools_come_before_documents() -> None:
     """They change less often."""
     prompt = builder(templates.CHATML).chat(
-        [ChatMessage("user", ("Time?",))], [Document("A clock.")], options=TemplateOptions(tools=(TIME,))
+        [ChatMessage("user", ("Time?",))],
+        [Document("A clock.")],
+        options=TemplateOptions(tools=(TIME,)),
     )
     shown = byte_level().decode(prompt.tokens.tolist())
     assert shown.index("get_time") < shown.index("A clock.") < shown.index("Time?")
@@ -130,7 +143,10 @@ def test_arguments_cannot_spell_the_word_that_stands_for_a_chunk() -> None:
     built, chunk = builder(WITH_TOOLS), Chunk((10, 11))
     word = "chunk" + "0" * 32 + "n0z"
     call = {"id": "abc", "type": "function", "function": {"name": word, "arguments": {}}}
-    messages = [ChatMessage("user", (chunk,)), ChatMessage("assistant", ("",), fields={"tool_calls": [call]})]
+    messages = [
+        ChatMessage("user", (chunk,)),
+        ChatMessage("assistant", ("",), fields={"tool_calls": [call]}),
+    ]
     assert built.chat(messages).chunks == (chunk,)
 
 

@@ -37,7 +37,8 @@ def code_of(section: str, language: str) -> str:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
-    """Installs a section's code as a module that an entry point names; registries forget it afterwards."""
+    """Installs a section's code as a module that an entry point names; registries forget it
+    afterwards."""
     groups = {formats: "kvlinker.dataset_formats", benchmark: "kvlinker.benchmarks"}
     (tmp_path / "packages").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "packages")
@@ -46,7 +47,9 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
         (tmp_path / "packages" / f"{PLUGIN}.py").write_text(code_of(section, "python"))
         entry = EntryPoint(name, PLUGIN, groups[module])
         for asking in (registry, benchmark):
-            monkeypatch.setattr(asking, "entry_points", lambda group: [entry] if group == entry.group else [])
+            monkeypatch.setattr(
+                asking, "entry_points", lambda group: [entry] if group == entry.group else []
+            )
         own = module._registry
         if module is not benchmark:
             own.known()
@@ -78,7 +81,16 @@ def test_a_benchmark_is_a_command(install: Install, tmp_path: Path) -> None:
     assert "Measure the time to split a text" in helped.output
     assert "--chunk-tokens" in helped.output
     assert "--plot" not in helped.output
-    arguments = ["--shape", "tiny", "--repeat", "1", "--chunk-tokens", "32", "--json", str(tmp_path / "r.json")]
+    arguments = [
+        "--shape",
+        "tiny",
+        "--repeat",
+        "1",
+        "--chunk-tokens",
+        "32",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     result = CliRunner().invoke(app, ["bench", "splitting", *arguments])
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "r.json").read_text())
@@ -91,5 +103,7 @@ def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
     assert " ".join(declared) == "decode load quality ttft"
     for name, one in declared.items():
         assert benchmark.find_benchmark(name).summary == one.summary
-    with pytest.raises(InvalidRequestError, match="Unknown benchmark 'speed'; known are decode, load, quality"):
+    with pytest.raises(
+        InvalidRequestError, match="Unknown benchmark 'speed'; known are decode, load, quality"
+    ):
         benchmark.find_benchmark("speed")

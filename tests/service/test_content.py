@@ -8,7 +8,14 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.messages import ChatMessage, ContextCacheReference, Document, Implicit, MarkedText, TokenIds
+from kvlinker.base.types.messages import (
+    ChatMessage,
+    ContextCacheReference,
+    Document,
+    Implicit,
+    MarkedText,
+    TokenIds,
+)
 from kvlinker.service.content import parse_documents, parse_implicit, parse_messages, parse_prompt
 from kvlinker.store import ContextCache
 
@@ -23,14 +30,26 @@ ONE = ContextCacheReference("cc_1")
         (None, ()),
         ([], ()),
         (["a", CACHE, "b"], ("a", ONE, "b")),
-        ([{"type": "text", "text": "a", "cache_control": None}, {"type": "context_cache", "id": "cc_1"}], ("a", ONE)),
+        (
+            [
+                {"type": "text", "text": "a", "cache_control": None},
+                {"type": "context_cache", "id": "cc_1"},
+            ],
+            ("a", ONE),
+        ),
         ((ONE, "a"), (ONE, "a")),
-        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], (MarkedText("a"),)),
+        (
+            [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+            (MarkedText("a"),),
+        ),
         (
             [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "5m"}}],
             (MarkedText("a", 300.0),),
         ),
-        ([{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}], (MarkedText("a"),)),
+        (
+            [{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+            (MarkedText("a"),),
+        ),
         ([MarkedText("a", 5.0)], (MarkedText("a", 5.0),)),
     ],
 )
@@ -42,11 +61,19 @@ def test_messages_become_values(content: Any, parsed: tuple[Any, ...]) -> None:
 
 def test_calls_and_results_become_values() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm.", "refusal": None}
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "reasoning_content": "Hm.",
+        "refusal": None,
+    }
     result = {"role": "tool", "content": "x", "tool_call_id": "c1"}
     as_object = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     assert parse_messages([asked, result]) == (
-        ChatMessage("assistant", (), fields={"reasoning_content": "Hm.", "tool_calls": [as_object]}),
+        ChatMessage(
+            "assistant", (), fields={"reasoning_content": "Hm.", "tool_calls": [as_object]}
+        ),
         ChatMessage("tool", ("x",), fields={"tool_call_id": "c1"}),
     )
 
@@ -79,12 +106,24 @@ def test_prompts_become_values(prompt: Any, parsed: Any) -> None:
         ({"role": "assistant", "tool_calls": ["f"]}, "tool_calls of message 1 are"),
         ({"role": "assistant", "tool_calls": 5}, "tool_calls of message 1 are 5"),
         ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "needs a 'function'"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}, "a JSON object"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]},
+            "a JSON object",
+        ),
         ({"role": "user", "content": [7]}, "A content part is 7"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url': only 'text' and 'context_cache'"),
-        ({"role": "user", "content": [{"text": "a"}]}, "type None: only 'text' and 'context_cache'"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "'image_url': only 'text' and 'context_cache'",
+        ),
+        (
+            {"role": "user", "content": [{"text": "a"}]},
+            "type None: only 'text' and 'context_cache'",
+        ),
         ({"role": "user", "content": [{"type": "text"}]}, "'text' needs 'text', a text"),
-        ({"role": "user", "content": [{"type": "context_cache", "id": 5}]}, "'context_cache' needs 'id', a text"),
+        (
+            {"role": "user", "content": [{"type": "context_cache", "id": 5}]},
+            "'context_cache' needs 'id', a text",
+        ),
     ],
 )
 def test_mistakes_in_messages_are_named(message: Any, words: str) -> None:
@@ -126,7 +165,9 @@ def test_mistakes_in_marks_are_named(mark: dict[str, Any], words: str) -> None:
 
 
 def test_documents_become_values() -> None:
-    parsed: tuple[Document[Any], ...] = (Document(MarkedText("a"), {"title": "One", "source": "web"}),)
+    parsed: tuple[Document[Any], ...] = (
+        Document(MarkedText("a"), {"title": "One", "source": "web"}),
+    )
     assert parse_documents([{"text": "a", "title": "One", "source": "web"}]) == parsed
     assert parse_documents(parsed) == parsed
     assert parsed[0].title == "One"
@@ -136,5 +177,7 @@ def test_documents_become_values() -> None:
 
 def test_modes_have_names() -> None:
     assert parse_implicit("auto") is Implicit.AUTO
-    with pytest.raises(InvalidRequestError, match="'sometimes', but must be one of auto, marked, off"):
+    with pytest.raises(
+        InvalidRequestError, match="'sometimes', but must be one of auto, marked, off"
+    ):
         parse_implicit("sometimes")

@@ -1,4 +1,5 @@
-"""Typed content becomes a prompt with chunks in the places of context caches and of marked texts."""
+"""Typed content becomes a prompt with chunks in the places of context caches and of marked
+texts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from kvlinker.store import ContextCache
 
 ANNA = ReadOptions("anna")
 ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
-DEFAULTS = ReadDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
+DEFAULTS = ReadDefaults(
+    lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive")
+)
 
 
 def cache(cache_id: str, *tokens: int) -> ContextCache:
@@ -52,7 +55,8 @@ class Caches:
 
 
 class Implicits:
-    """Implicit context caches: a text's chunk is its characters, and there is room for those that begin small."""
+    """Implicit context caches: a text's chunk is its characters, and there is room for those that
+    begin small."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
@@ -68,7 +72,9 @@ class Implicits:
         found = {}
         for chunk, text in texts.items():
             if text.text[0].islower():
-                found[chunk] = FoundChunk(chunk, cache(f"cc_{text.text}", *chunk.tokens), text.text not in self.entered)
+                found[chunk] = FoundChunk(
+                    chunk, cache(f"cc_{text.text}", *chunk.tokens), text.text not in self.entered
+                )
                 self.entered.append(text.text)
         return found
 
@@ -77,7 +83,8 @@ class Implicits:
 
 
 class BuiltPrompt(list[Any]):
-    """Messages and documents; chunks are those of definitions, but for one that does not stand there just once."""
+    """Messages and documents; chunks are those of definitions, but for one that does not stand
+    there just once."""
 
     def __init__(self, messages: Any, documents: Any, definitions: Mapping[str, Chunk]) -> None:
         super().__init__([messages, documents])
@@ -86,8 +93,8 @@ class BuiltPrompt(list[Any]):
 
 
 class Builder:
-    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``. Notes the
-    options."""
+    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``.
+    Notes the options."""
 
     def __init__(self) -> None:
         self.options: list[TemplateOptions] = []
@@ -100,7 +107,10 @@ class Builder:
         options: TemplateOptions,
         definitions: Mapping[str, Chunk],
     ) -> Any:
-        if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
+        if any(
+            message.role == "picky" and not isinstance(message.content[0], str)
+            for message in messages
+        ):
             raise InvalidRequestError("no", param="messages")
         self.options.append(options)
         return BuiltPrompt(list(messages), list(documents), definitions)
@@ -124,7 +134,8 @@ class Builder:
 
 
 class Finder:
-    """A recognizer that finds the text ``found``, and notes what it may remember and what comes before."""
+    """A recognizer that finds the text ``found``, and notes what it may remember and what comes
+    before."""
 
     def __init__(self) -> None:
         self.noted: list[bool] = []
@@ -135,7 +146,10 @@ class Finder:
         self.noted.append(notes)
         self.openings.append(messages[0])
         return [
-            replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
+            replace(
+                m,
+                content=tuple(MarkedText(part) if part == "found" else part for part in m.content),
+            )
             for m in messages
         ]
 
@@ -155,7 +169,9 @@ def test_chunks_take_the_places_of_references() -> None:
         ChatMessage("system", (Chunk((1,)), "a", Chunk((0,)))),
         ChatMessage("user", ("b", Chunk((1,))), "ann"),
     ]
-    assert read.linked == (LinkedCache("cc_2", 1, False), LinkedCache("cc_1", 1, False)), "in the order of the prompt"
+    assert read.linked == (LinkedCache("cc_2", 1, False), LinkedCache("cc_1", 1, False)), (
+        "in the order of the prompt"
+    )
     assert read.ids == {Chunk((1,)).content: "cc_2", Chunk((0,)).content: "cc_1"}
     assert caches.asked == [("cc_2", "cc_1")], "once, and each id once"
     assert reading.completion((ONE, "a"), ANNA).prompt == (Chunk((0,)), "a")
@@ -163,7 +179,9 @@ def test_chunks_take_the_places_of_references() -> None:
 
 def test_content_without_context_caches_asks_for_none() -> None:
     reading, caches, _ = reader()
-    assert reading.chat([ChatMessage("user", ("a",))], ANNA).prompt[0] == [ChatMessage("user", ("a",))]
+    assert reading.chat([ChatMessage("user", ("a",))], ANNA).prompt[0] == [
+        ChatMessage("user", ("a",))
+    ]
     assert reading.completion(("a",), ANNA).prompt == ("a",)
     assert reading.completion(TokenIds((1,)), ANNA).prompt == (1,)
     assert caches.asked == []
@@ -171,7 +189,11 @@ def test_content_without_context_caches_asks_for_none() -> None:
 
 def test_the_first_place_of_an_unknown_id_is_named() -> None:
     reading, _, _ = reader("cc_1")
-    messages = [ChatMessage("user", (ONE,)), ChatMessage("user", ("a", ONE, TWO)), ChatMessage("user", (TWO,))]
+    messages = [
+        ChatMessage("user", (ONE,)),
+        ChatMessage("user", ("a", ONE, TWO)),
+        ChatMessage("user", (TWO,)),
+    ]
     with pytest.raises(ContextCacheNotFoundError) as caught:
         reading.chat(messages, ANNA)
     assert (caught.value.cache_id, caught.value.param) == ("cc_2", "messages.1.content.2.id")
@@ -208,13 +230,20 @@ def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
 def test_calls_and_results_stay_with_their_messages() -> None:
     reading, _, _ = reader("cc_1")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    asked: ChatMessage = ChatMessage("assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."})
-    result: ChatMessage = ChatMessage("tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"})
+    asked: ChatMessage = ChatMessage(
+        "assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."}
+    )
+    result: ChatMessage = ChatMessage(
+        "tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"}
+    )
     options = TemplateOptions(tools=({"type": "function", "function": {"name": "f"}},))
     how = ReadOptions("anna", implicit=Implicit.AUTO)
     read = reading.chat([asked, result], how, options=options)
     found = Chunk(tuple(map(ord, "found")))
-    assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
+    assert read.prompt[0] == [
+        asked,
+        ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields),
+    ]
     reading.chat([ChatMessage("user", ("a",))], how)
     assert reading._builder.options == [options, TemplateOptions()]
     none: dict[str, Any] = {"tools": []}
@@ -241,13 +270,17 @@ def test_marked_definitions_of_tools_become_chunks() -> None:
     assert [each.id for each in read.linked] == ["cc_marked"]
     assert implicit.entered == ["marked", "twice"]
     (options,) = reading._builder.options
-    assert options.tools == tuple(tool(name) for name in ("plain", *names)), "templates know nothing of marks"
+    assert options.tools == tuple(tool(name) for name in ("plain", *names)), (
+        "templates know nothing of marks"
+    )
 
 
 def test_definitions_are_recognised_where_that_is_wanted() -> None:
     reading, _, _ = reader()
     options = TemplateOptions(tools=(tool("plain"), tool("found")))
-    read = reading.chat([ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit.AUTO), options=options)
+    read = reading.chat(
+        [ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit.AUTO), options=options
+    )
     assert list(read.prompt.definitions) == ["found"]
 
 
@@ -256,12 +289,17 @@ def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
     reading, _, _ = reader()
     options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
     with pytest.raises(InvalidRequestError, match="'ephemeral'") as refused:
-        reading.chat([ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit(implicit)), options=options)
+        reading.chat(
+            [ChatMessage("user", ("a",))],
+            ReadOptions("anna", implicit=Implicit(implicit)),
+            options=options,
+        )
     assert refused.value.param == "tools.1"
 
 
 @pytest.mark.parametrize(
-    "how", [ReadOptions("anna", implicit=Implicit.OFF), ReadOptions("anna", policy=parse_policy("full"))]
+    "how",
+    [ReadOptions("anna", implicit=Implicit.OFF), ReadOptions("anna", policy=parse_policy("full"))],
 )
 def test_marks_may_mean_nothing(how: ReadOptions) -> None:
     reading, _, implicit = reader("cc_1")
@@ -278,7 +316,9 @@ def test_what_is_not_kept_is_cut_alike() -> None:
 
 def test_what_the_template_does_not_take_is_text() -> None:
     reading, _, _ = reader("cc_1")
-    read = reading.chat([ChatMessage("picky", (MarkedText("x"),)), ChatMessage("user", (ONE,))], ANNA)
+    read = reading.chat(
+        [ChatMessage("picky", (MarkedText("x"),)), ChatMessage("user", (ONE,))], ANNA
+    )
     assert read.prompt[0] == [ChatMessage("picky", ("x",)), ChatMessage("user", (Chunk((0,)),))]
     assert [each.id for each in read.linked] == ["cc_1"]
     with pytest.raises(InvalidRequestError):
@@ -314,7 +354,9 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
 ) -> None:
     now = ["legolink-4"]
     fixed = None if implicit_policy is None else parse_policy(implicit_policy)
-    defaults = ReadDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
+    defaults = ReadDefaults(
+        lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True
+    )
     reading, _, implicit = reader("cc_1", defaults=defaults)
     now[0] = "query-5"
     read = reading.completion((MarkedText("x"),), ANNA)
@@ -323,7 +365,9 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
 
 
 @pytest.mark.parametrize(("steered", "entered"), [(True, ["x"]), (False, [])])
-def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(steered: bool, entered: list[str]) -> None:
+def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(
+    steered: bool, entered: list[str]
+) -> None:
     defaults = ReadDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
     reading, _, implicit = reader(defaults=defaults)
     assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"

@@ -38,7 +38,11 @@ def test_quotas_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_quotas() -> None:
-    assert load_settings().quotas.of("default") == load_settings().quotas.of(SHARED_TENANT) == UNLIMITED
+    assert (
+        load_settings().quotas.of("default")
+        == load_settings().quotas.of(SHARED_TENANT)
+        == UNLIMITED
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,28 +69,46 @@ def test_bad_quotas(options: dict[str, Any]) -> None:
     [
         ({"prot": 5}, "There is no setting 'prot' (from option prot). Did you mean 'port'?"),
         ({"colour": "red"}, "There is no setting 'colour' (from option colour)."),
-        ({"port": 99999}, "port is 99999 (from option port): it must be a whole number from 0 to 65535."),
-        ({"kv_slots": "few"}, "kv_slots is 'few' (from option kv_slots): it must be a whole number from 16 on."),
+        (
+            {"port": 99999},
+            "port is 99999 (from option port): it must be a whole number from 0 to 65535.",
+        ),
+        (
+            {"kv_slots": "few"},
+            "kv_slots is 'few' (from option kv_slots): it must be a whole number from 16 on.",
+        ),
         (
             {"trust_remote_code": "maybe"},
             "trust_remote_code is 'maybe' (from option trust_remote_code): it must be true",
         ),
-        ({"disk_space": "much"}, "disk_space is 'much' (from option disk_space): it must be a size such as 4GiB."),
+        (
+            {"disk_space": "much"},
+            "disk_space is 'much' (from option disk_space): it must be a size such as 4GiB.",
+        ),
         (
             {"dtype": "flaot32"},
             "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16' or 'float16'. "
             "Did you mean 'float32'?",
         ),
-        ({"generation_context": "prefx"}, "it must be 'alone', 'bos' or 'prefix'. Did you mean 'prefix'?"),
+        (
+            {"generation_context": "prefx"},
+            "it must be 'alone', 'bos' or 'prefix'. Did you mean 'prefix'?",
+        ),
         ({"vllm_options": "{"}, "vllm_options is '{' (from option vllm_options): it is not JSON: "),
         ({"port": "x" * 1000}, f"port is '{'x' * 98}… (from option port): "),
-        ({"redis_prefix": ""}, "redis_prefix is '' (from option redis_prefix): it must have at least 1 character."),
+        (
+            {"redis_prefix": ""},
+            "redis_prefix is '' (from option redis_prefix): it must have at least 1 character.",
+        ),
         (
             {"tenant_quotas": {"shared": {"cache": 1}}},
             "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
             "Did you mean 'tenant_quotas.*.caches'?",
         ),
-        ({"port": -1, "host": 3}, "(from option host): it must be a valid string. port is -1 (from option port): "),
+        (
+            {"port": -1, "host": 3},
+            "(from option host): it must be a valid string. port is -1 (from option port): ",
+        ),
     ],
 )
 def test_complaints_name_value_origin_and_way_out(options: dict[str, Any], complaint: str) -> None:
@@ -99,7 +121,8 @@ def test_complaints_name_value_origin_and_way_out(options: dict[str, Any], compl
 def test_policies_are_complained_about_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINKER_POLICY", "leoglink-16")
     with pytest.raises(
-        PolicyError, match=r"^Unknown policy 'leoglink-16'. Did you mean 'legolink'\? Known policies"
+        PolicyError,
+        match=r"^Unknown policy 'leoglink-16'. Did you mean 'legolink'\? Known policies",
     ) as e:
         load_settings()
     assert e.value.message.endswith("It comes from variable KVLINKER_POLICY.")
@@ -108,7 +131,9 @@ def test_policies_are_complained_about_with_their_origin(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("variable", ["KVLINKER_HOST_MEMORY", "kvlinker_host_memory"])
 def test_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "much")
-    with pytest.raises(InvalidRequestError, match=rf"host_memory is 'much' \(from variable {variable}\)"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"host_memory is 'much' \(from variable {variable}\)"
+    ):
         load_settings()
 
 
@@ -123,7 +148,10 @@ def test_misspelt_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "1")
     load_settings()
     monkeypatch.setenv("KVLINKER_POLCY", "naive")
-    with pytest.raises(InvalidRequestError, match=r"'polcy' \(from variable KVLINKER_POLCY\). Did you mean 'policy'\?"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"'polcy' \(from variable KVLINKER_POLCY\). Did you mean 'policy'\?",
+    ):
         load_settings()
 
 
@@ -131,12 +159,17 @@ def test_misspelt_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "complaint"),
     [
         (b"prt = 5\n", "There is no setting 'prt' (from file {file}). Did you mean 'port'?"),
-        (b'port = "web"\n', "port is 'web' (from file {file}): it must be a whole number from 0 to 65535."),
+        (
+            b'port = "web"\n',
+            "port is 'web' (from file {file}): it must be a whole number from 0 to 65535.",
+        ),
         (b"port = \n", "{file} is not valid TOML: "),
         (b'model = "\xff"\n', "{file} is not valid TOML: "),
     ],
 )
-def test_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, complaint: str) -> None:
+def test_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, complaint: str
+) -> None:
     file = tmp_path / "kvlinker.toml"
     file.write_bytes(content)
     monkeypatch.setenv("KVLINKER_CONFIG", str(file))
@@ -147,7 +180,8 @@ def test_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conten
 
 def test_llm_says_the_same() -> None:
     with pytest.raises(
-        InvalidRequestError, match=r"no setting 'polciy' \(from option polciy\). Did you mean 'policy'\?"
+        InvalidRequestError,
+        match=r"no setting 'polciy' \(from option polciy\). Did you mean 'policy'\?",
     ):
         LLM(polciy="naive")
 
@@ -172,7 +206,9 @@ def test_complaints_tell_no_secrets(options: dict[str, Any]) -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    settings = load_settings(admin_keys="hush-1", tenant_quotas={"hush-1": {}}, encryption_key="hush-2")
+    settings = load_settings(
+        admin_keys="hush-1", tenant_quotas={"hush-1": {}}, encryption_key="hush-2"
+    )
     assert "hush" not in repr(settings)
 
 
@@ -197,7 +233,9 @@ def test_weights_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     assert caught.value.param == "weights"
 
 
-@pytest.mark.parametrize(("written", "share"), [("1%", 0.01), ("0.25", 0.25), (" 100% ", 1.0), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("written", "share"), [("1%", 0.01), ("0.25", 0.25), (" 100% ", 1.0), (0, 0.0)]
+)
 def test_shares_may_be_in_percent(written: Any, share: float) -> None:
     assert load_settings(audit=written).audit == share
 

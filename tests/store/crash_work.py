@@ -1,4 +1,5 @@
-"""What the crash tests' child processes do to a state directory until they are killed, and what they tell of it."""
+"""What the crash tests' child processes do to a state directory until they are killed, and what
+they tell of it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from kvlinker.store.tiers import Tier, TierSetup, configured_tiers
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.store.store_chunks import chunk_kv
 
-CLOCKED = tuple(f"kvlinker.service.context_caches.{name}" for name in ("caches", "creation", "maintenance"))
+CLOCKED = tuple(
+    f"kvlinker.service.context_caches.{name}" for name in ("caches", "creation", "maintenance")
+)
 """The modules that read the time of context caches, for tests that set it."""
 
 FINGERPRINT = "sha256:weights"
@@ -65,7 +68,11 @@ class Shared(NamedTuple):
     @property
     def options(self) -> list[str]:
         """Of commands."""
-        return [part for name, value in self.settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+        return [
+            part
+            for name, value in self.settings.items()
+            for part in (f"--{name.replace('_', '-')}", value)
+        ]
 
 
 ALONE = Shared()
@@ -74,7 +81,9 @@ ALONE = Shared()
 def start(target: Callable[[Path, int], None], folder: Path, seed: int) -> ForkServerProcess:
     """A process that works until it is killed."""
     process = PROCESSES.Process(target=target, args=(folder, seed), daemon=True)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):  # what is preloaded is looked up there
+    with mock.patch.dict(
+        os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ):  # what is preloaded is looked up there
         process.start()
     return process
 
@@ -142,9 +151,13 @@ class State(NamedTuple):
         self.catalog.close()
 
 
-def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS, cipher: Cipher | None = None) -> State:
+def open_state(
+    folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS, cipher: Cipher | None = None
+) -> State:
     """As ``LLM`` opens it."""
-    settings = load_settings(state_dir=folder, host_memory=HOST_BYTES, disk_space=DISK_BYTES, **shared.settings)
+    settings = load_settings(
+        state_dir=folder, host_memory=HOST_BYTES, disk_space=DISK_BYTES, **shared.settings
+    )
     catalog = Catalog(folder / "catalog.sqlite", cipher)
     store = open_store(settings, Events(), pinned=catalog.pinned(), cipher=cipher)
     engine = NumberEngine(store)
@@ -173,22 +186,31 @@ def check(folder: Path, *options: str, shared: Shared = ALONE) -> Result:
 
 
 def work(folder: Path, seed: int, shared: Shared = ALONE, *, others: bool = False) -> None:
-    """Create, use, change, delete and repair until the process is killed. With ``others`` that tell in the same
-    journal, nothing is deleted by metadata, for that may be what another one has just told of."""
+    """Create, use, change, delete and repair until the process is killed. With ``others`` that tell
+    in the same journal, nothing is deleted by metadata, for that may be what another one has just
+    told of."""
     journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     randomness = random.Random(seed)
     state = open_state(folder, shared)
     tell = partial(_tell, journal)
     steps: Sequence[Callable[[State, random.Random, Callable[..., None]], None]]
     steps = (
-        [_create] * 6 + [_use] * 5 + [_update] * 3 + [_delete] * 3 + [_sweep if others else _delete_matching, _sweep]
+        [_create] * 6
+        + [_use] * 5
+        + [_update] * 3
+        + [_delete] * 3
+        + [_sweep if others else _delete_matching, _sweep]
     )
     while True:
         if randomness.random() < 0.03:
-            check(folder, "--repair", shared=shared)  # beside the open store, as beside a running server
+            check(
+                folder, "--repair", shared=shared
+            )  # beside the open store, as beside a running server
             tell("step", "check")
         step = randomness.choice(steps)
-        with suppress(PinLimitError, ContextCacheNotFoundError):  # the latter: another process deleted it
+        with suppress(
+            PinLimitError, ContextCacheNotFoundError
+        ):  # the latter: another process deleted it
             step(state, randomness, tell)
         tell("step", step.__name__)
 
@@ -212,7 +234,9 @@ def answer(folder: Path, seed: int) -> None:
     randomness = random.Random(seed)
     with LLM.from_model(tiny_model(), tiny_settings(folder, disk_space=DISK_BYTES)) as llm:
         while True:
-            llm.generate_context_cache([f"Text {randomness.randrange(CONTENTS)}."] * randomness.randint(1, 2))
+            llm.generate_context_cache(
+                [f"Text {randomness.randrange(CONTENTS)}."] * randomness.randint(1, 2)
+            )
             cache = randomness.choice(llm.list_caches().items)
             llm.chat_completion([{"role": "user", "content": [cache]}], max_tokens=2)
             if randomness.random() < 0.3:
@@ -245,7 +269,9 @@ def _one(state: State, randomness: random.Random) -> ContextCache | None:
 
 def _use(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
     if cache := _one(state, randomness):
-        state.engine.use(state.caches.usable([cache.id], tenant=cache.tenant)[cache.id].chunk, cache.tenant)
+        state.engine.use(
+            state.caches.usable([cache.id], tenant=cache.tenant)[cache.id].chunk, cache.tenant
+        )
 
 
 def _update(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
@@ -263,7 +289,10 @@ def _delete(state: State, randomness: random.Random, tell: Callable[..., None]) 
 
 def _delete_matching(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
     tenant, metadata = randomness.choice(TENANTS), {"batch": str(randomness.randrange(6))}
-    ids = [cache.id for cache in state.caches.list(tenant=tenant, metadata=metadata, limit=10_000).items]
+    ids = [
+        cache.id
+        for cache in state.caches.list(tenant=tenant, metadata=metadata, limit=10_000).items
+    ]
     tell("deleting", ids)
     state.caches.delete_matching(metadata, tenant=tenant)
     tell("deleted", ids)

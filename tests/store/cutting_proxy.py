@@ -1,4 +1,5 @@
-"""A TCP proxy that cuts connections: after so many bytes from the server, or where the client sends some text."""
+"""A TCP proxy that cuts connections: after so many bytes from the server, or where the client sends
+some text."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from contextlib import suppress
 
 
 class CuttingProxy:
-    """Listens on ``port``. ``limit``: bytes from the server per connection, None for all. ``before``: what the
-    client sends up to these bytes is the last that the server sees of it, as if it had been killed."""
+    """Listens on ``port``. ``limit``: bytes from the server per connection, None for all.
+    ``before``: what the client sends up to these bytes is the last that the server sees of it, as
+    if it had been killed."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -32,8 +34,12 @@ class CuttingProxy:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._target_port))
                 self.ports.add(server.getsockname()[1])
-                threading.Thread(target=self._carry, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._carry, args=(server, client, True), daemon=True).start()
+                threading.Thread(
+                    target=self._carry, args=(client, server, False), daemon=True
+                ).start()
+                threading.Thread(
+                    target=self._carry, args=(server, client, True), daemon=True
+                ).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket, limited: bool) -> None:
         carried = 0

@@ -1,4 +1,5 @@
-"""A slow tier whose reads and writes the tests hold up and let go, for the orders of events that matter."""
+"""A slow tier whose reads and writes the tests hold up and let go, for the orders of events that
+matter."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Gate:
 
 
 class GatedTier(HostTier):
-    """A host tier, named "slow", behind gates: a put stores after its gate; a get has looked before its gate."""
+    """A host tier, named "slow", behind gates: a put stores after its gate; a get has looked before
+    its gate."""
 
     def __init__(self, budget_bytes: int, events: Events) -> None:
         super().__init__(budget_bytes, events, name="slow")

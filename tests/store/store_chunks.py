@@ -1,4 +1,5 @@
-"""What the store's tests share: small chunks by number, bitwise comparison, and a listener that remembers."""
+"""What the store's tests share: small chunks by number, bitwise comparison, and a listener that
+remembers."""
 
 from __future__ import annotations
 
@@ -28,9 +29,15 @@ def key_of(number: int) -> str:
 
 
 def chunk_kv(
-    number: int, *, tokens: int = 3, layers: int = 2, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16
+    number: int,
+    *,
+    tokens: int = 3,
+    layers: int = 2,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ChunkKV:
-    """KV of random bits (NaNs and all) that depend on the number only; key and value differ in head_dim."""
+    """KV of random bits (NaNs and all) that depend on the number only; key and value differ in
+    head_dim."""
     generator = torch.Generator().manual_seed(number)
 
     def tensor(head_dim: int) -> torch.Tensor:
@@ -44,10 +51,14 @@ def same_kv(left: ChunkKV | None, right: ChunkKV) -> bool:
     """Equal dtypes, shapes and bits. ``left`` must have been found."""
     assert left is not None
     pairs = [
-        (a, b) for x, y in zip(left.layers, right.layers, strict=True) for a, b in ((x.key, y.key), (x.value, y.value))
+        (a, b)
+        for x, y in zip(left.layers, right.layers, strict=True)
+        for a, b in ((x.key, y.key), (x.value, y.value))
     ]
     return all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in pairs
     )
 
@@ -96,7 +107,8 @@ def run_threads(*targets) -> None:
 
 
 def awaited(kv: ArrivingKV, index: int, seconds: float = 10.0) -> LayerKV | None:
-    """The layer, once it is there; None where it is lost, or does not come within so many seconds."""
+    """The layer, once it is there; None where it is lost, or does not come within so many
+    seconds."""
     changed = threading.Event()
     kv.subscribe(changed.set)
     deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""Context caches as a whole against a model: two processes' worth of catalog and store on one state directory, over
-Redis and an object store, with quotas, pins, times to live and damage.
+"""Context caches as a whole against a model: two processes' worth of catalog and store on one state
+directory, over Redis and an object store, with quotas, pins, times to live and damage.
 
-What is listed always answers, accounts are the sums, pinned KV stays, deleted KV is gone from every tier, and tenants
-never see what others have.
+What is listed always answers, accounts are the sums, pinned KV stays, deleted KV is gone from every
+tier, and tenants never see what others have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvlinker.base.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
+from kvlinker.base.errors import (
+    ContextCacheNotFoundError,
+    PermissionDeniedError,
+    PinLimitError,
+    QuotaExceededError,
+)
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.service.context_caches import ContextCaches
@@ -51,7 +56,12 @@ from tests.store.store_chunks import same_kv
 
 OWNERS = (*TENANTS, SHARED_TENANT)
 PINNABLE_BYTES = DISK_BYTES // 2
-QUOTAS = (Quota(), Quota(caches=3), Quota(bytes=4 * 80 * 70), Quota(caches=6, pinned_bytes=2 * 80 * 70))
+QUOTAS = (
+    Quota(),
+    Quota(caches=3),
+    Quota(bytes=4 * 80 * 70),
+    Quota(caches=6, pinned_bytes=2 * 80 * 70),
+)
 CONTENTS = 10
 """The disk has room for some seven."""
 
@@ -87,12 +97,17 @@ class CachesMachine(RuleBasedStateMachine):
     def begin(self, quota: Quota) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.now = time.time()
-        self.patches: list[Any] = [mock.patch("os.fsync"), *(mock.patch(f"{module}.time", self) for module in CLOCKED)]
+        self.patches: list[Any] = [
+            mock.patch("os.fsync"),
+            *(mock.patch(f"{module}.time", self) for module in CLOCKED),
+        ]
         for patch in self.patches:
             patch.start()
         if self.redis is not None:
             self.redis.client.flushall()
-        self.shared = Shared(None if self.redis is None else self.redis.url, f"file://{self.folder}/objects")
+        self.shared = Shared(
+            None if self.redis is None else self.redis.url, f"file://{self.folder}/objects"
+        )
         self.quotas = {owner: Quota() for owner in OWNERS} | {TENANTS[0]: quota}
         self.held: dict[str, Held] = {}
         self.kept: set[str] = set()  # keys that have been pinned ever since they were seen on disk
@@ -118,7 +133,13 @@ class CachesMachine(RuleBasedStateMachine):
         batch=st.sampled_from("xyz"),
     )
     def create(
-        self, instance: int, owner: str, numbers: list[int], seconds: float | None, pinned: bool, batch: str
+        self,
+        instance: int,
+        owner: str,
+        numbers: list[int],
+        seconds: float | None,
+        pinned: bool,
+        batch: str,
     ) -> None:
         expires_at = None if seconds is None else self.now + seconds
         new = [Held(owner, number, expires_at, pinned, batch) for number in numbers]
@@ -170,19 +191,32 @@ class CachesMachine(RuleBasedStateMachine):
     def pin(self, instance: int, pick: int, pinned: bool) -> None:
         cache_id, held = self.picked(pick)
         after = replace(held, pinned=pinned)
-        too_many = pinned and self.pins_exceed(list(self.held.values()), [*self.held.values(), after], held.owner)
+        too_many = pinned and self.pins_exceed(
+            list(self.held.values()), [*self.held.values(), after], held.owner
+        )
         with self.refused(PinLimitError if too_many else None):
-            self.states[instance].caches.update(cache_id, tenant=held.owner, pinned=pinned, admin=True)
+            self.states[instance].caches.update(
+                cache_id, tenant=held.owner, pinned=pinned, admin=True
+            )
             self.held[cache_id] = after
         self.settle()
 
     @precondition(lambda self: self.live())
-    @rule(instance=INSTANCES, pick=PICKS, seconds=st.sampled_from([None, 3.0]), batch=st.sampled_from("xy"))
+    @rule(
+        instance=INSTANCES,
+        pick=PICKS,
+        seconds=st.sampled_from([None, 3.0]),
+        batch=st.sampled_from("xy"),
+    )
     def change(self, instance: int, pick: int, seconds: float | None, batch: str) -> None:
         cache_id, held = self.picked(pick)
         expires_at = None if seconds is None else self.now + seconds
         self.states[instance].caches.update(
-            cache_id, tenant=held.owner, expires_at=expires_at, metadata={"batch": batch}, admin=True
+            cache_id,
+            tenant=held.owner,
+            expires_at=expires_at,
+            metadata={"batch": batch},
+            admin=True,
         )
         self.held[cache_id] = replace(held, expires_at=expires_at, batch=batch)
         self.settle()
@@ -198,8 +232,14 @@ class CachesMachine(RuleBasedStateMachine):
     @rule(instance=INSTANCES, owner=st.sampled_from(OWNERS), batch=st.sampled_from("xyz"))
     def delete_matching(self, instance: int, owner: str, batch: str) -> None:
         scope = Scope.SHARED if owner == SHARED_TENANT else Scope.PRIVATE
-        gone = [cache_id for cache_id, held in self.live().items() if (held.owner, held.batch) == (owner, batch)]
-        deleted = self.states[instance].caches.delete_matching({"batch": batch}, tenant=owner, scope=scope, admin=True)
+        gone = [
+            cache_id
+            for cache_id, held in self.live().items()
+            if (held.owner, held.batch) == (owner, batch)
+        ]
+        deleted = self.states[instance].caches.delete_matching(
+            {"batch": batch}, tenant=owner, scope=scope, admin=True
+        )
         assert deleted == len(gone)
         for cache_id in gone:
             del self.held[cache_id]
@@ -210,7 +250,9 @@ class CachesMachine(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(
-        pick=PICKS, harm=st.sampled_from(["flip", "truncate", "delete"]), place=st.sampled_from(["chunks", "objects"])
+        pick=PICKS,
+        harm=st.sampled_from(["flip", "truncate", "delete"]),
+        place=st.sampled_from(["chunks", "objects"]),
     )
     def damage(self, pick: int, harm: str, place: str) -> None:
         files = sorted(self.folder.glob(f"{place}/??/*.safetensors"))
@@ -277,10 +319,17 @@ class CachesMachine(RuleBasedStateMachine):
         return None
 
     def pins_exceed(self, before: list[Held], after: list[Held], owner: str) -> bool:
-        own_before, own_after = ([held for held in records if held.owner == owner] for records in (before, after))
-        limits = ((before, after, PINNABLE_BYTES), (own_before, own_after, self.quotas[owner].pinned_bytes))
+        own_before, own_after = (
+            [held for held in records if held.owner == owner] for records in (before, after)
+        )
+        limits = (
+            (before, after, PINNABLE_BYTES),
+            (own_before, own_after, self.quotas[owner].pinned_bytes),
+        )
         return any(
-            limit is not None and pinned_bytes(has) > limit and pinned_bytes(has) > pinned_bytes(had)
+            limit is not None
+            and pinned_bytes(has) > limit
+            and pinned_bytes(has) > pinned_bytes(had)
             for had, has, limit in limits
         )
 
@@ -316,27 +365,41 @@ class CachesMachine(RuleBasedStateMachine):
                 scope = Scope.SHARED if owner == SHARED_TENANT else Scope.PRIVATE
                 items = state.caches.list(tenant=owner, scope=scope, limit=1000).items
                 assert {
-                    item.id: Held(owner, item.chunk.tokens[0], item.expires_at, item.pinned, item.metadata["batch"])
+                    item.id: Held(
+                        owner,
+                        item.chunk.tokens[0],
+                        item.expires_at,
+                        item.pinned,
+                        item.metadata["batch"],
+                    )
                     for item in items
                 } == {cache_id: held for cache_id, held in self.held.items() if held.owner == owner}
                 kept = state.caches.usage(tenant=owner, scope=scope).kept
-                assert (kept.caches, kept.chunks, kept.bytes) == account(owner, list(self.held.values()))
+                assert (kept.caches, kept.chunks, kept.bytes) == account(
+                    owner, list(self.held.values())
+                )
 
     def nothing_else_is_left(self) -> None:
         keys = {held.key for held in self.held.values()}
         for state in self.states:
             assert state.store.own_keys() <= keys, "memory holds what was deleted"
         for place in ("chunks", "objects"):
-            assert {path.stem for path in self.folder.glob(f"{place}/??/*")} <= keys, "a deleted chunk's file is left"
+            assert {path.stem for path in self.folder.glob(f"{place}/??/*")} <= keys, (
+                "a deleted chunk's file is left"
+            )
         if self.redis is not None:
             names = self.redis.client.keys("*chunk*")
-            assert {name.decode().rpartition(":")[2] for name in names} <= keys, "Redis holds what was deleted"
+            assert {name.decode().rpartition(":")[2] for name in names} <= keys, (
+                "Redis holds what was deleted"
+            )
 
     @precondition(lambda self: hasattr(self, "states"))
     @invariant()
     def budgets_hold(self) -> None:
         for state in self.states:
-            for tier in state.store.usage():  # servers know what the others write to an object store minutes later
+            for tier in (
+                state.store.usage()
+            ):  # servers know what the others write to an object store minutes later
                 assert tier.used_bytes <= tier.budget_bytes or tier.name == "object"
         if self.redis is not None:
             client = self.redis.client
@@ -351,7 +414,9 @@ class CachesMachine(RuleBasedStateMachine):
             for cache_id, held in self.held.items():
                 for state in self.states:
                     chunk = state.caches.usable([cache_id], tenant=held.owner)[cache_id].chunk
-                    assert same_kv(state.engine.use(chunk, held.owner), kv_of(chunk_of(held.number)))
+                    assert same_kv(
+                        state.engine.use(chunk, held.owner), kv_of(chunk_of(held.number))
+                    )
         finally:
             for state in self.states:
                 state.close()

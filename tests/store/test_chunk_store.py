@@ -22,7 +22,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvlinker.base.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.base.types.chunks import Eviction
-from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, LayerKV, TierUsage, open_store
+from kvlinker.store import (
+    ChunkStore,
+    DeviceTier,
+    DiskTier,
+    HostTier,
+    LayerKV,
+    TierUsage,
+    open_store,
+)
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
@@ -48,7 +56,9 @@ def slow(recorder: Recorder) -> Iterator[GatedTier]:
     tier.put_gate.open()
 
 
-def two_tiers(recorder: Recorder, slow: GatedTier, host_bytes: int = PLENTY, **options: Any) -> ChunkStore:
+def two_tiers(
+    recorder: Recorder, slow: GatedTier, host_bytes: int = PLENTY, **options: Any
+) -> ChunkStore:
     return ChunkStore([HostTier(host_bytes, recorder.events), slow], recorder.events, **options)
 
 
@@ -73,8 +83,12 @@ class Negated:
         return LayerKV(-layer.key, layer.value)
 
 
-def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(recorder: Recorder) -> None:
-    host, slower, slowest = (HostTier(PLENTY, recorder.events, name=name) for name in ("host", "slower", "slowest"))
+def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(
+    recorder: Recorder,
+) -> None:
+    host, slower, slowest = (
+        HostTier(PLENTY, recorder.events, name=name) for name in ("host", "slower", "slowest")
+    )
     store = ChunkStore([host, slower, slowest], recorder.events)
     form = Negated()
     store.keep_resident_as(form)
@@ -83,7 +97,11 @@ def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(recorde
 
     def check() -> None:
         store.flush()
-        assert all(same_kv(found, computed) for tier in (slower, slowest) if (found := tier.get(key)) is not None)
+        assert all(
+            same_kv(found, computed)
+            for tier in (slower, slowest)
+            if (found := tier.get(key)) is not None
+        )
         for kv in (store.get(key), store.get_resident(key), host.get(key)):
             assert kv is not None
             assert same_kv(kv, expected)
@@ -132,7 +150,8 @@ def test_held_chunks_stay_in_memory(recorder: Recorder, slow: GatedTier) -> None
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Small tiers, with writes to the slower one held up: what must be visible is, what was deleted is not."""
+    """Small tiers, with writes to the slower one held up: what must be visible is, what was deleted
+    is not."""
 
     KEYS = st.integers(0, 7)
 
@@ -142,7 +161,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.host = HostTier(2 * SIZE, self.recorder.events)
         self.slow = GatedTier(4 * SIZE, self.recorder.events)
         self.store = ChunkStore(
-            [self.host, self.slow], self.recorder.events, device=self.device(), write_queue_bytes=3 * SIZE
+            [self.host, self.slow],
+            self.recorder.events,
+            device=self.device(),
+            write_queue_bytes=3 * SIZE,
         )
         self.waiting: list[int] = []  # queued or being written, in order
         self.absent = set(range(8))  # never put, or deleted since
@@ -175,7 +197,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=KEYS)
     def delete(self, number: int) -> None:
-        if self.waiting[:1] == [number]:  # the writer is at the gate with it, and delete waits for the writer
+        if self.waiting[:1] == [
+            number
+        ]:  # the writer is at the gate with it, and delete waits for the writer
             self.finish_one_write()
         self.store.delete(key_of(number))
         self.absent.add(number)
@@ -233,7 +257,9 @@ def test_each_lookup_is_told_once(recorder: Recorder, slow: GatedTier) -> None:
     assert all(0 <= event.seconds < TIMEOUT for event in recorder.of(ChunkLoaded))
 
 
-def test_put_does_not_wait_and_is_visible_until_it_is_written(recorder: Recorder, slow: GatedTier) -> None:
+def test_put_does_not_wait_and_is_visible_until_it_is_written(
+    recorder: Recorder, slow: GatedTier
+) -> None:
     store = two_tiers(recorder, slow, host_bytes=0)
     store.put(key_of(1), chunk_kv(1))
     slow.put_gate.wait_for_a_caller()
@@ -246,7 +272,9 @@ def test_put_does_not_wait_and_is_visible_until_it_is_written(recorder: Recorder
     assert holds(store, 1)
 
 
-def test_a_chunk_that_waits_to_be_written_returns_to_the_host_on_use(recorder: Recorder, slow: GatedTier) -> None:
+def test_a_chunk_that_waits_to_be_written_returns_to_the_host_on_use(
+    recorder: Recorder, slow: GatedTier
+) -> None:
     store = two_tiers(recorder, slow, host_bytes=SIZE)
     store.put(key_of(1), chunk_kv(1))
     store.put(key_of(2), chunk_kv(2))
@@ -264,7 +292,9 @@ def test_a_full_queue_keeps_new_chunks_in_the_first_tier_only(
     store = two_tiers(recorder, slow, write_queue_bytes=2 * SIZE)
     for number in range(3):
         store.put(key_of(number), chunk_kv(number))
-    assert caplog.messages == [f"Chunk {key_of(2)} stays out of the slower tier slow: too many writes wait already"]
+    assert caplog.messages == [
+        f"Chunk {key_of(2)} stays out of the slower tier slow: too many writes wait already"
+    ]
     assert all(holds(store, number) for number in range(3))
     slow.put_gate.open()
     store.flush()
@@ -274,7 +304,9 @@ def test_a_full_queue_keeps_new_chunks_in_the_first_tier_only(
     assert slow.keys() == (key_of(0), key_of(1), key_of(2))
 
 
-def test_a_chunk_larger_than_the_queue_is_written_when_nothing_else_waits(recorder: Recorder, slow: GatedTier) -> None:
+def test_a_chunk_larger_than_the_queue_is_written_when_nothing_else_waits(
+    recorder: Recorder, slow: GatedTier
+) -> None:
     store = two_tiers(recorder, slow, write_queue_bytes=1)
     slow.put_gate.open()
     store.put(key_of(1), chunk_kv(1))
@@ -304,7 +336,9 @@ def test_a_delete_overtakes_the_write(recorder: Recorder, slow: GatedTier, begun
     assert holds(store, 3 - number)
 
 
-def test_a_put_that_follows_a_delete_is_written_in_its_turn(recorder: Recorder, slow: GatedTier) -> None:
+def test_a_put_that_follows_a_delete_is_written_in_its_turn(
+    recorder: Recorder, slow: GatedTier
+) -> None:
     store = two_tiers(recorder, slow, host_bytes=0)
     store.put(key_of(1), chunk_kv(1))
     slow.put_gate.wait_for_a_caller()
@@ -323,7 +357,9 @@ def test_a_put_that_follows_a_delete_is_written_in_its_turn(recorder: Recorder, 
 
 @pytest.mark.parametrize("begins", ["before", "during"])
 @pytest.mark.parametrize("ends", ["during", "after"])
-def test_a_load_does_not_undo_a_delete(recorder: Recorder, slow: GatedTier, begins: str, ends: str) -> None:
+def test_a_load_does_not_undo_a_delete(
+    recorder: Recorder, slow: GatedTier, begins: str, ends: str
+) -> None:
     """A get reads the slow tier's copy, and would promote it, while that chunk is deleted."""
     store = two_tiers(recorder, slow)
     slow.put_gate.open()
@@ -394,7 +430,10 @@ def test_usage_tells_which_tier_does_not_answer(recorder: Recorder) -> None:
         store.put(key_of(number), chunk_kv(number))
     with mock.patch.object(silent, "sizes", return_value=None):
         usages = store.usage_of({key_of(1), key_of(3)})
-    assert usages == (TierUsage("host", SIZE, PLENTY, 1), TierUsage("silent", 0, PLENTY, 0, reachable=False))
+    assert usages == (
+        TierUsage("host", SIZE, PLENTY, 1),
+        TierUsage("silent", 0, PLENTY, 0, reachable=False),
+    )
 
 
 def test_one_tier_is_enough(recorder: Recorder) -> None:
@@ -420,7 +459,9 @@ def test_a_tier_that_fails_does_not_stop_the_writer(recorder: Recorder, slow: Ga
     assert holds(store, 1)
 
 
-def test_close_writes_what_waits_and_later_puts_are_harmless(recorder: Recorder, slow: GatedTier) -> None:
+def test_close_writes_what_waits_and_later_puts_are_harmless(
+    recorder: Recorder, slow: GatedTier
+) -> None:
     store = two_tiers(recorder, slow)
     for number in range(4):
         store.put(key_of(number), chunk_kv(number))
@@ -441,7 +482,10 @@ def test_a_store_on_disk_survives_a_restart_and_heals(tmp_path: Path, recorder: 
         store.put(key_of(number), chunk_kv(number))
     store.flush()
     on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    assert store.usage() == (TierUsage("host", 3 * SIZE, PLENTY, 3), TierUsage("disk", on_disk, PLENTY, 3))
+    assert store.usage() == (
+        TierUsage("host", 3 * SIZE, PLENTY, 3),
+        TierUsage("disk", on_disk, PLENTY, 3),
+    )
     store.close()
 
     store = open_store(sized(tmp_path, PLENTY, PLENTY), recorder.events)
@@ -452,7 +496,9 @@ def test_a_store_on_disk_survives_a_restart_and_heals(tmp_path: Path, recorder: 
     assert [damage.key for damage in disk.damaged] == [key_of(0)]
     gone.unlink()
     assert store.get(key_of(1)) is None
-    assert [event.key for event in recorder.of(ChunkDamaged)] == [key_of(0)], "what others removed is no damage"
+    assert [event.key for event in recorder.of(ChunkDamaged)] == [key_of(0)], (
+        "what others removed is no damage"
+    )
     assert holds(store, 2)
     assert store.tier_of(key_of(2)) == "host"
     store.put(key_of(1), chunk_kv(1))
@@ -495,7 +541,9 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
             assert not holds(store, number)
 
     with mock.patch("os.fsync"):
-        run_threads(*(lambda seed=seed: work(seed) for seed in range(3)), lambda: delete_after_use(100))
+        run_threads(
+            *(lambda seed=seed: work(seed) for seed in range(3)), lambda: delete_after_use(100)
+        )
         store.flush()
     for number in range(8):
         store.delete(key_of(number))
@@ -520,7 +568,9 @@ for number in range(5):
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
 
 
-def test_kv_with_scores_takes_the_place_of_copies_without(recorder: Recorder, tmp_path: Path) -> None:
+def test_kv_with_scores_takes_the_place_of_copies_without(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     host, disk = HostTier(PLENTY, recorder.events), DiskTier(tmp_path, PLENTY, recorder.events)
     store, key = ChunkStore([host, disk], recorder.events), key_of(1)
     without = chunk_kv(1)
@@ -542,7 +592,10 @@ def test_kv_with_scores_takes_the_place_of_copies_without(recorder: Recorder, tm
     store.put(key, replace(without, scores=scores))
     assert stored() == [True, True]
     assert not store.lacks_scores(key)
-    for other in (without, replace(without, scores=replace(scores, received=np.zeros(3, np.float32)))):
+    for other in (
+        without,
+        replace(without, scores=replace(scores, received=np.zeros(3, np.float32))),
+    ):
         store.put(key, other)
     assert stored() == [True, True], "a tier that has the chunk keeps its copy"
     assert [tier.get(key).scores.received.sum() for tier in (host, disk)] == [3, 3]  # type: ignore[union-attr]

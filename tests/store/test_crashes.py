@@ -1,6 +1,8 @@
-"""Killed at any moment, a state directory is sound after ``caches check --repair``: nothing lost, nothing left over.
+"""Killed at any moment, a state directory is sound after ``caches check --repair``: nothing lost,
+nothing left over.
 
-``KVLINKER_CRASH_POINTS`` sets how often the tests kill; ``KVLINKER_CRASH_SEED`` chooses the moments.
+``KVLINKER_CRASH_POINTS`` sets how often the tests kill; ``KVLINKER_CRASH_SEED`` chooses the
+moments.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def run_and_kill(
     while told(folder)[2] < enough and process.exitcode is None:
         time.sleep(0.01)
     process.join(seconds)
-    assert process.exitcode is None, f"the child with seed {seed} ended by itself: {process.exitcode}"
+    assert process.exitcode is None, (
+        f"the child with seed {seed} ended by itself: {process.exitcode}"
+    )
     process.kill()
     process.join()
 
@@ -79,7 +83,8 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def told(folder: Path) -> tuple[set[str], set[str], int]:
-    """Ids whose creation was answered and whose deletion was not begun; ids whose deletion was answered; steps."""
+    """Ids whose creation was answered and whose deletion was not begun; ids whose deletion was
+    answered; steps."""
     created: set[str] = set()
     deleting: set[str] = set()
     deleted: set[str] = set()
@@ -106,7 +111,9 @@ def is_sound(folder: Path, shared: Shared = ALONE) -> None:
     """The server starts, ``check`` mends, and then nothing is wrong, lost or left over."""
     with closing(open_state(folder, shared)) as state:
         lying = state.store.keys()
-        assert not lying & set(state.catalog.released(float("-inf"), float("inf"))), "a deletion was not finished"
+        assert not lying & set(state.catalog.released(float("-inf"), float("inf"))), (
+            "a deletion was not finished"
+        )
     leave_temporary_files_alone_for_long(folder)
     first = check(folder, "--repair", shared=shared)
     assert first.exit_code in (0, 1), first.output
@@ -114,9 +121,15 @@ def is_sound(folder: Path, shared: Shared = ALONE) -> None:
     second = check(folder, shared=shared)
     assert second.exit_code == 0, f"{first.output}\n{second.output}"
     with closing(open_state(folder, shared)) as state:
-        caches = [cache for tenant in TENANTS for cache in state.caches.list(tenant=tenant, limit=10_000).items]
+        caches = [
+            cache
+            for tenant in TENANTS
+            for cache in state.caches.list(tenant=tenant, limit=10_000).items
+        ]
         for cache in caches:
-            assert cache.chunk_key == chunk_key(cache.chunk, fingerprint=cache.fingerprint, tenant=cache.tenant)
+            assert cache.chunk_key == chunk_key(
+                cache.chunk, fingerprint=cache.fingerprint, tenant=cache.tenant
+            )
             assert same_kv(state.engine.use(cache.chunk, cache.tenant), kv_of(cache.chunk))
         state.store.flush()
         held = state.catalog.chunk_keys().keys()
@@ -130,7 +143,9 @@ def is_sound(folder: Path, shared: Shared = ALONE) -> None:
         assert re.fullmatch(r"[0-9a-f]{64}\.safetensors", path.name), path
         assert path.stem in held, path
         assert path.is_file(), path
-    assert accounts(folder, "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks") == (
+    assert accounts(
+        folder, "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks"
+    ) == (
         accounts(
             folder,
             "SELECT tenant, (SELECT count(*) FROM context_caches c WHERE c.tenant = k.tenant), count(*), sum(length),"
@@ -146,13 +161,17 @@ def accounts(folder: Path, query: str) -> list[tuple[object, ...]]:
 
 
 def shared_tiers_are_sound(folder: Path, redis: RedisServer, shared: Shared) -> None:
-    """What lies there is whole, and Redis' account is that of what lies there, after ``is_sound`` has mended it."""
+    """What lies there is whole, and Redis' account is that of what lies there, after ``is_sound``
+    has mended it."""
     everything_is_whole(folder, redis)
     is_sound(folder, shared)
     everything_is_whole(folder, redis)
     assert not list(folder.glob("objects/??/*.tmp"))
     client = redis.client
-    lying = {key.decode().rpartition(":")[2]: int(client.hget(key, "size")) for key in client.keys("kvlinker:chunk:*")}
+    lying = {
+        key.decode().rpartition(":")[2]: int(client.hget(key, "size"))
+        for key in client.keys("kvlinker:chunk:*")
+    }
     sizes = {key.decode(): int(size) for key, size in client.hgetall("kvlinker:sizes").items()}
     assert sizes == lying
     assert int(client.hget("kvlinker:totals", "bytes") or 0) == sum(lying.values())
@@ -174,19 +193,28 @@ def everything_is_whole(folder: Path, redis: RedisServer) -> None:
         blob = redis.client.hgetall(name)
         parts = b"".join(blob[str(number).encode()] for number in range(len(blob) - 1))
         assert len(parts) == int(blob[b"size"])
-        decode_chunk(BufferSource(np.frombuffer(bytearray(parts), dtype=np.uint8)), name.decode().rpartition(":")[2])
+        decode_chunk(
+            BufferSource(np.frombuffer(bytearray(parts), dtype=np.uint8)),
+            name.decode().rpartition(":")[2],
+        )
     for name in redis.client.keys("kvlinker:temporary:*"):
         assert redis.client.ttl(name) != -1, "it would stay for ever"
 
 
 def damage(folder: Path, randomness: random.Random) -> None:
     """What no kill does, but disks and people do, to one file of KV."""
-    files = sorted(path for path in folder.glob("chunks/??/*.safetensors") if path.is_file() and not path.is_symlink())
+    files = sorted(
+        path
+        for path in folder.glob("chunks/??/*.safetensors")
+        if path.is_file() and not path.is_symlink()
+    )
     if not files:
         return
     path = randomness.choice(files)
     content = bytearray(path.read_bytes())
-    harm = randomness.choice(["truncate", "flip", "delete", "folder", "full folder", "link", "stray"])
+    harm = randomness.choice(
+        ["truncate", "flip", "delete", "folder", "full folder", "link", "stray"]
+    )
     if harm == "truncate":
         path.write_bytes(content[: randomness.randrange(len(content))])
     elif harm == "flip":
@@ -208,7 +236,13 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
     randomness = random.Random(SEED)
     for point in range(POINTS):
         steps = 0 if randomness.random() < 0.5 else randomness.randrange(1, 30)
-        run_and_kill(work, tmp_path, SEED * 100_000 + point, randomness.uniform(0, LONGEST_SECONDS), steps=steps)
+        run_and_kill(
+            work,
+            tmp_path,
+            SEED * 100_000 + point,
+            randomness.uniform(0, LONGEST_SECONDS),
+            steps=steps,
+        )
         if randomness.random() < 0.7:  # else the next process begins where this one was killed
             is_sound(tmp_path)
     is_sound(tmp_path)
@@ -217,12 +251,19 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_kills_of_one_of_two_processes(tmp_path: Path) -> None:
-    """The other one goes on; what either has told of is there, and the disk's budget is that of both."""
+    """The other one goes on; what either has told of is there, and the disk's budget is that of
+    both."""
     randomness = random.Random(SEED + 5)
     beside = partial(work, others=True)
     other = start(beside, tmp_path, SEED * 100_000)
     for point in range(max(5, POINTS // 10)):
-        run_and_kill(beside, tmp_path, SEED * 100_000 + point + 1, randomness.uniform(0, LONGEST_SECONDS), steps=20)
+        run_and_kill(
+            beside,
+            tmp_path,
+            SEED * 100_000 + point + 1,
+            randomness.uniform(0, LONGEST_SECONDS),
+            steps=20,
+        )
         assert other.exitcode is None
         done = told(tmp_path)[2]
         while told(tmp_path)[2] < done + 20 and other.exitcode is None:
@@ -264,9 +305,13 @@ def test_kills_of_repairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(bytes(32), bytes(range(32))), (None, bytes(32))], ids=["key to key", "none to key"]
+    ("first", "second"),
+    [(bytes(32), bytes(range(32))), (None, bytes(32))],
+    ids=["key to key", "none to key"],
 )
-def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second: bytes | None) -> None:
+def test_kills_of_changes_of_the_key(
+    tmp_path: Path, first: bytes | None, second: bytes | None
+) -> None:
     """Nothing is lost: another change to the second key finishes what was broken off."""
     pytest.importorskip("cryptography")
     randomness = random.Random(SEED + 4)
@@ -289,7 +334,9 @@ def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second
             Catalog(folder / "catalog.sqlite", old or Cipher(b"x" * 32))
         with closing(open_state(folder, cipher=new)) as state:
             assert all(tier.damaged == () for tier in state.store.check())
-            assert [cache.id for cache in state.caches.list(tenant="anna", order="asc").items] == created
+            assert [
+                cache.id for cache in state.caches.list(tenant="anna", order="asc").items
+            ] == created
             for cache_id in created:
                 cache = state.caches.usable([cache_id], tenant="anna")[cache_id]
                 assert same_kv(state.store.get(cache.chunk_key), kv_of(cache.chunk))
@@ -307,7 +354,9 @@ def test_kills_of_a_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
     points = max(3, POINTS // 20)
     for point in range(10 * points):
-        seconds = randomness.uniform(0.5, 2.5) * max(1, point / points)  # a busy machine takes longer to get anywhere
+        seconds = randomness.uniform(0.5, 2.5) * max(
+            1, point / points
+        )  # a busy machine takes longer to get anywhere
         run_and_kill(answer, tmp_path / "state", SEED * 100_000 + point, seconds)
         check(tmp_path / "state", "--repair")
         if not (tmp_path / "state").exists():
@@ -316,7 +365,9 @@ def test_kills_of_a_model(tmp_path: Path) -> None:
         if point >= points - 1 and holds_caches(tmp_path / "state"):
             break
     with (
-        LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state", disk_space=DISK_BYTES)) as llm,
+        LLM.from_model(
+            tiny_model(), tiny_settings(tmp_path / "state", disk_space=DISK_BYTES)
+        ) as llm,
         LLM.from_model(tiny_model(), tiny_settings(tmp_path / "new")) as new,
     ):
         caches = {cache.chunk_key: cache for cache in llm.list_caches(limit=1000).items}

@@ -18,7 +18,8 @@ ORDERS = st.sampled_from(["lru", "reuse"])
 
 
 class Model:
-    """What an index should do, in the plainest terms: a list in order of last use, searched from end to end."""
+    """What an index should do, in the plainest terms: a list in order of last use, searched from
+    end to end."""
 
     def __init__(self, eviction: str) -> None:
         self.eviction = eviction
@@ -46,7 +47,12 @@ class Model:
         """Pinned ones behind others, held ones last."""
 
         def order(key: str) -> tuple[bool, bool, float, int]:
-            return key in held, key in pinned and key not in held, self.priority[key], self.used.index(key)
+            return (
+                key in held,
+                key in pinned and key not in held,
+                self.priority[key],
+                self.used.index(key),
+            )
 
         return sorted(self.used, key=order)
 
@@ -129,7 +135,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(self.index.is_held(key) == (key in self.held) for key in "abcdefgh")
         assert len(self.index) == len(self.model.sizes)
         assert all((key in self.index) == (key in self.model.sizes) for key in "abcdefgh")
-        assert self.index.fits(self.index.budget_bytes - int(self.index.budget_bytes * PINNED_SHARE) - held_bytes)
+        assert self.index.fits(
+            self.index.budget_bytes - int(self.index.budget_bytes * PINNED_SHARE) - held_bytes
+        )
 
 
 TestIndex = IndexMachine.TestCase
@@ -184,7 +192,9 @@ def test_newcomers_do_not_only_push_each_other_out_and_old_favourites_go() -> No
         index.touch("favourite", use_weight(0.0))
     gone = [key for number in range(1000) for key in put(index, str(number))]
     at = gone.index("favourite")
-    assert 2 * (MOST_REUSE - 1) <= at <= 2 * (MOST_REUSE + 1)  # two places turn over at each step of the age
+    assert (
+        2 * (MOST_REUSE - 1) <= at <= 2 * (MOST_REUSE + 1)
+    )  # two places turn over at each step of the age
     assert gone[:at] == [str(number) for number in range(at)]
 
 
@@ -212,7 +222,11 @@ def test_filling_is_adding_one_by_one(eviction: Eviction) -> None:
     filled.fill(sizes)
     for key, nbytes in sizes:
         added.add(key, nbytes)
-    assert (filled.keys(), filled.used_bytes, len(filled)) == (added.keys(), added.used_bytes, len(added))
+    assert (filled.keys(), filled.used_bytes, len(filled)) == (
+        added.keys(),
+        added.used_bytes,
+        len(added),
+    )
     for index in (filled, added):
         index.touch("key 5", 2.0)
     assert filled.make_room(30) == added.make_room(30)

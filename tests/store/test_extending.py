@@ -1,4 +1,5 @@
-"""Codecs and tiers of one's own, as docs/extending.md shows them, and what the settings say of them."""
+"""Codecs and tiers of one's own, as docs/extending.md shows them, and what the settings say of
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ REGISTRIES = (base._registry, configured._registry)
 
 def run(section: str) -> None:
     """Run the program that a section of the guide shows."""
-    (program,) = re.findall(r"```python\n(.*?)```", GUIDE.split(f"## {section}\n")[1].split("\n## ")[0], re.DOTALL)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", GUIDE.split(f"## {section}\n")[1].split("\n## ")[0], re.DOTALL
+    )
     exec(compile(program, GUIDE_NAME, "exec", dont_inherit=True), {"__name__": "my_package"})
 
 
@@ -39,14 +42,18 @@ def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(seed: int) -> ChunkKV:
     generator = torch.Generator().manual_seed(seed)
-    layers = (LayerKV(*(torch.randn(2, 9, 8, generator=generator) for _ in range(2))) for _ in range(2))
+    layers = (
+        LayerKV(*(torch.randn(2, 9, 8, generator=generator) for _ in range(2))) for _ in range(2)
+    )
     return ChunkKV(tuple(layers))
 
 
 def test_the_guides_codec_works(tmp_path: Path) -> None:
     run("A codec")
     kv = numbers(1)
-    with closing(open_store(sized(tmp_path, PLENTY, PLENTY, disk_codec="half+zstd"), Recorder().events)) as store:
+    with closing(
+        open_store(sized(tmp_path, PLENTY, PLENTY, disk_codec="half+zstd"), Recorder().events)
+    ) as store:
         store.put(key_of(1), kv)
         store.flush()
     with closing(open_store(sized(tmp_path, 0, PLENTY), Recorder().events)) as store:
@@ -65,7 +72,9 @@ def test_a_chunk_in_a_codec_that_is_not_known_is_a_miss_and_stays(
     with monkeypatch.context() as patch:
         patch.setattr(base._registry, "_values", dict(base._registry.known()))
         run("A codec")
-        with closing(open_store(sized(tmp_path, 0, PLENTY, disk_codec="half"), Recorder().events)) as store:
+        with closing(
+            open_store(sized(tmp_path, 0, PLENTY, disk_codec="half"), Recorder().events)
+        ) as store:
             store.put(key_of(1), numbers(1))
     with closing(open_store(sized(tmp_path, 0, PLENTY), Recorder().events)) as store:
         assert store.get(key_of(1)) is None
@@ -103,7 +112,9 @@ def test_the_guides_tier_works(tmp_path: Path) -> None:
 
 def test_options_that_are_wrong_are_told(tmp_path: Path) -> None:
     run("A tier")
-    with pytest.raises(InvalidRequestError, match=r"tiers.archive are wrong: space: .*; speed: Extra"):
+    with pytest.raises(
+        InvalidRequestError, match=r"tiers.archive are wrong: space: .*; speed: Extra"
+    ):
         archived(tmp_path, space="plenty", speed=1)
 
 
@@ -114,7 +125,9 @@ def test_options_that_are_wrong_are_told(tmp_path: Path) -> None:
         ("redis", "takes no options in tiers; set redis_url, redis_space"),
     ],
 )
-def test_a_tier_that_the_settings_cannot_name_is_told(tmp_path: Path, name: str, complaint: str) -> None:
+def test_a_tier_that_the_settings_cannot_name_is_told(
+    tmp_path: Path, name: str, complaint: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         open_store(sized(tmp_path, PLENTY, 0, tiers={name: {}}), Recorder().events)
 
@@ -144,7 +157,9 @@ def test_what_was_opened_is_closed_where_another_tier_cannot_be(
 ) -> None:
     run("A tier")
     closed: list[str] = []
-    monkeypatch.setattr("kvlinker.store.tiers.disk.DiskTier.close", lambda tier: closed.append(tier.name))
+    monkeypatch.setattr(
+        "kvlinker.store.tiers.disk.DiskTier.close", lambda tier: closed.append(tier.name)
+    )
     (tmp_path / "archive").write_text("not a folder")
     with pytest.raises(Exception, match="cannot be used"):
         archived(tmp_path)

@@ -1,4 +1,5 @@
-"""Disks that are full or read-only, several processes on one folder, and clocks that jump: nothing stops, all mends."""
+"""Disks that are full or read-only, several processes on one folder, and clocks that jump: nothing
+stops, all mends."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 12 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("a small disk cannot be mounted here: that takes root")
     yield folder
@@ -147,12 +150,18 @@ def test_a_disk_quota_that_the_file_system_does_not_tell(tmp_path: Path) -> None
 def test_a_creation_that_the_catalog_refuses_leaves_nothing(tmp_path: Path) -> None:
     with closing(open_state(tmp_path)) as state:
         refusal = StoreError("The catalog is full.")
-        with mock.patch.object(state.catalog, "add", side_effect=refusal), pytest.raises(StoreError):
+        with (
+            mock.patch.object(state.catalog, "add", side_effect=refusal),
+            pytest.raises(StoreError),
+        ):
             state.caches.create(["1"], tenant="anna").result()
         state.store.flush()
         assert not state.store.keys()
         state.caches.create(["1"], tenant="anna").result()
-        with mock.patch.object(state.catalog, "add", side_effect=refusal), pytest.raises(StoreError):
+        with (
+            mock.patch.object(state.catalog, "add", side_effect=refusal),
+            pytest.raises(StoreError),
+        ):
             state.caches.create(["1"], tenant="anna").result()
         assert state.store.keys(), "another holds it"
 
@@ -166,7 +175,11 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, small_disk: Path) -> None
         ids = create_many(state)
         state.store.flush()
         file = next(path for path in small_disk.rglob("*.safetensors"))
-        victims = [cache_id for cache_id in ids if state.caches.get(cache_id, tenant="anna").chunk_key == file.stem]
+        victims = [
+            cache_id
+            for cache_id in ids
+            if state.caches.get(cache_id, tenant="anna").chunk_key == file.stem
+        ]
         remount(small_disk, "ro")
         for cache_id in victims:
             state.caches.delete(cache_id, tenant="anna")
@@ -218,7 +231,9 @@ def test_processes_on_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump", [lambda now: now + 1e7, lambda now: now - 1e7])
-def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[float], float]) -> None:
+def test_a_clock_that_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[float], float]
+) -> None:
     """Times to live end as the clock says; what has none stays, and what is deleted goes."""
     real = time.time
     with closing(open_state(tmp_path)) as state:

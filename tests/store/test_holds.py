@@ -1,4 +1,5 @@
-"""Chunks in use: held in memory by any number of requests, within a budget, until the last one ends."""
+"""Chunks in use: held in memory by any number of requests, within a budget, until the last one
+ends."""
 
 from __future__ import annotations
 
@@ -80,11 +81,17 @@ def test_a_request_that_has_ended_holds_no_more() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "extend", "share", "release"]), st.sets(st.sampled_from("abcd")), st.data()),
+        st.tuples(
+            st.sampled_from(["take", "extend", "share", "release"]),
+            st.sets(st.sampled_from("abcd")),
+            st.data(),
+        ),
         max_size=30,
     )
 )
-def test_exactly_what_requests_use_is_held(calls: list[tuple[str, set[str], st.DataObject]]) -> None:
+def test_exactly_what_requests_use_is_held(
+    calls: list[tuple[str, set[str], st.DataObject]],
+) -> None:
     memory = Memory(12)
     holds = Holds([memory])
     used: list[tuple[Hold, set[str]]] = []

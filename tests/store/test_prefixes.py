@@ -1,4 +1,5 @@
-"""Prefixes on disk: in what chunks leave of the budget, whole or not at all, and gone with the process."""
+"""Prefixes on disk: in what chunks leave of the budget, whole or not at all, and gone with the
+process."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_what_waits_to_be_written_is_found(spilled: SpilledPrefixes, store: Chun
     spilled.flush()
 
 
-def test_prefixes_take_what_chunks_leave(disk: DiskTier, spilled: SpilledPrefixes, recorder: Recorder) -> None:
+def test_prefixes_take_what_chunks_leave(
+    disk: DiskTier, spilled: SpilledPrefixes, recorder: Recorder
+) -> None:
     add(spilled, 0, 1, 2, 3)
     assert there(spilled, 0, 1, 2, 3) == [True] * 4
     add(spilled, 4)
@@ -165,7 +168,9 @@ def test_damage_is_found(spilled: SpilledPrefixes, disk: DiskTier, recorder: Rec
     assert [event.tier for event in recorder.of(ChunkDamaged)] == [NAME]
 
 
-def test_files_go_with_the_store(spilled: SpilledPrefixes, store: ChunkStore, disk: DiskTier) -> None:
+def test_files_go_with_the_store(
+    spilled: SpilledPrefixes, store: ChunkStore, disk: DiskTier
+) -> None:
     add(spilled, 0)
     assert store.keys() == frozenset(), "they are no chunks"
     store.close()
@@ -180,7 +185,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
     os.close(killed._descriptor)  # as the kernel does
     running = ProcessFolder(root)
     assert len(list(root.iterdir())) == 2
-    ChunkStore([HostTier(0, recorder.events), DiskTier(tmp_path, 1 << 20, recorder.events)], recorder.events).close()
+    ChunkStore(
+        [HostTier(0, recorder.events), DiskTier(tmp_path, 1 << 20, recorder.events)],
+        recorder.events,
+    ).close()
     assert list(root.iterdir()) == [running.path], "another process that runs keeps its own"
     running.close()
     running.close()
@@ -188,7 +196,9 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
     remove_left(tmp_path / "nowhere")
 
 
-def test_what_is_absent_is_known_without_the_disk(spilled: SpilledPrefixes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_absent_is_known_without_the_disk(
+    spilled: SpilledPrefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody else writes to the folder, and the engine's scheduler waits for the answer."""
     add(spilled, 0)
     lstat = mock.Mock(side_effect=FileNotFoundError)

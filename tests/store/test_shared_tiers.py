@@ -24,7 +24,10 @@ from kvlinker.store import ContextCache
 from tests.doors.http.serving import serving, tiny_model, tiny_settings
 from tests.redis_server import RedisServer
 
-TEXTS = ["The kettle stands in the kitchen, and it is green.", "The bicycle stands in the hall, and it is red."]
+TEXTS = [
+    "The kettle stands in the kitchen, and it is green.",
+    "The bicycle stands in the hall, and it is red.",
+]
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
 
@@ -53,12 +56,16 @@ def make_llm(shared: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., L
 
 def ask(llm: LLM, caches: Iterable[ContextCache], tenant: str = "default") -> Answer:
     content = [*caches, "Which is red?"]
-    return llm.chat_completion([{"role": "user", "content": content}], max_tokens=6, temperature=0, tenant=tenant)
+    return llm.chat_completion(
+        [{"role": "user", "content": content}], max_tokens=6, temperature=0, tenant=tenant
+    )
 
 
 def lookups(llm: LLM) -> list[ChunkLookup]:
     seen: list[ChunkLookup] = []
-    llm.events.subscribe(lambda event: seen.append(event) if isinstance(event, ChunkLookup) else None)
+    llm.events.subscribe(
+        lambda event: seen.append(event) if isinstance(event, ChunkLookup) else None
+    )
     return seen
 
 
@@ -145,25 +152,37 @@ def test_figures_name_the_tier_and_never_the_password(make_llm, shared: dict[str
         assert samples["kvlinker:tier_errors_total", name] == 0
         status = served.get("/status")
         assert [tier["name"] for tier in status.json()["tiers"]] == ["host", "disk", name]
-        said = status.text + served.get("/metrics").text + repr(llm.settings) + llm.settings.model_dump_json()
+        said = (
+            status.text
+            + served.get("/metrics").text
+            + repr(llm.settings)
+            + llm.settings.model_dump_json()
+        )
         assert "not-to-be-seen" not in said
 
 
-def test_usage_by_tenant_covers_the_shared_tier(make_llm, shared: dict[str, str], tmp_path: Path) -> None:
+def test_usage_by_tenant_covers_the_shared_tier(
+    make_llm, shared: dict[str, str], tmp_path: Path
+) -> None:
     ((name, url),) = ((name.removesuffix("_url"), url) for name, url in shared.items())
     llm = make_llm()
     llm.generate_context_cache(TEXTS, tenant="one")
     llm.generate_context_cache(TEXTS[:1], tenant="two")
     llm.store.flush()
     by_tenant = {tenant: llm.caches_usage(tenant=tenant).tiers[-1] for tenant in ("one", "two")}
-    assert [(by_tenant[tenant].name, by_tenant[tenant].chunks) for tenant in ("one", "two")] == [(name, 2), (name, 1)]
+    assert [(by_tenant[tenant].name, by_tenant[tenant].chunks) for tenant in ("one", "two")] == [
+        (name, 2),
+        (name, 1),
+    ]
     assert sum(tier.used_bytes for tier in by_tenant.values()) == llm.store.usage()[-1].used_bytes
     llm.close()
     options = ["--state-dir", str(tmp_path / "state0"), f"--{name}-url", url]
     result = CliRunner().invoke(app, ["caches", "usage", *options])
     header, *rows = (line.split() for line in result.output.splitlines())
     assert header[-1] == name
-    assert {row[0]: int(row[-1]) for row in rows} == {tenant: tier.used_bytes for tenant, tier in by_tenant.items()}
+    assert {row[0]: int(row[-1]) for row in rows} == {
+        tenant: tier.used_bytes for tenant, tier in by_tenant.items()
+    }
 
 
 def test_a_server_starts_and_answers_without_its_redis(tmp_path: Path) -> None:
@@ -175,7 +194,14 @@ def test_a_server_starts_and_answers_without_its_redis(tmp_path: Path) -> None:
             tiers = served.get("/v1/context_caches/usage").json()["tiers"]
     assert [tier["reachable"] for tier in tiers] == [True, True, False]
     assert tiers[-1] == {"name": "redis", "bytes": None, "chunks": None, "reachable": False}
-    arguments = ["caches", "usage", "--state-dir", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
+    arguments = [
+        "caches",
+        "usage",
+        "--state-dir",
+        str(tmp_path),
+        "--redis-url",
+        "redis://127.0.0.1:1/0",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.output.split()[-1]) == (0, "unreachable")
 
@@ -187,7 +213,9 @@ def test_a_server_starts_and_answers_without_its_redis(tmp_path: Path) -> None:
         ("--object-url", "nosuch://:not-to-be-seen@place", "s3://bucket/folder"),
     ],
 )
-def test_a_url_that_is_none_is_one_line(tmp_path: Path, option: str, value: str, complaint: str) -> None:
+def test_a_url_that_is_none_is_one_line(
+    tmp_path: Path, option: str, value: str, complaint: str
+) -> None:
     settings = load_settings(state_dir=tmp_path)
     with LLM.from_model(tiny_model(), settings) as llm:
         llm.generate_context_cache(TEXTS)
@@ -201,7 +229,10 @@ def test_a_url_that_is_none_is_one_line(tmp_path: Path, option: str, value: str,
 def server_process(environment: dict[str, str]) -> Iterator[str]:
     """A real server, in a process of its own, with the model in the box; yields its address."""
     with subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        [*COMMAND, "serve", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
     ) as process:
         assert process.stderr is not None
         said = ""
@@ -221,7 +252,9 @@ def server_process(environment: dict[str, str]) -> Iterator[str]:
 @pytest.mark.slow
 def test_two_server_processes_on_one_redis(redis_server: RedisServer, tmp_path: Path) -> None:
     url = f"redis://default:not-to-be-seen@127.0.0.1:{redis_server.port}/0"
-    first, second = ({"KVLINKER_STATE_DIR": str(tmp_path / name), "KVLINKER_REDIS_URL": url} for name in "ab")
+    first, second = (
+        {"KVLINKER_STATE_DIR": str(tmp_path / name), "KVLINKER_REDIS_URL": url} for name in "ab"
+    )
     with server_process(first) as one, server_process(second) as two:
         for address in (one, two):
             with Client(address, "none") as client:

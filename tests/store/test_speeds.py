@@ -169,7 +169,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_measured_again(damage: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_measured_again(
+    damage: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(path, disk=[123.0])
     DAMAGES[damage](path)
     speeds = Speeds(path)
@@ -181,7 +183,9 @@ def test_a_damaged_file_is_measured_again(damage: str, path: Path, caplog: pytes
 
 
 @given(st.floats(0, 1, exclude_max=True))
-def test_whatever_bit_flips_what_is_read_are_speeds(tmp_path_factory: pytest.TempPathFactory, place: float) -> None:
+def test_whatever_bit_flips_what_is_read_are_speeds(
+    tmp_path_factory: pytest.TempPathFactory, place: float
+) -> None:
     """A speed that is off is believed until it is measured again."""
     path = tmp_path_factory.mktemp("speeds") / "speeds.json"
     saved(path, disk=[123.5], prefill=[1e-4, 2e-8])
@@ -216,7 +220,9 @@ def test_a_newer_version_is_left_alone(path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "link"])
-def test_something_else_in_its_place_is_not_opened(what: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_something_else_in_its_place_is_not_opened(
+    what: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if what == "folder":
         path.mkdir()
     elif what == "pipe":
@@ -231,7 +237,9 @@ def test_something_else_in_its_place_is_not_opened(what: str, path: Path, caplog
     assert len(complaints(caplog)) == 1
 
 
-def test_where_nothing_can_be_written_it_works_in_memory(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_can_be_written_it_works_in_memory(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     speeds = Speeds(path / "is" / "missing")
     for _ in range(3):
         speeds.note("disk", [5.0])

@@ -1,4 +1,5 @@
-"""Two threads at once on a store of memory over disk, against a model: budgets, accounts, deletions and pins hold."""
+"""Two threads at once on a store of memory over disk, against a model: budgets, accounts, deletions
+and pins hold."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ PINNABLE = 2
 HOST_BYTES = 3000
 DISK_BYTES = 20_000
 
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 3)), min_size=1, max_size=8)
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 3)), min_size=1, max_size=8
+)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Each thread has chunks of its own, so that the last call for each is known; budgets and locks are shared."""
+    """Each thread has chunks of its own, so that the last call for each is known; budgets and locks
+    are shared."""
 
     store: ChunkStore
 
@@ -74,7 +78,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned = frozenset(map(key_of, numbers))
         self.store.set_pinned(self.pinned)
         lying = self.store.keys()
-        self.kept = {number for number in numbers if key_of(number) in lying & {key.stem for key in self.files()}}
+        self.kept = {
+            number
+            for number in numbers
+            if key_of(number) in lying & {key.stem for key in self.files()}
+        }
 
     @rule()
     def restart(self) -> None:

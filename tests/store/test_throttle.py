@@ -39,11 +39,15 @@ def rest_behind(work: float, clock: ManualClock, rest: Rest) -> float:
     return time.monotonic() - begin
 
 
-def test_work_goes_on_at_once_while_nobody_computes(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+def test_work_goes_on_at_once_while_nobody_computes(
+    clock: ManualClock, worker: ThreadPoolExecutor
+) -> None:
     worker.submit(rest_behind, AGES, clock, Throttle(clock).rests()).result(PATIENCE)
 
 
-def test_work_takes_its_share_of_the_time_while_others_compute(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+def test_work_takes_its_share_of_the_time_while_others_compute(
+    clock: ManualClock, worker: ThreadPoolExecutor
+) -> None:
     background = Throttle(clock)
     rest = background.rests()
     with background.computing():
@@ -53,7 +57,9 @@ def test_work_takes_its_share_of_the_time_while_others_compute(clock: ManualCloc
     worker.submit(rest_behind, AGES, clock, rest).result(PATIENCE)
 
 
-def test_a_rest_ends_with_the_last_computation(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+def test_a_rest_ends_with_the_last_computation(
+    clock: ManualClock, worker: ThreadPoolExecutor
+) -> None:
     background = Throttle(clock)
     resting: Future[float]
     with background.computing():

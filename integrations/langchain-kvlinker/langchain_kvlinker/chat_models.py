@@ -26,18 +26,20 @@ LINK_OPTIONS = ("policy", "implicit")
 class ChatKVLinker(BaseChatOpenAI):
     """A model behind a kvlinker server.
 
-    Message content may have blocks ``{"type": "context_cache", "id": …}``, and those that ``context_blocks`` makes of
-    documents, of which the server gets the ids.
-    ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``; an
-    ``extra_body`` with ``link`` counts before the model's own, too. What
-    the prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
+    Message content may have blocks ``{"type": "context_cache", "id": …}``, and those that
+    ``context_blocks`` makes of documents, of which the server gets the ids. ``policy``,
+    ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…,
+    documents=[…])``; an ``extra_body`` with ``link`` counts before the model's own, too. What the
+    prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in
+    ``response_metadata``.
     """
 
     model_name: str = Field(default="default", alias="model")
     """The name that the server has for its model, or ``default``."""
 
     openai_api_base: str | None = Field(default_factory=default_url, alias="base_url")
-    """The server's address, with ``/v1``; ``KVLINKER_BASE_URL``, or this machine's port 8000, by default."""
+    """The server's address, with ``/v1``; ``KVLINKER_BASE_URL``, or this machine's port 8000, by
+    default."""
 
     openai_api_key: SecretStr | None = Field(default_factory=default_key, alias="api_key")  # type: ignore[assignment]
     """``KVLINKER_API_KEY`` by default; servers without keys take any."""
@@ -57,7 +59,8 @@ class ChatKVLinker(BaseChatOpenAI):
 
     @property
     def lc_secrets(self) -> dict[str, str]:
-        """The names of environment variables that hold secrets, by the arguments that they stand for."""
+        """The names of environment variables that hold secrets, by the arguments that they stand
+        for."""
         return {"openai_api_key": "KVLINKER_API_KEY"}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -72,7 +75,9 @@ class ChatKVLinker(BaseChatOpenAI):
         ]
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
         for message, sent in zip(messages, payload["messages"], strict=True):
-            if isinstance(message, AIMessage) and (reasoning := message.additional_kwargs.get("reasoning_content")):
+            if isinstance(message, AIMessage) and (
+                reasoning := message.additional_kwargs.get("reasoning_content")
+            ):
                 sent["reasoning_content"] = reasoning
         extra: dict[str, Any] = dict(payload.pop("extra_body", None) or {})
         own = {option: getattr(self, option) for option in LINK_OPTIONS}
@@ -84,7 +89,9 @@ class ChatKVLinker(BaseChatOpenAI):
         return payload | ({"extra_body": extra} if extra else {})
 
     def _create_chat_result(
-        self, response: dict[str, Any] | openai.BaseModel, generation_info: dict[str, Any] | None = None
+        self,
+        response: dict[str, Any] | openai.BaseModel,
+        generation_info: dict[str, Any] | None = None,
     ) -> ChatResult:
         result = super()._create_chat_result(response, generation_info)
         told = response if isinstance(response, dict) else response.model_dump(warnings=False)
@@ -92,13 +99,22 @@ class ChatKVLinker(BaseChatOpenAI):
             generation.message.response_metadata["model_provider"] = PROVIDER
             if reasoning := choice["message"].get("reasoning_content"):
                 generation.message.additional_kwargs["reasoning_content"] = reasoning
-        result.llm_output = {**(result.llm_output or {}), "model_provider": PROVIDER, **_link_of(told)}
+        result.llm_output = {
+            **(result.llm_output or {}),
+            "model_provider": PROVIDER,
+            **_link_of(told),
+        }
         return result
 
     def _convert_chunk_to_generation_chunk(
-        self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: dict[str, Any] | None
+        self,
+        chunk: dict[str, Any],
+        default_chunk_class: type,
+        base_generation_info: dict[str, Any] | None,
     ) -> ChatGenerationChunk | None:
-        generation = super()._convert_chunk_to_generation_chunk(chunk, default_chunk_class, base_generation_info)
+        generation = super()._convert_chunk_to_generation_chunk(
+            chunk, default_chunk_class, base_generation_info
+        )
         if generation is None or not isinstance(generation.message, AIMessageChunk):
             return generation
         event = chunk.get("chunk") or chunk  # structured streams wrap the server's events
@@ -116,10 +132,11 @@ class ChatKVLinker(BaseChatOpenAI):
         method: Literal["function_calling", "json_mode", "json_schema"] = "json_schema",
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return a model whose answers are valid under ``schema``, which the server enforces token by token.
+        """Return a model whose answers are valid under ``schema``, which the server enforces token
+        by token.
 
-        ``method``: by ``json_schema``, by a call of a function (``function_calling``), or, by ``json_mode``, any JSON
-        object. ``kwargs`` are those of LangChain's own method.
+        ``method``: by ``json_schema``, by a call of a function (``function_calling``), or, by
+        ``json_mode``, any JSON object. ``kwargs`` are those of LangChain's own method.
         """
         return super().with_structured_output(schema, method=method, **kwargs)
 
@@ -134,8 +151,8 @@ class ChatKVLinker(BaseChatOpenAI):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
         **kwargs: Any,
     ) -> int:
-        """Return the number of tokens of the prompt that messages and tools make, chat template and context caches
-        included."""
+        """Return the number of tokens of the prompt that messages and tools make, chat template and
+        context caches included."""
         body: dict[str, Any] = {"messages": self._get_request_payload(list(messages))["messages"]}
         if tools:
             body["tools"] = [convert_to_openai_tool(tool) for tool in tools]

@@ -10,7 +10,8 @@ from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_kvlinker.server import Server
 
 CONTEXT_CACHE = "context_cache"
-"""The key of a document's metadata, and of a block of text, that has the id of its context cache."""
+"""The key of a document's metadata, and of a block of text, that has the id of its context
+cache."""
 
 MOST_PAIRS = 16
 LONGEST_KEY = 64
@@ -18,10 +19,11 @@ LONGEST_VALUE = 512
 
 
 def context_blocks(documents: Sequence[Document]) -> list[str | dict[Any, Any]]:
-    """Return documents as blocks of text, in order: those that have a context cache with its id, others marked to be
-    chunks.
+    """Return documents as blocks of text, in order: those that have a context cache with its id,
+    others marked to be chunks.
 
-    Tools of agents may return them: LangChain makes JSON text of blocks of types that it does not know.
+    Tools of agents may return them: LangChain makes JSON text of blocks of types that it does not
+    know.
     """
     return [_block(document) for document in documents]
 
@@ -34,7 +36,8 @@ def _block(document: Document) -> dict[Any, Any]:
 
 
 def sent_content(content: Any) -> Any:
-    """Return message content as the server takes it: blocks of text that have a context cache by its id alone."""
+    """Return message content as the server takes it: blocks of text that have a context cache by
+    its id alone."""
     return [_sent_block(block) for block in content] if isinstance(content, list) else content
 
 
@@ -44,16 +47,20 @@ def _sent_block(block: Any) -> Any:
 
 
 class ContextCacheTransformer(Server, BaseDocumentTransformer):
-    """Caches each document as one chunk, and returns it with the id of its context cache in its metadata.
+    """Caches each document as one chunk, and returns it with the id of its context cache in its
+    metadata.
 
-    Split long documents first: a chunk is read as a whole. Pairs of metadata that are text or numbers, and short
-    enough, are kept with the context cache, so that ``KVLinkerRetriever`` can filter by them.
+    Split long documents first: a chunk is read as a whole. Pairs of metadata that are text or
+    numbers, and short enough, are kept with the context cache, so that ``KVLinkerRetriever`` can
+    filter by them.
     """
 
     ttl: float | None = None
     """Seconds to live; None for as long as it is not deleted."""
 
-    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
+    def transform_documents(
+        self, documents: Sequence[Document], **kwargs: Any
+    ) -> Sequence[Document]:
         """Cache the documents, and return them with the ids. ``kwargs`` are other fields of ``POST
         /v1/context_caches``, such as ``pinned``."""
         if not documents:
@@ -65,16 +72,21 @@ class ContextCacheTransformer(Server, BaseDocumentTransformer):
             **kwargs,
         }
         return [
-            document.model_copy(update={"metadata": {**document.metadata, CONTEXT_CACHE: cache["id"]}})
+            document.model_copy(
+                update={"metadata": {**document.metadata, CONTEXT_CACHE: cache["id"]}}
+            )
             for document, cache in zip(documents, self.post("/context_caches", body), strict=True)
         ]
 
 
 def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the pairs that a context cache can have: the first sixteen that are text or numbers, and short."""
+    """Return the pairs that a context cache can have: the first sixteen that are text or numbers,
+    and short."""
     pairs = {
         key: str(value)
         for key, value in metadata.items()
-        if isinstance(value, str | int | float) and len(key) <= LONGEST_KEY and len(str(value)) <= LONGEST_VALUE
+        if isinstance(value, str | int | float)
+        and len(key) <= LONGEST_KEY
+        and len(str(value)) <= LONGEST_VALUE
     }
     return dict(list(pairs.items())[:MOST_PAIRS])

@@ -15,10 +15,11 @@ from langchain_kvlinker.server import Server, default_key, default_url
 
 
 class KVLinkerRetriever(BaseRetriever):
-    """Finds cached chunks, of documents that were ingested by ``kvlinker ingest`` or ``ContextCacheTransformer``.
+    """Finds cached chunks, of documents that were ingested by ``kvlinker ingest`` or
+    ``ContextCacheTransformer``.
 
-    Each document has its context cache's id in its metadata, by which ``context_blocks`` puts it into a message, and
-    the ``score`` of the search.
+    Each document has its context cache's id in its metadata, by which ``context_blocks`` puts it
+    into a message, and the ``score`` of the search.
     """
 
     base_url: str = Field(default_factory=default_url)
@@ -42,7 +43,9 @@ class KVLinkerRetriever(BaseRetriever):
             "metadata": dict(self.filter),
             "scope": self.scope,
         }
-        hits = Server(base_url=self.base_url, api_key=self.api_key).post("/context_caches/search", body)
+        hits = Server(base_url=self.base_url, api_key=self.api_key).post(
+            "/context_caches/search", body
+        )
         return [
             Document(
                 id=hit["id"],

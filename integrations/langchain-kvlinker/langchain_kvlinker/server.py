@@ -1,4 +1,5 @@
-"""Where the server is, and the client that calls those of its routes which OpenAI's API does not have."""
+"""Where the server is, and the client that calls those of its routes which OpenAI's API does not
+have."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ class Server(BaseModel):
     api_key: SecretStr = Field(default_factory=default_key)
 
     def post(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what a route below ``/v1`` lists under ``data``. Raises the errors of OpenAI's client."""
-        with openai.OpenAI(base_url=self.base_url, api_key=self.api_key.get_secret_value()) as client:
+        """Return what a route below ``/v1`` lists under ``data``. Raises the errors of OpenAI's
+        client."""
+        with openai.OpenAI(
+            base_url=self.base_url, api_key=self.api_key.get_secret_value()
+        ) as client:
             answer: Any = client.post(path, cast_to=object, body=dict(body))
         data: list[dict[str, Any]] = answer["data"]
         return data

@@ -1,4 +1,5 @@
-"""The example's tools in the turns of an agent: a call, its result of context caches, and an answer that links them."""
+"""The example's tools in the turns of an agent: a call, its result of context caches, and an answer
+that links them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from typing import Any, Literal
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, wrap_model_call
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    ModelRequest,
+    ModelResponse,
+    wrap_model_call,
+)
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import BaseTool, tool
 
@@ -26,8 +32,11 @@ def tools(base_url: str) -> list[BaseTool]:
     return found
 
 
-def test_what_a_tool_finds_is_linked_into_the_answer(tools: list[BaseTool], facts: tuple[str, ...]) -> None:
-    """The toy in the box is made to call, and knows no question to ask: the result is that of the user's."""
+def test_what_a_tool_finds_is_linked_into_the_answer(
+    tools: list[BaseTool], facts: tuple[str, ...]
+) -> None:
+    """The toy in the box is made to call, and knows no question to ask: the result is that of the
+    user's."""
     model = ChatKVLinker(temperature=0, max_tokens=64)
     calling = model.bind_tools(tools, tool_choice="find_notes").invoke([QUESTION])
     assert isinstance(calling, AIMessage)
@@ -58,10 +67,13 @@ def tell_time(zone: Literal["UTC", "CET"]) -> str:
 
 
 def each_once(tools: list[BaseTool]) -> AgentMiddleware:
-    """Have the toy in the box call one tool after the other, which it does not of its own accord, and then answer."""
+    """Have the toy in the box call one tool after the other, which it does not of its own accord,
+    and then answer."""
 
     @wrap_model_call
-    def choose(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+    def choose(
+        request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]
+    ) -> ModelResponse:
         called = [message.name for message in request.messages if isinstance(message, ToolMessage)]
         left = [each.name for each in tools if each.name not in called]
         if not left:
@@ -77,7 +89,9 @@ def test_an_agent_with_two_tools_answers(base_url: str) -> None:
     tools = [tell_time, read_notes]
     agent = create_agent(model, tools, middleware=[each_once(tools)], name="clerk")
     told = agent.invoke({"messages": [QUESTION]})["messages"]
-    calls = [call for message in told if isinstance(message, AIMessage) for call in message.tool_calls]
+    calls = [
+        call for message in told if isinstance(message, AIMessage) for call in message.tool_calls
+    ]
     assert [call["name"] for call in calls] == ["tell_time", "read_notes"]
     results = [message for message in told if isinstance(message, ToolMessage)]
     assert [message.tool_call_id for message in results] == [call["id"] for call in calls]
@@ -86,4 +100,6 @@ def test_an_agent_with_two_tools_answers(base_url: str) -> None:
     answer = told[-1]
     assert answer.text.strip()
     linked = [cache["id"] for cache in answer.response_metadata["link"]["context_caches"]]
-    assert linked == [block["context_cache"] for block in results[1].content if isinstance(block, dict)]
+    assert linked == [
+        block["context_cache"] for block in results[1].content if isinstance(block, dict)
+    ]

@@ -26,7 +26,11 @@ class TestChatKVLinkerUnit(ChatModelUnitTests):
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         address = "http://elsewhere/v1"
         variables = {"KVLINKER_BASE_URL": address, "KVLINKER_API_KEY": "key"}
-        return variables, {}, {"openai_api_base": address, "openai_api_key": "key", "model_name": "default"}
+        return (
+            variables,
+            {},
+            {"openai_api_base": address, "openai_api_key": "key", "model_name": "default"},
+        )
 
 
 class TestChatKVLinkerIntegration(ChatModelIntegrationTests):

@@ -1,4 +1,5 @@
-"""LlamaIndex's language model sends chunks as chunks, and its query engines answer from what was ingested."""
+"""LlamaIndex's language model sends chunks as chunks, and its query engines answer from what was
+ingested."""
 
 from __future__ import annotations
 
@@ -63,13 +64,19 @@ def test_context_caches_in_messages(model: KVLinker, facts: tuple[str, ...]) -> 
 async def test_context_caches_in_messages_async(model: KVLinker, facts: tuple[str, ...]) -> None:
     messages = asked(*map(context_cache, facts))
     assert (await model.achat(messages)).message.content == "Oslo"
-    assert "".join([event.delta or "" async for event in await model.astream_chat(messages)]) == "Oslo"
+    assert (
+        "".join([event.delta or "" async for event in await model.astream_chat(messages)]) == "Oslo"
+    )
 
 
 def test_blocks_that_mark_chunks(model: KVLinker) -> None:
     point = CachePoint(cache_control=CacheControl(type="ephemeral"))
     citable = CitableBlock(title="Tom", source="notes", content=FACTS[1])
-    for blocks in ([TextBlock(text=FACTS[1]), point], [citable], [TextBlock(text=element(FACTS[1]))]):
+    for blocks in (
+        [TextBlock(text=FACTS[1]), point],
+        [citable],
+        [TextBlock(text=element(FACTS[1]))],
+    ):
         answer = model.chat(asked(*blocks))
         assert answer.message.content == "Oslo"
         assert len(linked(answer)) == 1
@@ -78,8 +85,12 @@ def test_blocks_that_mark_chunks(model: KVLinker) -> None:
 def test_what_the_server_is_sent(model: KVLinker) -> None:
     marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
     call = ToolCallBlock(tool_call_id="1", tool_name="find", tool_kwargs={})
-    result = ChatMessage(role=MessageRole.TOOL, content=element("b"), additional_kwargs={"tool_call_id": "1"})
-    cut = ChatMessage(role=MessageRole.USER, content=f"a{element('b')}c{element('d', 'cc_1')}</context_cache> e")
+    result = ChatMessage(
+        role=MessageRole.TOOL, content=element("b"), additional_kwargs={"tool_call_id": "1"}
+    )
+    cut = ChatMessage(
+        role=MessageRole.USER, content=f"a{element('b')}c{element('d', 'cc_1')}</context_cache> e"
+    )
     sent = body_messages([ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]), result, cut])
     assert sent[0]["tool_calls"][0]["function"] == {"name": "find", "arguments": "{}"}
     assert sent[1] == {"role": "tool", "content": [marked], "tool_call_id": "1"}
@@ -92,7 +103,13 @@ def test_what_the_server_is_sent(model: KVLinker) -> None:
     ]
     assert without_chunks([cut])[0].content == "abcd e"
     with pytest.raises(ValueError, match="ImageBlock"):
-        body_messages([ChatMessage(blocks=[context_cache("cc_1"), ImageBlock(url="http://localhost/picture.png")])])
+        body_messages(
+            [
+                ChatMessage(
+                    blocks=[context_cache("cc_1"), ImageBlock(url="http://localhost/picture.png")]
+                )
+            ]
+        )
 
 
 def test_nodes_become_chunks() -> None:
@@ -101,7 +118,9 @@ def test_nodes_become_chunks() -> None:
         TextNode(text="c", metadata={"context_cache": "cc_1"}),
         TextNode(text="d", metadata={"context_cache": "cc_2", "title": "D"}),
     ]
-    shown = ContextCachePostprocessor().postprocess_nodes([NodeWithScore(node=node, score=1) for node in nodes])
+    shown = ContextCachePostprocessor().postprocess_nodes(
+        [NodeWithScore(node=node, score=1) for node in nodes]
+    )
     assert [entry.node.get_content(MetadataMode.LLM) for entry in shown] == [
         "<context_cache>a {b}</context_cache>",
         '<context_cache id="cc_1">c</context_cache>',
@@ -113,9 +132,9 @@ def test_nodes_become_chunks() -> None:
 
 def test_a_query_engine_answers_from_ingested_documents(model: KVLinker) -> None:
     documents = [Document(text=fact.strip(), metadata={"set": "engine"}) for fact in FACTS]
-    nodes = IngestionPipeline(transformations=[SentenceSplitter(), ContextCacheTransform(ttl=600)]).run(
-        documents=documents
-    )
+    nodes = IngestionPipeline(
+        transformations=[SentenceSplitter(), ContextCacheTransform(ttl=600)]
+    ).run(documents=documents)
     engine = RetrieverQueryEngine.from_args(
         KVLinkerRetriever(similarity_top_k=2, filters={"set": "engine"}),
         llm=model,
@@ -124,7 +143,9 @@ def test_a_query_engine_answers_from_ingested_documents(model: KVLinker) -> None
     )
     answer = engine.query("Where does Tom Reyes live?")
     assert str(answer) == "Oslo"
-    assert {source.node.node_id for source in answer.source_nodes} <= {node.metadata["context_cache"] for node in nodes}
+    assert {source.node.node_id for source in answer.source_nodes} <= {
+        node.metadata["context_cache"] for node in nodes
+    }
     assert answer.source_nodes[0].node.get_content() == FACTS[1].strip()
 
 
@@ -134,7 +155,9 @@ def test_options_and_window(model: KVLinker, address: str) -> None:
     strict = KVLinker(policy="nope", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="nope"):
         strict.chat([ChatMessage(content="Hello")])
-    chosen = KVLinker(implicit="off", additional_kwargs={"extra_body": {"top_k": 1}})._get_model_kwargs()
+    chosen = KVLinker(
+        implicit="off", additional_kwargs={"extra_body": {"top_k": 1}}
+    )._get_model_kwargs()
     assert chosen["extra_body"] == {"top_k": 1, "link": {"implicit": "off"}}
 
 
@@ -151,7 +174,9 @@ def test_tools_and_forms_are_enforced(address: str) -> None:
         """Find a city."""
         return city
 
-    answer = model.chat_with_tools([FunctionTool.from_defaults(find)], user_msg=QUESTION, tool_required=True)
+    answer = model.chat_with_tools(
+        [FunctionTool.from_defaults(find)], user_msg=QUESTION, tool_required=True
+    )
     (call,) = model.get_tool_calls_from_response(answer)
     assert call.tool_name == "find"
     assert isinstance(call.tool_kwargs["city"], str)

@@ -28,7 +28,8 @@ app = typer.Typer(
 
 @app.callback()
 def main() -> None:
-    """Measure what only researchers need: the papers' figures, peers, long runs under load, and parts alone."""
+    """Measure what only researchers need: the papers' figures, peers, long runs under load, and
+    parts alone."""
 
 
 app.command()(figure)

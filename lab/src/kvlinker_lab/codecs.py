@@ -35,9 +35,12 @@ def codecs(
     chunk_tokens: ChunkTokens = 512,
     repeat: Repeat = 5,
 ) -> Report:
-    """Measure what tiers' codecs make of the KV of prose: room, error, and time on the processor."""
+    """Measure what tiers' codecs make of the KV of prose: room, error, and time on the
+    processor."""
     subject = setup.subject(repeat=repeat)
-    return run_codecs(subject, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress)
+    return run_codecs(
+        subject, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress
+    )
 
 
 def codec_rows(
@@ -49,9 +52,10 @@ def codec_rows(
 ) -> list[Row]:
     """Make a row for each of the named codecs, or for all, of chunk files of these chunks.
 
-    ``bytes_per_token`` counts whole files, scores and header included. ``key_error`` and ``value_error`` are the L2
-    norm of what is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms`` are CPU time per
-    chunk, checksums included, the mean over the chunks and the median of ``repeat`` rounds, in which codecs take turns.
+    ``bytes_per_token`` counts whole files, scores and header included. ``key_error`` and
+    ``value_error`` are the L2 norm of what is off over that of the numbers, all layers together.
+    ``encode_ms`` and ``decode_ms`` are CPU time per chunk, checksums included, the mean over the
+    chunks and the median of ``repeat`` rounds, in which codecs take turns.
     """
     from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk
     from kvlinker.store.format.codecs import find_codec, known_codecs
@@ -78,7 +82,8 @@ def codec_rows(
         rows.append(
             {
                 "codec": name,
-                "bytes_per_token": sum(file.nbytes for file in files[name]) / sum(kv.tokens for kv in kvs),
+                "bytes_per_token": sum(file.nbytes for file in files[name])
+                / sum(kv.tokens for kv in kvs),
                 "key_error": _relative_error(kvs, decoded, "key"),
                 "value_error": _relative_error(kvs, decoded, "value"),
                 "encode_ms": 1e3 * statistics.median(encoding[name]) / len(kvs),
@@ -99,7 +104,9 @@ def run_codecs(
     """Measure all codecs on the model's own KV of prose."""
     progress(f"computing {chunks} chunks of prose")
     kvs = prose_kvs(subject, chunks=chunks, chunk_tokens=chunk_tokens)
-    return replace(subject.report(codec_rows(kvs, repeat=repeat, progress=progress)), columns=COLUMNS)
+    return replace(
+        subject.report(codec_rows(kvs, repeat=repeat, progress=progress)), columns=COLUMNS
+    )
 
 
 def prose_kvs(subject: MeasuredModel, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:
@@ -108,7 +115,9 @@ def prose_kvs(subject: MeasuredModel, *, chunks: int, chunk_tokens: int) -> list
     text = "".join(passage for record in records for passage in record.fields["passages"])
     with subject.llm(kv_slots=4 * chunk_tokens, disk_space=0) as llm:
         pieces = llm.split(text, method="fixed", max_tokens=chunk_tokens)[:chunks]
-        made = [llm.store.get_computed(cache.chunk_key) for cache in llm.generate_context_cache(pieces)]
+        made = [
+            llm.store.get_computed(cache.chunk_key) for cache in llm.generate_context_cache(pieces)
+        ]
     return [kv for kv in made if kv is not None]
 
 
@@ -119,11 +128,14 @@ def _bytes_of(file: EncodedKV) -> BufferSource:
 
 
 def _relative_error(kvs: Sequence[ChunkKV], decoded: Sequence[ChunkKV], part: str) -> float:
-    """Return the L2 norm of what is off in the keys or values of all chunks over that of the numbers."""
+    """Return the L2 norm of what is off in the keys or values of all chunks over that of the
+    numbers."""
     import torch
 
     def numbers(chunks: Sequence[ChunkKV]) -> torch.Tensor:
-        return torch.cat([getattr(layer, part).double().flatten() for kv in chunks for layer in kv.layers])
+        return torch.cat(
+            [getattr(layer, part).double().flatten() for kv in chunks for layer in kv.layers]
+        )
 
     given = numbers(kvs)
     return float((numbers(decoded) - given).norm() / given.norm())

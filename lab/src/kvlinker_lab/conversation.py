@@ -1,4 +1,5 @@
-"""Measures with and without reuse what repeats itself: conversations, and prompts that are asked again."""
+"""Measures with and without reuse what repeats itself: conversations, and prompts that are asked
+again."""
 
 from __future__ import annotations
 
@@ -35,27 +36,37 @@ def conversation(
     turn_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each turn adds.")] = 200,
     chunks: Chunks = 8,
     chunk_tokens: ChunkTokens = 512,
-    policy: Annotated[str | None, typer.Option(help="How chunks are linked; by default as requests are.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How chunks are linked; by default as requests are.")
+    ] = None,
     repeat: Repeat = 3,
 ) -> Report:
-    """Measure a conversation over linked chunks, a prompt that is asked twice, and one of new documents, with and
-    without reuse.
+    """Measure a conversation over linked chunks, a prompt that is asked twice, and one of new
+    documents, with and without reuse.
 
-    A turn takes as long as its first token. The third way computes each token once and nothing else: all that was said
-    before is a chunk, cached beforehand. The chunks of new documents are computed on the way, where a request without
-    reuse has a full prefill.
+    A turn takes as long as its first token. The third way computes each token once and nothing
+    else: all that was said before is a chunk, cached beforehand. The chunks of new documents are
+    computed on the way, where a request without reuse has a full prefill.
     """
     named = policy or setup.settings.policy
     subject = setup.subject(repeat=repeat, policy=named, turns=turns, turn_tokens=turn_tokens)
     workload = Workload(chunks, chunk_tokens, turn_tokens)
-    return run_conversation(subject, workload, turns=turns, policy=named, repeat=repeat, progress=setup.progress)
+    return run_conversation(
+        subject, workload, turns=turns, policy=named, repeat=repeat, progress=setup.progress
+    )
 
 
 def run_conversation(
-    subject: MeasuredModel, workload: Workload, *, turns: int, policy: str, repeat: int, progress: Progress = silent
+    subject: MeasuredModel,
+    workload: Workload,
+    *,
+    turns: int,
+    policy: str,
+    repeat: int,
+    progress: Progress = silent,
 ) -> Report:
-    """Hold ``repeat`` conversations in each way, in turn, after one that does not count; ``workload.fresh_tokens`` are
-    those of a turn."""
+    """Hold ``repeat`` conversations in each way, in turn, after one that does not count;
+    ``workload.fresh_tokens`` are those of a turn."""
     vocabulary = subject.loaded.vocabulary
     most = workload.chunks * workload.chunk_tokens + turns * workload.fresh_tokens
     slots = 2 * (repeat + 2) * most + SPARE_SLOTS
@@ -74,8 +85,12 @@ def run_conversation(
                 progress(f"turn {turn} of {repeat}: a conversation, {way}")
                 found[talking, way] = _seconds(llm, prompts, policy)
             progress(f"turn {turn} of {repeat}: each token once")
-            found[talking, "each token once"] = _seconds(computing, _spoken_as_chunks(computing, prompts), "naive")
-            asked = replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=1000 + turn)
+            found[talking, "each token once"] = _seconds(
+                computing, _spoken_as_chunks(computing, prompts), "naive"
+            )
+            asked = replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(
+                vocabulary, seed=1000 + turn
+            )
             for llm in (reusing, computing):
                 cache_chunks(llm.engine, asked)
                 _seconds(llm, [asked], policy)
@@ -83,8 +98,12 @@ def run_conversation(
             found["the same prompt again", "reuse"] = _seconds(reusing, [asked], policy)
             found["the same prompt again", "no reuse"] = _seconds(computing, [asked], policy)
             fresh = Prompt((asked.segments[-1],))
-            found["the same prompt again", "its fresh tokens alone"] = _seconds(computing, [fresh], "full")
-            new = _as_documents(replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=2000 + turn))
+            found["the same prompt again", "its fresh tokens alone"] = _seconds(
+                computing, [fresh], "full"
+            )
+            new = _as_documents(
+                replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=2000 + turn)
+            )
             progress(f"turn {turn} of {repeat}: new documents")
             found["new documents", "reuse"] = _seconds(reusing, [new], policy)
             found["new documents", "no reuse"] = _seconds(computing, [new], "full")
@@ -105,7 +124,9 @@ def run_conversation(
     return replace(subject.report(rows), columns=COLUMNS)
 
 
-def conversation_prompts(workload: Workload, turns: int, vocabulary: int, *, seed: int) -> list[Prompt]:
+def conversation_prompts(
+    workload: Workload, turns: int, vocabulary: int, *, seed: int
+) -> list[Prompt]:
     """Make the prompts of a conversation's turns, each of which begins with the one before."""
     first = workload.prompt(vocabulary, seed)
     generator = np.random.default_rng([seed, 1])
@@ -124,14 +145,21 @@ def _spoken_as_chunks(llm: LLM, prompts: Sequence[Prompt]) -> list[Prompt]:
         *chunks, last = prompt.segments
         said = len(before.segments[-1].tokens)
         spoken.append(
-            Prompt((*chunks, CachedSegment(Chunk(last.tokens[:said])), FreshSegment(tuple(last.tokens[said:]))))
+            Prompt(
+                (
+                    *chunks,
+                    CachedSegment(Chunk(last.tokens[:said])),
+                    FreshSegment(tuple(last.tokens[said:])),
+                )
+            )
         )
         cache_chunks(llm.engine, spoken[-1])
     return spoken
 
 
 def _as_documents(prompt: Prompt) -> Prompt:
-    """Return the prompt as a request's own documents make it: nobody asked for their chunks' attention scores."""
+    """Return the prompt as a request's own documents make it: nobody asked for their chunks'
+    attention scores."""
 
     def unscored(segment: Segment) -> Segment:
         if isinstance(segment, FreshSegment):

@@ -22,18 +22,24 @@ COLUMNS = ("scores", "chunk_tokens", "ms", "ratio")
 
 @benchmark("creation")
 def creation(setup: Setup, *, chunk_tokens: ChunkTokens = 512, repeat: Repeat = 9) -> Report:
-    """Measure the time to compute a chunk, with and without the attention scores that some policies use."""
+    """Measure the time to compute a chunk, with and without the attention scores that some policies
+    use."""
     subject = setup.subject(repeat=repeat)
     return run_creation(subject, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress)
 
 
-def run_creation(subject: MeasuredModel, *, chunk_tokens: int, repeat: int, progress: Progress = silent) -> Report:
-    """Compute chunks of random tokens, in turn on two engines that differ in nothing else; rows are medians."""
+def run_creation(
+    subject: MeasuredModel, *, chunk_tokens: int, repeat: int, progress: Progress = silent
+) -> Report:
+    """Compute chunks of random tokens, in turn on two engines that differ in nothing else; rows are
+    medians."""
     generator = np.random.default_rng(0)
 
     def computing(engine: Engine) -> Callable[[], object]:
         def compute() -> object:
-            tokens = generator.integers(0, subject.loaded.model.config.vocab_size, chunk_tokens).tolist()
+            tokens = generator.integers(
+                0, subject.loaded.model.config.vocab_size, chunk_tokens
+            ).tolist()
             return engine.cache_chunk(Chunk(tuple(tokens)), tenant=TENANT).result()
 
         return compute
@@ -41,7 +47,12 @@ def run_creation(subject: MeasuredModel, *, chunk_tokens: int, repeat: int, prog
     with ExitStack() as stack:
         engines = {
             scores: stack.enter_context(
-                subject.llm(kv_slots=2 * chunk_tokens, max_step_tokens=chunk_tokens, disk_space=0, chunk_scores=scores)
+                subject.llm(
+                    kv_slots=2 * chunk_tokens,
+                    max_step_tokens=chunk_tokens,
+                    disk_space=0,
+                    chunk_scores=scores,
+                )
             ).engine
             for scores in (False, True)
         }

@@ -1,4 +1,5 @@
-"""Measures whether time tells a tenant what others have: lookups of what another has, beside lookups of nothing."""
+"""Measures whether time tells a tenant what others have: lookups of what another has, beside
+lookups of nothing."""
 
 from __future__ import annotations
 
@@ -41,8 +42,12 @@ class LookupTimes:
     """Lookups of what another tenant has."""
 
     def row(self, case: str) -> Row:
-        """Make a row of medians in microseconds; ``p`` says how probable such a difference is if there is none."""
-        unknown, foreign = 1e6 * statistics.median(self.unknown), 1e6 * statistics.median(self.foreign)
+        """Make a row of medians in microseconds; ``p`` says how probable such a difference is if
+        there is none."""
+        unknown, foreign = (
+            1e6 * statistics.median(self.unknown),
+            1e6 * statistics.median(self.foreign),
+        )
         return {
             "case": case,
             "unknown_us": unknown,
@@ -58,11 +63,14 @@ def isolation(
     *,
     lookups: Annotated[int, typer.Option(min=10, help="Lookups of each kind.")] = 1000,
 ) -> Report:
-    """Measure whether time tells a tenant what other tenants have: lookups of theirs beside lookups of nothing."""
+    """Measure whether time tells a tenant what other tenants have: lookups of theirs beside lookups
+    of nothing."""
     return run_isolation(setup.subject(lookups=lookups), lookups=lookups, progress=setup.progress)
 
 
-def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]) -> LookupTimes:
+def compare(
+    look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]
+) -> LookupTimes:
     """Time one lookup of each in turn, in a random order within each pair."""
     order = random.Random(0)
     taken: dict[bool, list[float]] = {False: [], True: []}
@@ -75,25 +83,40 @@ def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: S
 
 
 def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = silent) -> Report:
-    """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
+    """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind
+    and case."""
     from kvlinker.store import new_context_cache_id
 
     rows = []
     with (
         subject.llm(api_keys=f"{OWNER},{STRANGER}") as llm,
         served(llm) as url,
-        httpx.Client(base_url=url, headers={"Authorization": f"Bearer {STRANGER}"}, timeout=60) as http,
+        httpx.Client(
+            base_url=url, headers={"Authorization": f"Bearer {STRANGER}"}, timeout=60
+        ) as http,
     ):
         texts = [f"{index:06d} belongs to the owner" for index in range(lookups)]
         progress(f"{lookups} context caches of another tenant")
-        foreign = [cache.id for cache in llm.generate_context_cache(texts, tenant=tenant_of_key(OWNER))]
+        foreign = [
+            cache.id for cache in llm.generate_context_cache(texts, tenant=tenant_of_key(OWNER))
+        ]
         unknown = [new_context_cache_id() for _ in foreign]
         unknown_texts = [f"{index:06d} belongs to nobody" for index in range(lookups)]
         for case, look_up, theirs, nobodys in (
             ("id, in Python", _by_id(llm), foreign, unknown),
             ("id, over HTTP", lambda i: _refused(http.get(f"{CACHES}/{i}")), foreign, unknown),
-            ("id, in a prompt", lambda i: _refused(http.post("/v1/completions", json=_prompt(i))), foreign, unknown),
-            ("content", lambda text: _created(http.post(CACHES, json={"chunks": [text]})), texts, unknown_texts),
+            (
+                "id, in a prompt",
+                lambda i: _refused(http.post("/v1/completions", json=_prompt(i))),
+                foreign,
+                unknown,
+            ),
+            (
+                "content",
+                lambda text: _created(http.post(CACHES, json={"chunks": [text]})),
+                texts,
+                unknown_texts,
+            ),
         ):
             progress(case)
             if case != "content":  # which finds the caller's own the second time

@@ -1,4 +1,5 @@
-"""Measures the memory of one more linked request: the KV of its own, and the peak, beside the KV of its whole context.
+"""Measures the memory of one more linked request: the KV of its own, and the peak, beside the KV of
+its whole context.
 
 Linux only: it reads /proc.
 """
@@ -26,7 +27,13 @@ from kvlinker.quality.bench.harness.benchmark import (
     benchmark,
     policy_names,
 )
-from kvlinker.quality.bench.harness.measurement import Workload, cache_chunks, first_token, greedy_request, peak_memory
+from kvlinker.quality.bench.harness.measurement import (
+    Workload,
+    cache_chunks,
+    first_token,
+    greedy_request,
+    peak_memory,
+)
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
@@ -51,9 +58,15 @@ def memory(
     fresh_tokens: FreshTokens = 32,
     policies: Policies = "naive,legolink-16,full",
 ) -> Report:
-    """Measure the memory of one more linked request: its own KV, and its peak, beside the KV of its whole context."""
+    """Measure the memory of one more linked request: its own KV, and its peak, beside the KV of its
+    whole context."""
     named = policy_names(policies)
-    return run_memory(setup.subject(), Workload(chunks, chunk_tokens, fresh_tokens), named, progress=setup.progress)
+    return run_memory(
+        setup.subject(),
+        Workload(chunks, chunk_tokens, fresh_tokens),
+        named,
+        progress=setup.progress,
+    )
 
 
 def run_memory(
@@ -63,13 +76,17 @@ def run_memory(
     *,
     progress: Progress = silent,
 ) -> Report:
-    """Measure how far the process's memory rises above what it was just before a request, for each policy.
+    """Measure how far the process's memory rises above what it was just before a request, for each
+    policy.
 
-    A fresh pool's pages count from their first use, so the rise is the KV of the request's own, ``own_kv_mb`` (that of
-    cached chunks is shared with whoever uses them), and whatever else it takes.
+    A fresh pool's pages count from their first use, so the rise is the KV of the request's own,
+    ``own_kv_mb`` (that of cached chunks is shared with whoever uses them), and whatever else it
+    takes.
     """
     if not _CLEAR_REFS.exists():
-        raise InvalidRequestError("bench memory needs Linux: there is no /proc/self/clear_refs here.")
+        raise InvalidRequestError(
+            "bench memory needs Linux: there is no /proc/self/clear_refs here."
+        )
     rows: list[Row] = []
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)
     small = Workload(1, workload.chunk_tokens, workload.fresh_tokens).prompt(
@@ -87,7 +104,9 @@ def run_memory(
             before = _return_free_memory()
             _CLEAR_REFS.write_text(_RESET_PEAK)
             slots = _slots_held(llm, greedy_request(prompt, policy, max_tokens=_TOKENS))
-            touched_before = len(small) * subject.loaded.kv_bytes_per_token  # the same slots of the pool
+            touched_before = (
+                len(small) * subject.loaded.kv_bytes_per_token
+            )  # the same slots of the pool
             peak = peak_memory() - before + touched_before
         rows.append(
             {
@@ -103,7 +122,8 @@ def run_memory(
 
 
 def _slots_held(llm: LLM, request: GenerationRequest) -> int:
-    """Answer the request; return the most slots of the KV pool that it held. Raises what it failed with."""
+    """Answer the request; return the most slots of the KV pool that it held. Raises what it failed
+    with."""
     held: queue.SimpleQueue[int | GenerationEvent] = queue.SimpleQueue()
 
     def listen(_: int, event: GenerationEvent) -> None:
@@ -121,6 +141,7 @@ def _slots_held(llm: LLM, request: GenerationRequest) -> int:
 
 
 def _return_free_memory() -> int:
-    """Give freed memory back to the system, so that it cannot hide what comes next; return the bytes left resident."""
+    """Give freed memory back to the system, so that it cannot hide what comes next; return the
+    bytes left resident."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)

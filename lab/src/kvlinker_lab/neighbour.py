@@ -1,4 +1,5 @@
-"""Measures the time per token of a request that decodes while a long prompt is computed beside it."""
+"""Measures the time per token of a request that decodes while a long prompt is computed beside
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from kvlinker.quality.progress import Progress, silent
 if TYPE_CHECKING:
     from kvlinker.llm import LLM
 
-COLUMNS = ("prompt_tokens", "idle_ms", "beside_p50_ms", "beside_p99_ms", "worst_ms", "worst_ratio", "prefill_s")
+COLUMNS = (
+    "prompt_tokens",
+    "idle_ms",
+    "beside_p50_ms",
+    "beside_p99_ms",
+    "worst_ms",
+    "worst_ratio",
+    "prefill_s",
+)
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 24
 """The tokens that the neighbour decodes alone before each prompt."""
@@ -34,19 +43,28 @@ WARM_UP_TOKENS = 512
 def neighbour(
     setup: Setup,
     *,
-    prompt_tokens: Annotated[str, typer.Option(help="Lengths of the prompts, with commas between.")] = "4096,16384",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of the prompts, with commas between.")
+    ] = "4096,16384",
     most_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of the neighbour to measure beside a prompt, which is then cancelled.")
+        int,
+        typer.Option(
+            min=2,
+            help="Tokens of the neighbour to measure beside a prompt, which is then cancelled.",
+        ),
     ] = 100_000,
 ) -> Report:
-    """Measure the time per token of a request that decodes while a long prompt is computed in full beside it.
+    """Measure the time per token of a request that decodes while a long prompt is computed in full
+    beside it.
 
     How long a step may take is the setting --slo-tpot, in milliseconds.
     """
     lengths = counts(prompt_tokens)
     slo_tpot = setup.settings.slo_tpot
     subject = setup.subject(most_tokens=most_tokens, slo_tpot=slo_tpot)
-    return run_neighbour(subject, lengths, most_tokens=most_tokens, slo_tpot=slo_tpot, progress=setup.progress)
+    return run_neighbour(
+        subject, lengths, most_tokens=most_tokens, slo_tpot=slo_tpot, progress=setup.progress
+    )
 
 
 def run_neighbour(
@@ -57,9 +75,12 @@ def run_neighbour(
     slo_tpot: float | None = None,
     progress: Progress = silent,
 ) -> Report:
-    """Make a row per prompt length: the time between the neighbour's tokens, alone and beside the prompt."""
+    """Make a row per prompt length: the time between the neighbour's tokens, alone and beside the
+    prompt."""
     rows: list[Row] = []
-    with subject.llm(kv_slots=max(lengths) + subject.loaded.context_window, slo_tpot=slo_tpot) as llm:
+    with subject.llm(
+        kv_slots=max(lengths) + subject.loaded.context_window, slo_tpot=slo_tpot
+    ) as llm:
         for length in lengths:
             progress(f"a prompt of {length} tokens")
             rows.append(_row(llm, length, most_tokens))
@@ -77,11 +98,14 @@ def _row(llm: LLM, length: int, most_tokens: int) -> Row:
     times: queue.SimpleQueue[float] = queue.SimpleQueue()
     room = llm.max_model_len - NEIGHBOUR_TOKENS
     decoding = llm.engine.generate(
-        greedy_request(own, "full", max_tokens=room), lambda _, event: times.put(time.perf_counter())
+        greedy_request(own, "full", max_tokens=room),
+        lambda _, event: times.put(time.perf_counter()),
     )
     alone = [times.get() for _ in range(IDLE_TOKENS)]
     begin = time.perf_counter()
-    computing = llm.engine.generate(greedy_request(prompt, "full"), lambda _, event: events.put(event))
+    computing = llm.engine.generate(
+        greedy_request(prompt, "full"), lambda _, event: events.put(event)
+    )
     beside = [alone[-1]]
     while events.empty() and len(beside) <= most_tokens:
         beside.append(times.get())

@@ -17,7 +17,14 @@ import typer
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
-from kvlinker.quality.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts, names
+from kvlinker.quality.bench.harness.benchmark import (
+    ChunkTokens,
+    Repeat,
+    Setup,
+    benchmark,
+    counts,
+    names,
+)
 from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker_lab.peers.peer import PeerKind, Task, find_peer, known_peers
@@ -29,7 +36,8 @@ SYSTEMS = "kvlinker,kvlinker-vllm,vllm,transformers,llama.cpp"
 REFERENCE = "kvlinker"
 """The system that the others are set beside."""
 SAME_TEXT = "log probabilities"
-"""The case that shows whether systems run the same model, by the correlation of what they make of the same text."""
+"""The case that shows whether systems run the same model, by the correlation of what they make of
+the same text."""
 SAME_MODEL = 0.9
 """The correlation of log probabilities below which two systems cannot be running the same model."""
 
@@ -40,29 +48,46 @@ def peers(
     *,
     systems: Annotated[
         str,
-        typer.Option(help="What to compare, with commas between; also kvlinker-int8, -int4, llama.cpp-q8_0, -q4_0."),
+        typer.Option(
+            help="What to compare, with commas between; also kvlinker-int8, -int4, llama.cpp-q8_0, -q4_0."
+        ),
     ] = SYSTEMS,
     python: Annotated[
         list[str] | None,
-        typer.Option(help="PROGRAM=PATH: Python of the environment that vllm or llama.cpp is installed in."),
+        typer.Option(
+            help="PROGRAM=PATH: Python of the environment that vllm or llama.cpp is installed in."
+        ),
     ] = None,
-    prefill_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that is prefilled.")] = 2048,
-    batches: Annotated[str, typer.Option(help="Requests that decode at once, with commas between.")] = "1,4,16",
-    context_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request decodes behind.")] = 512,
+    prefill_tokens: Annotated[
+        int, typer.Option(min=2, help="Length of the prompt that is prefilled.")
+    ] = 2048,
+    batches: Annotated[
+        str, typer.Option(help="Requests that decode at once, with commas between.")
+    ] = "1,4,16",
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each request decodes behind.")
+    ] = 512,
     chunks: Annotated[
-        int, typer.Option(min=0, help="Linked chunks that requests of kvlinker share in cases of their own; 0: none.")
+        int,
+        typer.Option(
+            min=0,
+            help="Linked chunks that requests of kvlinker share in cases of their own; 0: none.",
+        ),
     ] = 8,
     chunk_tokens: ChunkTokens = 512,
     policy: Annotated[str, typer.Option(help="How chunks are linked.")] = "legolink-16",
     steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
     repeat: Repeat = 3,
 ) -> Report:
-    """Measure kvlinker beside vLLM, transformers and llama.cpp: loading, prefill, decoding and memory.
+    """Measure kvlinker beside vLLM, transformers and llama.cpp: loading, prefill, decoding and
+    memory.
 
     All run the same weights, each in a process of its own that every round starts anew.
     """
     kinds = [find_peer(name) for name in dict.fromkeys(names(systems))]
-    given = parse_pythons(python or (), {kind.program for kind in known_peers().values() if kind.program})
+    given = parse_pythons(
+        python or (), {kind.program for kind in known_peers().values() if kind.program}
+    )
     pythons = {kind.name: given.get(kind.program, sys.executable) for kind in kinds}
     measured = {
         "prefill_tokens": prefill_tokens,
@@ -77,18 +102,26 @@ def peers(
         task, report = _prepare(setup, Path(folder), repeat=repeat, **measured)
         running, warnings = _choose(kinds, pythons, task)
         taken = in_turn(
-            {kind.name: partial(run_peer, replace(task, peer=kind.name), pythons[kind.name]) for kind in running},
+            {
+                kind.name: partial(run_peer, replace(task, peer=kind.name), pythons[kind.name])
+                for kind in running
+            },
             repeat=repeat,
             progress=setup.progress,
         )
     correlations = _correlations(taken)
-    versions = {name: version for runs in taken.values() for name, version in runs[0].versions.items()}
+    versions = {
+        name: version for runs in taken.values() for name, version in runs[0].versions.items()
+    }
     return replace(
         report,
         versions={**report.versions, **versions},
         rows=[
             *_rows(taken),
-            *({"case": SAME_TEXT, "system": name, "correlation": found} for name, found in correlations.items()),
+            *(
+                {"case": SAME_TEXT, "system": name, "correlation": found}
+                for name, found in correlations.items()
+            ),
         ],
         columns=COLUMNS,
         warnings=[*warnings, *_doubts(correlations)],
@@ -96,7 +129,8 @@ def peers(
 
 
 def _prepare(setup: Setup, folder: Path, *, repeat: int, **measured: Any) -> tuple[Task, Report]:
-    """Write the model into the folder, for every process to load; return what peers are to do, and an empty report."""
+    """Write the model into the folder, for every process to load; return what peers are to do, and
+    an empty report."""
     subject = setup.subject(repeat=repeat, **measured)
     loaded = subject.loaded
     model = folder / "model"
@@ -119,19 +153,27 @@ def _prepare(setup: Setup, folder: Path, *, repeat: int, **measured: Any) -> tup
     return task, report
 
 
-def _choose(kinds: Sequence[PeerKind], pythons: Mapping[str, str], task: Task) -> tuple[list[PeerKind], list[str]]:
+def _choose(
+    kinds: Sequence[PeerKind], pythons: Mapping[str, str], task: Task
+) -> tuple[list[PeerKind], list[str]]:
     """Return the peers that can run the task here, and say of each of the others why not."""
     model_type = json.loads((Path(task.model) / "config.json").read_text())["model_type"]
     running, reasons = [], []
     for kind in kinds:
         if not is_installed(kind, pythons[kind.name]):
-            reasons.append(f"{kind.name} is left out, for it is not installed: {kind.installation}.")
+            reasons.append(
+                f"{kind.name} is left out, for it is not installed: {kind.installation}."
+            )
         elif kind.model_types is not None and model_type not in kind.model_types:
-            reasons.append(f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not {model_type}.")
+            reasons.append(
+                f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not {model_type}."
+            )
         else:
             running.append(kind)
     if not running:
-        raise InvalidRequestError(" ".join(reasons) or "There are no systems to compare.", param="systems")
+        raise InvalidRequestError(
+            " ".join(reasons) or "There are no systems to compare.", param="systems"
+        )
     return running, reasons
 
 
@@ -160,8 +202,8 @@ def _bytes(measured: Measured) -> Mapping[str, float]:
 
 
 def _correlations(taken: Mapping[str, Sequence[Measured]]) -> dict[str, float]:
-    """Return by system how log probabilities of the same text correlate with those of transformers, or of the first
-    system that tells them where transformers takes no part."""
+    """Return by system how log probabilities of the same text correlate with those of transformers,
+    or of the first system that tells them where transformers takes no part."""
     told = {name: runs[0].logprobs for name, runs in taken.items() if runs[0].logprobs is not None}
     if not told:
         return {}

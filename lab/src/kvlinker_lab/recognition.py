@@ -1,4 +1,5 @@
-"""Measures what is recognised of passages that a framework joined into one text, and what the seams cost."""
+"""Measures what is recognised of passages that a framework joined into one text, and what the seams
+cost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examples import REFERENCE, Question
-from kvlinker.quality.evaluation.joining import JoinedPrompt, Recognised, Template, find_template, recognise
+from kvlinker.quality.evaluation.joining import (
+    JoinedPrompt,
+    Recognised,
+    Template,
+    find_template,
+    recognise,
+)
 from kvlinker.quality.evaluation.metrics import METRICS, best_score
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.quality.progress import Progress, silent
@@ -74,7 +81,8 @@ def recognition(
     limit: Annotated[int, typer.Option(min=1, help="Most questions of each data set.")] = 50,
     chunk_tokens: ChunkTokens = 512,
 ) -> Report:
-    """Measure what implicit=auto recognises of joined passages, and what answers lose by tokens that are cut at seams.
+    """Measure what implicit=auto recognises of joined passages, and what answers lose by tokens
+    that are cut at seams.
 
     Both answers are computed in full, so that nothing but the tokens at the seams differs.
     """
@@ -99,7 +107,8 @@ def run_recognition(
     chunk_tokens: int,
     progress: Progress = silent,
 ) -> Report:
-    """Measure every data set in every template. Raises InvalidRequestError for data that cannot be read or asked."""
+    """Measure every data set in every template. Raises InvalidRequestError for data that cannot be
+    read or asked."""
     rows: list[Row] = []
     for name in datasets:
         for template in templates:
@@ -108,7 +117,9 @@ def run_recognition(
                 found = load_dataset(name, splitter, limit=limit)
                 questions = [example for example in found.examples if isinstance(example, Question)]
                 if not questions:
-                    raise InvalidRequestError(f"{found.name} has no questions to ask.", param="dataset")
+                    raise InvalidRequestError(
+                        f"{found.name} has no questions to ask.", param="dataset"
+                    )
                 measured = _measured(llm, questions, template, progress)
                 rows.append({"dataset": found.name, "template": template.name, **measured})
     return replace(subject.report(rows), columns=COLUMNS)
@@ -116,7 +127,8 @@ def run_recognition(
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """One question, answered from the joined text and from the one that is split at its passages."""
+    """One question, answered from the joined text and from the one that is split at its
+    passages."""
 
     joined: float
     split: float
@@ -127,7 +139,9 @@ class _Answered:
     kl: float
 
 
-def _measured(llm: LLM, questions: Sequence[Question], template: Template, progress: Progress) -> Row:
+def _measured(
+    llm: LLM, questions: Sequence[Question], template: Template, progress: Progress
+) -> Row:
     from kvlinker.service.implicit.recognition import Recognizer
 
     recognizer = Recognizer(llm.catalog, llm.builder.encoder, fingerprint=llm.engine.fingerprint)
@@ -152,7 +166,8 @@ def _measured(llm: LLM, questions: Sequence[Question], template: Template, progr
         "second_sight": _share(again),
         "known": _share(known),
         "whole": sum(each.whole for each in again) / passages,
-        "outside": sum(each.outside for each in again) / max(1, sum(each.inside + each.outside for each in again)),
+        "outside": sum(each.outside for each in again)
+        / max(1, sum(each.inside + each.outside for each in again)),
         "ms_per_10k_characters": 1e3 * statistics.median(seconds),
         "answered": len(answers),
         "metric": questions[0].metric,
@@ -161,8 +176,18 @@ def _measured(llm: LLM, questions: Sequence[Question], template: Template, progr
 
 
 def _compared(answers: Sequence[_Answered]) -> Row:
-    """Compare answers to split texts with those to joined ones; all is None where none fitted into the window."""
-    names = ("tokens", "joined", "split", "vs_joined", "vs_joined_low", "vs_joined_high", "agreement", "kl")
+    """Compare answers to split texts with those to joined ones; all is None where none fitted into
+    the window."""
+    names = (
+        "tokens",
+        "joined",
+        "split",
+        "vs_joined",
+        "vs_joined_low",
+        "vs_joined_high",
+        "agreement",
+        "kl",
+    )
     if not answers:
         return dict.fromkeys(names)
     differences = [answer.split - answer.joined for answer in answers]
@@ -179,10 +204,14 @@ def _compared(answers: Sequence[_Answered]) -> Row:
 
 
 def _second_sight(
-    recognizer: Recognizer, question: Question, before: str, template: Template, seconds: list[float]
+    recognizer: Recognizer,
+    question: Question,
+    before: str,
+    template: Template,
+    seconds: list[float],
 ) -> Recognised:
-    """Return what is recognised of passages that came in another order with the question ``before``; adds the seconds
-    for 10,000 characters."""
+    """Return what is recognised of passages that came in another order with the question
+    ``before``; adds the seconds for 10,000 characters."""
     first = template.join(question.passages, before)
     second = template.join(question.passages[::-1], question.question)
     recognise(recognizer, first, tenant="second sight")
@@ -201,7 +230,9 @@ def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))
     answers = [trial.ask(REFERENCE) for trial in trials]
     first_tokens = [answer.first_token for answer in answers]
-    scores = [best_score(METRICS[question.metric], answer.text, question.answers) for answer in answers]
+    scores = [
+        best_score(METRICS[question.metric], answer.text, question.answers) for answer in answers
+    ]
     return _Answered(
         joined=scores[0],
         split=scores[1],

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.quality.bench.harness.benchmark import Chunks, ChunkTokens, Policies, Setup, benchmark, policy_names
+from kvlinker.quality.bench.harness.benchmark import (
+    Chunks,
+    ChunkTokens,
+    Policies,
+    Setup,
+    benchmark,
+    policy_names,
+)
 from kvlinker.quality.bench.harness.report import (
     Report,
     Row,
@@ -31,7 +38,8 @@ _PANELS = (
 
 
 def plot_soak(rows: Sequence[Row], path: Path) -> None:
-    """Draw what the server took over time. Raises InvalidRequestError without matplotlib, or for a bad file name."""
+    """Draw what the server took over time. Raises InvalidRequestError without matplotlib, or for a
+    bad file name."""
     figure = empty_figure(9, 6)
     panels = figure.subplots(2, 2, sharex=True).flat
     for axes, (column, label) in zip(panels, _PANELS, strict=True):
@@ -53,24 +61,38 @@ def soak(
     chunks: Chunks = 3,
     chunk_tokens: ChunkTokens = 128,
     aborts: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of conversations whose client leaves at any moment.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of conversations whose client leaves at any moment."
+        ),
     ] = 0.1,
-    uploads: Annotated[float, typer.Option(min=0, help="Documents per second that new ones take the place of.")] = 1.0,
+    uploads: Annotated[
+        float, typer.Option(min=0, help="Documents per second that new ones take the place of.")
+    ] = 1.0,
     audit: Annotated[str, typer.Option(help="Share of answers that the server audits.")] = "10%",
-    host_memory: Annotated[str, typer.Option(help="The server's tier in memory: less than the chunks take.")] = "8MiB",
-    disk_space: Annotated[str, typer.Option(help="The server's tier on disk: less than the chunks take.")] = "16MiB",
+    host_memory: Annotated[
+        str, typer.Option(help="The server's tier in memory: less than the chunks take.")
+    ] = "8MiB",
+    disk_space: Annotated[
+        str, typer.Option(help="The server's tier on disk: less than the chunks take.")
+    ] = "16MiB",
     growth: Annotated[
-        float, typer.Option(min=0, help="Percent that memory, descriptors, threads and disk may grow.")
+        float,
+        typer.Option(min=0, help="Percent that memory, descriptors, threads and disk may grow."),
     ] = 3.0,
     restart_every: Annotated[
-        float, typer.Option(min=0, help="Seconds between two restarts of the server by SIGTERM; 0 for none.")
+        float,
+        typer.Option(
+            min=0, help="Seconds between two restarts of the server by SIGTERM; 0 for none."
+        ),
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other traffic.")] = 0,
 ) -> Report:
     """Keep a server under mixed traffic, and check that nothing fails, grows or loses count.
 
-    Conversations, aborts, uploads, deletions, expiry, audits and all policies at the same time; with --restart-every
-    restarts, too, in which no request may be lost. The command ends with 1 where a check fails.
+    Conversations, aborts, uploads, deletions, expiry, audits and all policies at the same time;
+    with --restart-every restarts, too, in which no request may be lost. The command ends with 1
+    where a check fails.
     """
     from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 
@@ -92,7 +114,9 @@ def soak(
     options = {"audit": audit, "host_memory": host_memory, "disk_space": disk_space}
     with (
         model_to_serve(setup.settings, setup.shape) as settings,
-        kvlinker_server(settings, **options, max_variants=16, implicit_caches=library // 2) as server,
+        kvlinker_server(
+            settings, **options, max_variants=16, implicit_caches=library // 2
+        ) as server,
     ):
         result = run_soak(server, plan, disk_space=disk_space, told=_tell)
     dtype = str(choose_dtype(setup.settings.dtype, device)).removeprefix("torch.")
@@ -121,5 +145,8 @@ def soak(
 
 def _tell(row: Row) -> None:
     """Print a row as soon as it is there: who stops a long run early has seen something."""
-    values = (f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+    values = (
+        f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+    )
     typer.echo(", ".join(values), err=True)

@@ -19,14 +19,17 @@ from tests.quality.test_extending import PLUGIN, code_of
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Installs the guide's figure as a module that an entry point names; the registry forgets it afterwards."""
+    """Installs the guide's figure as a module that an entry point names; the registry forgets it
+    afterwards."""
     (tmp_path / f"{PLUGIN}.py").write_text(code_of("A figure", "python"))
     monkeypatch.syspath_prepend(tmp_path)
     figure.known_figures()
     monkeypatch.setattr(figure._registry, "_values", dict(figure._registry._values))
     monkeypatch.setattr(figure._registry, "_loaded", False)
     entry = EntryPoint("passage-lengths", PLUGIN, "kvlinker.figures")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == entry.group else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [entry] if group == entry.group else []
+    )
     yield
     sys.modules.pop(PLUGIN, None)
 

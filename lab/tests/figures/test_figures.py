@@ -26,7 +26,8 @@ EXAMPLES = 2  # of different kinds, so that findings tell kinds apart
 
 @pytest.fixture(autouse=True)
 def light_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Serve in this process, for another takes seconds to start, and load it with short documents and answers."""
+    """Serve in this process, for another takes seconds to start, and load it with short documents
+    and answers."""
 
     @contextmanager
     def start(settings: Settings, **options: Any) -> Iterator[Server]:
@@ -34,7 +35,9 @@ def light_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with LLM.from_settings(own) as llm, served(llm) as url:
             yield Server(url)
 
-    def run_shortened(competitors: Sequence[Competitor], start: Start, plan: LoadPlan, **options: Any) -> LoadReport:
+    def run_shortened(
+        competitors: Sequence[Competitor], start: Start, plan: LoadPlan, **options: Any
+    ) -> LoadReport:
         short = replace(plan.shape, chunk_tokens=32, output_tokens=(2, 3))
         return run_load(competitors, start, replace(plan, shape=short), **options)
 

@@ -29,12 +29,18 @@ def test_the_cheapest_that_keeps_enough() -> None:
 
 
 def test_told_from_the_cheapest_on() -> None:
-    assert told_cheapest(ROWS, 0.98) == "query-5 (5.0% recomputed), cachecraft-0.3-focus (10.0% recomputed)"
+    assert (
+        told_cheapest(ROWS, 0.98)
+        == "query-5 (5.0% recomputed), cachecraft-0.3-focus (10.0% recomputed)"
+    )
     assert told_cheapest(ROWS[:1], 0.98) == "none"
 
 
 def test_kept_in_every_task() -> None:
     easy = [entry | {"task": "easy"} for entry in ROWS]
-    hard = [entry | {"task": "hard", "score": 0.5 if entry["policy"] == "query-5" else 0.9} for entry in ROWS]
+    hard = [
+        entry | {"task": "hard", "score": 0.5 if entry["policy"] == "query-5" else 0.9}
+        for entry in ROWS
+    ]
     assert kept_everywhere(easy, 0.98) == ["naive", "query-5", "query-15", "cachecraft-0.3-focus"]
     assert kept_everywhere(easy + hard, 0.98) == ["naive", "query-15", "cachecraft-0.3-focus"]

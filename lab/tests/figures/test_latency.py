@@ -10,7 +10,10 @@ __all__ = ["llm"]
 
 
 def test_every_form_under_every_policy(llm: LLM) -> None:
-    forms = {"one": make_example(0), "two": make_example(0, passages=("Passage 0.0 tells of something. ",))}
+    forms = {
+        "one": make_example(0),
+        "two": make_example(0, passages=("Passage 0.0 tells of something. ",)),
+    }
     times = first_token_times(llm, forms, ["full", "naive"], repeat=1)
     assert set(times) == {(form, policy) for form in forms for policy in ("full", "naive")}
     assert min(times.values()) > 0

@@ -40,7 +40,10 @@ def test_parts_stand_in_order_and_are_replaced(tmp_path: Path) -> None:
     page.write_text("# Mine\n\nBefore.\n")
     write_figure(page, figure("third"), report(0.5), ORDER)
     write_figure(page, figure("first"), report(0.25, 0.5), ORDER)
-    page.write_text(page.read_text().replace("<!-- end of first -->", "<!-- end of first -->\nA remark.") + "After.\n")
+    page.write_text(
+        page.read_text().replace("<!-- end of first -->", "<!-- end of first -->\nA remark.")
+        + "After.\n"
+    )
     write_figure(page, figure("second"), report(1.0), ORDER)
     write_figure(page, figure("first", claim="a claim with a \\1"), report(0.75), ORDER)
 
@@ -73,7 +76,14 @@ def test_nothing_stored(tmp_path: Path) -> None:
 def test_figures_stand_in_the_order_of_papers_and_numbers() -> None:
     assert list(known_figures()) == [
         *("epic-6", "epic-7", "epic-8", "epic-9"),
-        *("cacheblend-2", "cacheblend-6", "cacheblend-7", "cacheblend-8", "cacheblend-14", "cacheblend-16"),
+        *(
+            "cacheblend-2",
+            "cacheblend-6",
+            "cacheblend-7",
+            "cacheblend-8",
+            "cacheblend-14",
+            "cacheblend-16",
+        ),
         *("cachecraft-table3", "cachecraft-12", "cachecraft-13", "cachecraft-14", "cachecraft-15"),
         *("cachecraft-20", "cachecraft-22", "cachecraft-23", "cachecraft-26"),
         *("choices", "chunk-lengths", "contexts", "frontier"),

@@ -39,7 +39,10 @@ def test_ratios_are_told_where_both_were_measured() -> None:
     found = ratios(rows, "full", "naive", "relative_rate", "ttft_p50_ms")
     assert found == {0.5: 2.0, 1.0: 3.0}
     assert told_ratios(found) == "2.0× at 0.5, 3.0× at 1"
-    assert told_ratios(ratios(rows, "full", "none", "relative_rate", "ttft_p50_ms")) == "nowhere comparable"
+    assert (
+        told_ratios(ratios(rows, "full", "none", "relative_rate", "ttft_p50_ms"))
+        == "nowhere comparable"
+    )
 
 
 def test_a_rate_is_sustained_while_first_tokens_come_soon_enough() -> None:
@@ -62,13 +65,17 @@ def test_a_rate_is_sustained_while_first_tokens_come_soon_enough() -> None:
         (("full", "plain", "cachecraft-0.6", "naive"), "beside prefix caching (plain)"),
     ],
 )
-def test_the_baseline_is_prefix_caching_where_there_is_some(policies: tuple[str, ...], said: str) -> None:
+def test_the_baseline_is_prefix_caching_where_there_is_some(
+    policies: tuple[str, ...], said: str
+) -> None:
     told = find_figure("cachecraft-22").finding(rows_of(dict.fromkeys(policies, (100, 100, 100))))
     assert said in told
 
 
 def test_failures_are_told() -> None:
-    rows = rows_of({"attnlink-16": (10, 20, 30), "legolink-16": (10, 20, 30), "cacheblend-15": (40, 100, None)})
+    rows = rows_of(
+        {"attnlink-16": (10, 20, 30), "legolink-16": (10, 20, 30), "cacheblend-15": (40, 100, None)}
+    )
     said = find_figure("epic-7").finding(rows)
     assert "sooner by 4.0× at 0.5, 5.0× at 1;" in said
     assert "Of 72 requests 1 failed" in said

@@ -46,7 +46,9 @@ def tally(*results: RequestResult, aborts: bool = False, deleted: bool = False) 
         ([200, 200, 200, 100, 100, 100, 50, 50, 50], True),
     ],
 )
-def test_growth_from_the_middle_third_to_the_last_fails(values: Sequence[float], passed: bool) -> None:
+def test_growth_from_the_middle_third_to_the_last_fails(
+    values: Sequence[float], passed: bool
+) -> None:
     assert checks.bounded("memory", values, growth=0.03, slack=2).passed is passed
 
 
@@ -56,18 +58,24 @@ def test_small_quantities_may_vary_by_their_slack() -> None:
 
 
 def test_a_run_too_short_to_see_growth_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="300 seconds have fewer than 6 samples, one every 60"):
+    with pytest.raises(
+        InvalidRequestError, match="300 seconds have fewer than 6 samples, one every 60"
+    ):
         SoakPlan(seconds=300, every=60, policies=["full"])
 
 
 def test_what_failed_on_purpose_is_no_failure() -> None:
-    left, lost = (RequestResult(None, None, 1.0, failure=failure) for failure in (UNFINISHED, "status 404"))
+    left, lost = (
+        RequestResult(None, None, 1.0, failure=failure) for failure in (UNFINISHED, "status 404")
+    )
     behind = RequestResult(None, None, 0.0, failure=NOT_SENT)
     assert checks.nothing_failed(tally(ANSWER, left, behind, aborts=True)).passed
     assert checks.nothing_failed(tally(lost, behind, deleted=True)).passed
     for counted in (tally(left), tally(lost, aborts=True), tally(left, deleted=True)):
         assert not checks.nothing_failed(counted).passed
-    failed = checks.nothing_failed(tally(ANSWER, RequestResult(None, None, 1.0, failure="error", detail="It broke.")))
+    failed = checks.nothing_failed(
+        tally(ANSWER, RequestResult(None, None, 1.0, failure="error", detail="It broke."))
+    )
     assert not failed.passed
     assert failed.finding.startswith("1 beside 1 complete answers, 0 aborted")
     assert failed.finding.endswith("1 × error: It broke.")
@@ -92,7 +100,9 @@ def test_what_breaks_in_a_restart_is_lost_and_what_is_told_to_be_cut_off_is_not(
 @pytest.mark.parametrize(("ended", "passed"), [(2, False), (3, True), (5, True), (6, False)])
 def test_a_server_counts_each_request_once(ended: int, passed: bool) -> None:
     counted = Tally(complete=3, aborted=2)
-    check = checks.requests_counted(counted, figures(requests_total=10), figures(requests_total=10 + ended))
+    check = checks.requests_counted(
+        counted, figures(requests_total=10), figures(requests_total=10 + ended)
+    )
     assert check.passed is passed
 
 
@@ -129,6 +139,8 @@ def test_what_is_held_or_kept_or_not_indexed_is_told() -> None:
 
 
 def test_errors_in_the_log_are_told() -> None:
-    assert checks.log_clean("2026-11-22 INFO GET /health 200\n2026-11-22 WARNING Answers agree less.\n").passed
+    assert checks.log_clean(
+        "2026-11-22 INFO GET /health 200\n2026-11-22 WARNING Answers agree less.\n"
+    ).passed
     check = checks.log_clean("2026-11-22 ERROR It broke.\n")
     assert (check.passed, check.finding) == (False, "1 errors; 2026-11-22 ERROR It broke.")

@@ -50,8 +50,12 @@ def answering(monkeypatch: pytest.MonkeyPatch, *outcomes: httpx.Response | Excep
 async def test_what_is_refused_is_sent_again_when_the_server_says(
     monkeypatch: pytest.MonkeyPatch, pauses: list[float], transport: RetryingTransport
 ) -> None:
-    answering(monkeypatch, httpx.Response(503, headers={"Retry-After": "5"}), REFUSED, httpx.Response(200))
-    assert (await transport.handle_async_request(httpx.Request("GET", "http://server/"))).status_code == 200
+    answering(
+        monkeypatch, httpx.Response(503, headers={"Retry-After": "5"}), REFUSED, httpx.Response(200)
+    )
+    assert (
+        await transport.handle_async_request(httpx.Request("GET", "http://server/"))
+    ).status_code == 200
     assert pauses == [5.0, CONNECT_SECONDS]
     assert transport.refused == 2
 
@@ -59,11 +63,16 @@ async def test_what_is_refused_is_sent_again_when_the_server_says(
 async def test_what_was_accepted_is_never_sent_again(
     monkeypatch: pytest.MonkeyPatch, pauses: list[float], transport: RetryingTransport
 ) -> None:
-    answering(monkeypatch, BROKEN, httpx.Response(503), httpx.Response(429, headers={"Retry-After": "5"}))
+    answering(
+        monkeypatch, BROKEN, httpx.Response(503), httpx.Response(429, headers={"Retry-After": "5"})
+    )
     request = httpx.Request("GET", "http://server/")
     with pytest.raises(httpx.ReadError):
         await transport.handle_async_request(request)
-    assert [(await transport.handle_async_request(request)).status_code for _ in range(2)] == [503, 429]
+    assert [(await transport.handle_async_request(request)).status_code for _ in range(2)] == [
+        503,
+        429,
+    ]
     assert (pauses, transport.refused) == ([], 0)
 
 

@@ -1,4 +1,5 @@
-"""The command: a short soak of the model in the box, and the exit code of one that finds something."""
+"""The command: a short soak of the model in the box, and the exit code of one that finds
+something."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from kvlinker_lab.soak.run import SoakResult
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
-    arguments = ["--minutes", "0.15", "--every", "1", "--users", "3", "--library", "8", "--chunks", "2"]
+    arguments = [
+        "--minutes",
+        "0.15",
+        "--every",
+        "1",
+        "--users",
+        "3",
+        "--library",
+        "8",
+        "--chunks",
+        "2",
+    ]
     # a start has not filled its caches yet: what grows is left to long runs
     arguments += [
         "--growth",
@@ -64,7 +76,18 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_restarts_lose_no_request(tmp_path: Path) -> None:
-    arguments = ["--minutes", "0.3", "--every", "3", "--restart-every", "6", "--users", "3", "--library", "6"]
+    arguments = [
+        "--minutes",
+        "0.3",
+        "--every",
+        "3",
+        "--restart-every",
+        "6",
+        "--users",
+        "3",
+        "--library",
+        "6",
+    ]
     result = CliRunner().invoke(
         app, ["bench", "soak", *arguments, "--growth", "300", "--json", str(tmp_path / "soak.json")]
     )
@@ -78,9 +101,15 @@ def test_restarts_lose_no_request(tmp_path: Path) -> None:
     assert {check["name"]: check["passed"] for check in content["checks"]}["restarts"]
 
 
-def test_a_check_that_fails_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = SoakResult([{"minutes": 1.0, "failed": 2}], [ReportCheck("failed requests", False, "2 of [many]")])
-    monkeypatch.setattr(soak_benchmark, "kvlinker_server", lambda *_, **options: nullcontext(Server("http://none")))
+def test_a_check_that_fails_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = SoakResult(
+        [{"minutes": 1.0, "failed": 2}], [ReportCheck("failed requests", False, "2 of [many]")]
+    )
+    monkeypatch.setattr(
+        soak_benchmark, "kvlinker_server", lambda *_, **options: nullcontext(Server("http://none"))
+    )
     monkeypatch.setattr(soak_benchmark, "run_soak", lambda *_, **options: found)
     result = CliRunner().invoke(app, ["soak", "--json", str(tmp_path / "soak.json")])
     assert result.exit_code == 1

@@ -17,7 +17,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of these tests run on one worker of pytest-xdist: the library's prose and the tokenizer are made once."""
+    """All of these tests run on one worker of pytest-xdist: the library's prose and the tokenizer
+    are made once."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("training"))

@@ -1,4 +1,5 @@
-"""Conversations with tools: calls fit the definitions, answers are what was returned, and held-out names are apart."""
+"""Conversations with tools: calls fit the definitions, answers are what was returned, and held-out
+names are apart."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ def test_calls_fit_their_definitions(held_out: bool) -> None:
 def test_a_model_reads_calls_and_results_as_text() -> None:
     desk = Desk(random.Random(1))
     exchange = desk.exchange()
-    (asked, question), (calling, call), (told, result), (answering, answer) = desk.texts(exchange.messages)
+    (asked, question), (calling, call), (told, result), (answering, answer) = desk.texts(
+        exchange.messages
+    )
     assert (asked, calling, told, answering) == ("user", "assistant", "user", "assistant")
     assert question.endswith(exchange.question)
     assert all(json.dumps(tool["function"]) in question for tool in desk.tools)
-    assert json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == exchange.name
+    assert (
+        json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"]
+        == exchange.name
+    )
     assert exchange.returned in result
     assert answer == exchange.answer

@@ -27,7 +27,9 @@ def test_sequences_are_full_and_start_with_bos(tokenizer: Tokenizer, stage: Stag
         sequence = maker.make(rng)
         assert len(sequence.ids) == len(sequence.roles) == stage.mixture.length
         assert sequence.ids[0] == BOS
-        assert all(role == IGNORED for token, role in zip(*sequence, strict=True) if token in (BOS, PAD))
+        assert all(
+            role == IGNORED for token, role in zip(*sequence, strict=True) if token in (BOS, PAD)
+        )
 
 
 def conversations(tokenizer: Tokenizer, stage: Stage, count: int) -> list[TrainingSequence]:
@@ -48,7 +50,11 @@ def test_every_turn_of_the_assistant_is_learned(tokenizer: Tokenizer, stage: Sta
             assert roles[start] == IGNORED
             learned = roles[start + 1 : end + 1]
             if learned[0] == IGNORED:  # the opening that a grammar forces
-                opening = [token for token, role in zip(ids[start + 1 : end], learned, strict=False) if role == IGNORED]
+                opening = [
+                    token
+                    for token, role in zip(ids[start + 1 : end], learned, strict=False)
+                    if role == IGNORED
+                ]
                 assert re.fullmatch(r'\{"\w+":( ")?', tokenizer.decode(opening))
                 learned = learned[len(opening) :]
             assert learned[0] in ANSWERS.values()

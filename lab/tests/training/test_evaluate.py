@@ -16,7 +16,9 @@ from kvlinker_lab.training.tokenizer import ASSISTANT, BOS, END, USER, save_toke
 
 
 @pytest.fixture(scope="module")
-def loaded(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+def loaded(
+    tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> PreTrainedTokenizerBase:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(tokenizer, folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -37,7 +39,9 @@ def test_prompts_have_the_chat_format(loaded: PreTrainedTokenizerBase, kind: Kin
 
 
 def test_passages_apart_see_themselves_and_the_first_tokens() -> None:
-    prompt = HeldOutPrompt([BOS, USER, 10, 11, 12, 13, 14, 20, END, ASSISTANT], [30, END], "single", [2, 3])
+    prompt = HeldOutPrompt(
+        [BOS, USER, 10, 11, 12, 13, 14, 20, END, ASSISTANT], [30, END], "single", [2, 3]
+    )
     visible = _passages_apart(prompt, 12)
     assert visible[3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
     assert visible[5].nonzero()[:, 0].tolist() == [0, 1, 4, 5]

@@ -27,7 +27,9 @@ def reader(tokenizer: Tokenizer) -> Reader:
 def test_exported_model_agrees(reader: Reader, tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
     export(reader, tmp_path / "tokenizer", tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
+    )
     assert AutoTokenizer.from_pretrained(tmp_path / "model").bos_token_id == 0
 
     ids = torch.randint(6, 4096, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -44,7 +46,11 @@ def test_exported_model_agrees(reader: Reader, tokenizer: Tokenizer, tmp_path: P
     for layer in range(1, 5):
         attention = expected.attentions[layer][:, :, probes, 0]
         torch.testing.assert_close(torch.exp(-missed[layer - 1]), attention, atol=0.03, rtol=0.1)
-    last = expected.attentions[5][[0, 0, 1, 1], :, [0, 149, 3, 148], 0].unflatten(0, (2, 2)).transpose(1, 2)
+    last = (
+        expected.attentions[5][[0, 0, 1, 1], :, [0, 149, 3, 148], 0]
+        .unflatten(0, (2, 2))
+        .transpose(1, 2)
+    )
     found = torch.exp(-reader.hidden(ids, torch.tensor([0, 149]), positions)[1][-1])
     torch.testing.assert_close(found[:, :, 0], last[:, :, 0], atol=0.03, rtol=0.1)
 

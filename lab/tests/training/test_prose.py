@@ -7,7 +7,12 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import BUNDLED, load_dataset
 from kvlinker.quality.evaluation.examples import Continuation
-from kvlinker_lab.training.evaluation_sets import CONTINUATION_CHARACTERS, PASSAGE_CHARACTERS, PASSAGES, continuations
+from kvlinker_lab.training.evaluation_sets import (
+    CONTINUATION_CHARACTERS,
+    PASSAGE_CHARACTERS,
+    PASSAGES,
+    continuations,
+)
 from kvlinker_lab.training.vocabulary import is_held_out
 
 SPLITTER = ContextSplitter(TextEncoder(byte_tokenizer()))
@@ -36,7 +41,9 @@ def test_records_are_consecutive_windows_over_the_text():
     text = ""
     for record in records:
         lengths = [len(part.strip()) for part in (*record["passages"], record["continuation"])]
-        assert all(PASSAGE_CHARACTERS - 3 <= length < PASSAGE_CHARACTERS + 20 for length in lengths[:-1])
+        assert all(
+            PASSAGE_CHARACTERS - 3 <= length < PASSAGE_CHARACTERS + 20 for length in lengths[:-1]
+        )
         assert CONTINUATION_CHARACTERS - 3 <= lengths[-1] < CONTINUATION_CHARACTERS + 20
         text += " " + "".join(record["passages"]) + record["continuation"]
     joined = " ".join(PARAGRAPHS)

@@ -42,7 +42,9 @@ def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
         assert example.metric == "exact_match"
         words = re.findall(r"\w+", " ".join(example.passages) + example.question)
         said, _, count = (
-            example.answers[0].partition(": ") if example.task == "count" else (example.answers[0], "", "0")
+            example.answers[0].partition(": ")
+            if example.task == "count"
+            else (example.answers[0], "", "0")
         )
         assert set(re.findall(r"\w+", said)) <= set(words)
         assert int(count) == len(said.split(", ")) or example.task != "count"
@@ -84,7 +86,11 @@ def test_rivals_answer_the_same_question_about_others():
 
 
 def test_the_rival_of_a_comparison_exchanges_ages():
-    question = asked("What is the age of the older one, Ann Low or Bob High?", "Low 40, High 26: 40", "comparison")
+    question = asked(
+        "What is the age of the older one, Ann Low or Bob High?",
+        "Low 40, High 26: 40",
+        "comparison",
+    )
     assert rivals(question, []) == ["Low 26, High 40: 40"]
     assert rivals(question._replace(answer="Low 40, High 40: 40"), []) == []
 

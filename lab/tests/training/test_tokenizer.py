@@ -1,4 +1,5 @@
-"""The reader's tokenizer: any text, whole words of the worlds, and cuts behind line breaks that change nothing."""
+"""The reader's tokenizer: any text, whole words of the worlds, and cuts behind line breaks that
+change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_world_words_are_single_tokens(tokenizer: Tokenizer) -> None:
         assert len(ids_of(tokenizer, text)) == 1
 
 
-@pytest.mark.parametrize("text", ["", "naïve Ünïcode 漢字 🙂\t x\r\n", "a  b\n\n\n c  \n", "12345 6.7"])
+@pytest.mark.parametrize(
+    "text", ["", "naïve Ünïcode 漢字 🙂\t x\r\n", "a  b\n\n\n c  \n", "12345 6.7"]
+)
 def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids_of(tokenizer, text), skip_special_tokens=False) == text
 

@@ -46,7 +46,9 @@ def test_the_averaged_stages_are_exported_and_can_be_gone_on_from(
     monkeypatch.setattr(train, "CURRICULUM", STAGES)
     monkeypatch.setattr(train, "AVERAGED", ("first", "second"))
     save_tokenizer(tokenizer, tmp_path / "run" / "tokenizer")
-    train.Trainer(tmp_path / "run", seed=0, compiled=False).run(minutes=10, product=tmp_path / "product")
+    train.Trainer(tmp_path / "run", seed=0, compiled=False).run(
+        minutes=10, product=tmp_path / "product"
+    )
     ends = [load_file(tmp_path / "run" / f"{stage.name}.safetensors") for stage in STAGES]
     exported = load_file(tmp_path / "product" / "model.safetensors")
     for name, weights in exported.items():

@@ -1,4 +1,5 @@
-"""Worlds: every answer can be derived from the passages, and the kinds are what they claim to be."""
+"""Worlds: every answer can be derived from the passages, and the kinds are what they claim to
+be."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ REFERENCE = "(?:She|He|It|(?:The same|This) person|(?:The|This) (?:city|company)
 
 
 def known_facts(world: World) -> dict[tuple[str, str], str]:
-    """(subject, relation) -> value, read from the text with pronouns resolved to the last subject named."""
+    """(subject, relation) -> value, read from the text with pronouns resolved to the last subject
+    named."""
     facts: dict[tuple[str, str], str] = {}
     place = rf"\b(?:{'|'.join((*words.CITIES, *words.COMPANIES))})\b"
     subject = {"person": "", "place": ""}
@@ -88,7 +90,9 @@ def test_anaphora_is_never_answered_beside_the_name() -> None:
     for world in worlds("anaphora"):
         for question in questions_of(world, "anaphora"):
             relation, subject = asked_relation(question.text)
-            holding = [p for p in world.passages if question.answer in facts_in(p, REFERENCE, relation)]
+            holding = [
+                p for p in world.passages if question.answer in facts_in(p, REFERENCE, relation)
+            ]
             assert any(subject not in passage for passage in holding)
 
 
@@ -129,13 +133,16 @@ def test_examples_show_the_format_of_the_answers() -> None:
 
 
 def homes_and_friends(world: World) -> tuple[dict[str, str], dict[str, str]]:
-    """The city of each person's home, and each person's friend, read from questions that take one step."""
+    """The city of each person's home, and each person's friend, read from questions that take one
+    step."""
     homes: dict[str, str] = {}
     friends: dict[str, str] = {}
     for question in world.questions:
         for relation, found in ((RELATIONS["home"], homes), (FRIEND, friends)):
             for template in relation.questions:
-                if name := re.fullmatch(re.escape(template).replace(r"\{s\}", "(.+)"), question.text):
+                if name := re.fullmatch(
+                    re.escape(template).replace(r"\{s\}", "(.+)"), question.text
+                ):
                     found[name[1]] = question.answer
     return homes, friends
 
@@ -160,15 +167,21 @@ def test_the_same_is_counted() -> None:
         for question in questions_of(world, "count"):
             names, count = question.answer.split(": ")
             assert len(names.split(", ")) == int(count)
-            (value,) = [word for word in re.findall(r"[\w-]+", question.text) if word in said.values()]
-            people = {subject.split()[1] for (subject, _), stated in said.items() if stated == value}
+            (value,) = [
+                word for word in re.findall(r"[\w-]+", question.text) if word in said.values()
+            ]
+            people = {
+                subject.split()[1] for (subject, _), stated in said.items() if stated == value
+            }
             assert people == set(names.split(", "))
 
 
 def test_notes_are_ordered_by_their_days() -> None:
     for world in worlds("order"):
         name, day, days = "", "", {}
-        for word in re.findall(rf"on day \d+|the same day|this day, too|{NAME}", "\n".join(world.passages)):
+        for word in re.findall(
+            rf"on day \d+|the same day|this day, too|{NAME}", "\n".join(world.passages)
+        ):
             if re.fullmatch(NAME, word):
                 name = word
             else:
@@ -177,7 +190,10 @@ def test_notes_are_ordered_by_their_days() -> None:
         for question in questions_of(world, "order"):
             both = re.findall(NAME, question.text)
             told = ", ".join(f"{name.split()[1]} {days[name]}" for name in both)
-            assert question.answer == f"{told}: {min(both, key=lambda name: int(days[name])).split()[1]}"
+            assert (
+                question.answer
+                == f"{told}: {min(both, key=lambda name: int(days[name])).split()[1]}"
+            )
 
 
 def test_the_last_word_stands() -> None:

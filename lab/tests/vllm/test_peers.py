@@ -18,7 +18,13 @@ __all__ = ["vllm_settings"]
 @pytest.mark.slow
 def test_vllm_is_a_peer_with_and_without_kvlinker(vllm_settings, tmp_path):
     options = vllm_settings.vllm_options
-    task = task_for(tiny_model(head_dim=HEAD_DIM), tmp_path, vllm_options=options, chunk_tokens=40, policy="naive")
+    task = task_for(
+        tiny_model(head_dim=HEAD_DIM),
+        tmp_path,
+        vllm_options=options,
+        chunk_tokens=40,
+        policy="naive",
+    )
     alone = measure(replace(task, peer="vllm"))
     linking = measure(replace(task, peer="kvlinker-vllm"))
     assert list(alone.seconds) == CASES

@@ -1,1 +1,2 @@
-"""What everyone knows: plain values, errors, events, threads and the machine. No torch, no model."""
+"""What everyone knows: plain values, errors, events, threads and the machine. No torch, no
+model."""

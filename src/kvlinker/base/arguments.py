@@ -1,4 +1,5 @@
-"""Has calls of the Python API refuse keyword arguments that they do not take by an error that names the nearest one."""
+"""Has calls of the Python API refuse keyword arguments that they do not take by an error that names
+the nearest one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def names_arguments(cls: type[C]) -> type[C]:
 
 
 def takes_fields_of(kind: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Check the keyword arguments of a method whose ``**`` parameter takes the fields of a dataclass."""
+    """Check the keyword arguments of a method whose ``**`` parameter takes the fields of a
+    dataclass."""
     return lambda method: _checked(method, [field.name for field in fields(kind)])
 
 

@@ -1,4 +1,5 @@
-"""Errors that users see. Each names the value at fault and the way out; the server maps them to HTTP."""
+"""Errors that users see. Each names the value at fault and the way out; the server maps them to
+HTTP."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ LONGEST_MISSPELT = 64
 
 
 class WayOut(Enum):
-    """What callers can do about an error, in the words of each door. In a message it stands in those of Python, until
-    ``in_words_of`` puts another door's in their place."""
+    """What callers can do about an error, in the words of each door. In a message it stands in
+    those of Python, until ``in_words_of`` puts another door's in their place."""
 
     CREATE = (
         "Create it again with generate_context_cache().",
@@ -69,8 +70,9 @@ def in_words_of(door: Door, message: str) -> str:
 class KVLinkerError(Exception):
     """Base of all errors that kvlinker raises on purpose.
 
-    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status. Where that is 500, the
-    message may name what is the operator's business only, such as paths: HTTP callers get ``summary`` instead.
+    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status. Where
+    that is 500, the message may name what is the operator's business only, such as paths: HTTP
+    callers get ``summary`` instead.
     """
 
     status = 500
@@ -95,7 +97,8 @@ class InvalidRequestError(KVLinkerError):
 
 
 class UnknownArgumentError(InvalidRequestError, TypeError):
-    """A call has a keyword argument that it does not take: a TypeError, too, as such calls are anywhere in Python."""
+    """A call has a keyword argument that it does not take: a TypeError, too, as such calls are
+    anywhere in Python."""
 
     code = "unknown_parameter"
 
@@ -134,7 +137,8 @@ class PermissionDeniedError(KVLinkerError):
 
 
 class QuotaExceededError(KVLinkerError):
-    """The tenant would have more than its quota; nothing was kept. Trying again does not help, so it is no 429."""
+    """The tenant would have more than its quota; nothing was kept. Trying again does not help, so
+    it is no 429."""
 
     status = 403
     type = "insufficient_quota"
@@ -165,7 +169,8 @@ class ContextCacheNotFoundError(KVLinkerError):
 
 
 class ContextCacheModelError(InvalidRequestError):
-    """The context cache was made with another model, whose tokens would mean something else to this one."""
+    """The context cache was made with another model, whose tokens would mean something else to this
+    one."""
 
     code = "context_cache_model_mismatch"
 
@@ -211,8 +216,8 @@ class OverloadedError(KVLinkerError):
 
 
 class EngineClosedError(KVLinkerError):
-    """The engine was shut down while the request waited or ran; another server answers, or this one's successor, after
-    about ``retry_after`` seconds."""
+    """The engine was shut down while the request waited or ran; another server answers, or this
+    one's successor, after about ``retry_after`` seconds."""
 
     status = 503
     code = "engine_closed"
@@ -220,15 +225,21 @@ class EngineClosedError(KVLinkerError):
 
 
 class StoreError(KVLinkerError):
-    """The state directory or the catalog file cannot be used; the message names it and the way out."""
+    """The state directory or the catalog file cannot be used; the message names it and the way
+    out."""
 
     code = "store_unusable"
     summary = "The server cannot use its store, or this entry in it."
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """A sentence, with a space before it, that offers the known word nearest to ``text``; empty where none is near."""
-    near = get_close_matches(text, list(known), n=1, cutoff=0.75) if len(text) <= LONGEST_MISSPELT else ()
+    """A sentence, with a space before it, that offers the known word nearest to ``text``; empty
+    where none is near."""
+    near = (
+        get_close_matches(text, list(known), n=1, cutoff=0.75)
+        if len(text) <= LONGEST_MISSPELT
+        else ()
+    )
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -1,4 +1,5 @@
-"""Events for listeners (metrics, logs) about what has happened: the path that does the work calls no metric itself."""
+"""Events for listeners (metrics, logs) about what has happened: the path that does the work calls
+no metric itself."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class ChunkDamaged:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSpilled:
-    """The KV of so many tokens of a prefix, which the engine's pool gave up, was written to disk."""
+    """The KV of so many tokens of a prefix, which the engine's pool gave up, was written to
+    disk."""
 
     tokens: int
     nbytes: int
@@ -75,7 +77,8 @@ class ImplicitText:
     """``mark``, ``document`` or ``recognition``."""
 
     outcome: Literal["hit", "created", "refused"]
-    """``hit``: there was a context cache of it; ``refused``: there was no room for one, and it stayed text."""
+    """``hit``: there was a context cache of it; ``refused``: there was no room for one, and it
+    stayed text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A choice of a request ended. The prompt token counts add up to the prompt's length; they are zero for choices
-    other than the first, with which the prompt is counted."""
+    """A choice of a request ended. The prompt token counts add up to the prompt's length; they are
+    zero for choices other than the first, with which the prompt is counted."""
 
     policy: str
     reason: str
@@ -122,7 +125,8 @@ class AnswerAudited:
     """True if they do all along the answer."""
 
     kl: float | None
-    """The divergence of the first token's distributions, in nats; None where it was not recorded."""
+    """The divergence of the first token's distributions, in nats; None where it was not
+    recorded."""
 
     answer_kl: float | None
     """The mean divergence along the answer, in nats; None where it was not recorded."""
@@ -133,8 +137,8 @@ class AnswerAudited:
 
 @dataclass(frozen=True, slots=True)
 class AuditSkipped:
-    """A request that was drawn for the audit is not compared; ``reason`` is ``cancelled``, ``empty``, ``backlog``,
-    ``budget`` or ``failed``."""
+    """A request that was drawn for the audit is not compared; ``reason`` is ``cancelled``,
+    ``empty``, ``backlog``, ``budget`` or ``failed``."""
 
     reason: str
 
@@ -166,7 +170,8 @@ Listener = Callable[[Event], None]
 
 
 class Events:
-    """Delivers each published event to every listener, in the publisher's thread: listeners must be quick."""
+    """Delivers each published event to every listener, in the publisher's thread: listeners must be
+    quick."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []

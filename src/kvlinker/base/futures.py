@@ -19,7 +19,8 @@ def resolved(value: T) -> Future[T]:
 
 
 def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -> Future[R]:
-    """Return a future of ``finish`` of all results, in order, once every future is done, or of the first failure.
+    """Return a future of ``finish`` of all results, in order, once every future is done, or of the
+    first failure.
 
     ``finish`` runs in the thread that completes the last future.
     """
@@ -50,10 +51,13 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
 
 
 def or_else(
-    found: Future[T | None], otherwise: Callable[[T | None], Future[T]], accepts: Callable[[T], bool] = lambda _: True
+    found: Future[T | None],
+    otherwise: Callable[[T | None], Future[T]],
+    accepts: Callable[[T], bool] = lambda _: True,
 ) -> Future[T]:
-    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that nothing was, or
-    something that ``accepts`` is false for. That, or None, is what ``otherwise`` is called with.
+    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that
+    nothing was, or something that ``accepts`` is false for. That, or None, is what ``otherwise`` is
+    called with.
 
     Both run in the thread that completes ``found``.
     """

@@ -1,4 +1,5 @@
-"""Tells how much memory and how many processors this process may use: the machine's, or less in a container."""
+"""Tells how much memory and how many processors this process may use: the machine's, or less in a
+container."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """Reads the limits of this process's control group (cgroup), of version 1 or 2, and of the groups around it.
+    """Reads the limits of this process's control group (cgroup), of version 1 or 2, and of the
+    groups around it.
 
     What cannot be read limits nothing: there is no such file in a system without control groups.
     """
 
     membership: Path = Path("/proc/self/cgroup")
-    """The file that names the groups, each in a line ``number:controllers:path``, without controllers in version 2."""
+    """The file that names the groups, each in a line ``number:controllers:path``, without
+    controllers in version 2."""
 
     root: Path = Path("/sys/fs/cgroup")
     """The folder of all groups."""
@@ -28,12 +31,13 @@ class ControlGroup:
         return min((limit for limit, _ in self._memories()), default=None)
 
     def memory_left(self) -> int | None:
-        """Return the bytes that may still be used, where files that were read but are not in use make room; None for no
-        limit."""
+        """Return the bytes that may still be used, where files that were read but are not in use
+        make room; None for no limit."""
         return min((max(limit - used, 0) for limit, used in self._memories()), default=None)
 
     def processors(self) -> float | None:
-        """Return how many processors' time may be used, which need not be whole; None for no limit."""
+        """Return how many processors' time may be used, which need not be whole; None for no
+        limit."""
         shares = []
         for folder in self._folders("cpu"):
             quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -44,7 +48,8 @@ class ControlGroup:
         return min(shares, default=None)
 
     def _memories(self) -> Iterator[tuple[int, int]]:
-        """Yield each group's limit of memory, and what is used of it without reclaimable files, in bytes."""
+        """Yield each group's limit of memory, and what is used of it without reclaimable files, in
+        bytes."""
         names = (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -52,7 +57,9 @@ class ControlGroup:
         for folder in self._folders("memory"):
             for limit, usage, reclaimable in names:
                 if (most := _text(folder / limit)).isdecimal():
-                    statistics = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines())
+                    statistics = dict(
+                        line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines()
+                    )
                     used = int(_text(folder / usage) or 0) - int(statistics.get(reclaimable, 0))
                     yield int(most), used
 
@@ -72,7 +79,8 @@ class ControlGroup:
 
 
 def memory(group: ControlGroup = ControlGroup()) -> int:
-    """Return the bytes of memory that this process may use: the machine's, or what its control group is limited to."""
+    """Return the bytes of memory that this process may use: the machine's, or what its control
+    group is limited to."""
     return _least(psutil.virtual_memory().total, group.memory())
 
 
@@ -82,12 +90,15 @@ def available_memory(group: ControlGroup = ControlGroup()) -> int:
 
 
 def processors(group: ControlGroup = ControlGroup()) -> int:
-    """Return the processors that this process may use at a time, at least 1: those that it may run on, or as many as
-    its control group has time of.
+    """Return the processors that this process may use at a time, at least 1: those that it may run
+    on, or as many as its control group has time of.
 
-    A part of one does not count: threads that compute together wait for the one that is out of time.
+    A part of one does not count: threads that compute together wait for the one that is out of
+    time.
     """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     share = group.processors()
     return usable if share is None else max(1, min(usable, int(share)))
 

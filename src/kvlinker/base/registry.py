@@ -1,4 +1,5 @@
-"""Registers what comes in kinds by name, such as codecs and tiers: kvlinker's own, and those of other packages."""
+"""Registers what comes in kinds by name, such as codecs and tiers: kvlinker's own, and those of
+other packages."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Holds one kind of thing by name.
 
-    kvlinker's own are registered by the modules of one package and of those in it, which are imported when the registry
-    is first asked. Other packages name a module under an entry point group, and that module registers theirs in the
-    same way; a program may also register its own in process.
+    kvlinker's own are registered by the modules of one package and of those in it, which are
+    imported when the registry is first asked. Other packages name a module under an entry point
+    group, and that module registers theirs in the same way; a program may also register its own in
+    process.
     """
 
     def __init__(self, kind: str, *, own: str, group: str) -> None:
         """Make an empty registry.
 
-        ``kind`` is the word for one of its values in messages, ``own`` the package whose modules register kvlinker's
-        own, and ``group`` the entry point group of other packages.
+        ``kind`` is the word for one of its values in messages, ``own`` the package whose modules
+        register kvlinker's own, and ``group`` the entry point group of other packages.
         """
         self._kind = kind
         self._own = own
@@ -38,15 +40,19 @@ class Registry(Generic[T]):
         """Register the value and return it. Raises ValueError where another value has the name."""
         known = self._values.setdefault(name, value)
         if known is not value:
-            raise ValueError(f"The {self._kind} {name!r} is registered already, by {_module_of(known)}.")
+            raise ValueError(
+                f"The {self._kind} {name!r} is registered already, by {_module_of(known)}."
+            )
         return value
 
     def registered(self) -> Mapping[str, T]:
-        """Return the values by name that are registered so far, without importing what registers others."""
+        """Return the values by name that are registered so far, without importing what registers
+        others."""
         return MappingProxyType(self._values)
 
     def known(self) -> Mapping[str, T]:
-        """Return all values by name. Raises KVLinkerError where a package that brings some cannot be imported."""
+        """Return all values by name. Raises KVLinkerError where a package that brings some cannot
+        be imported."""
         if not self._loaded:
             for module in walk_packages(import_module(self._own).__path__, f"{self._own}."):
                 import_module(module.name)

@@ -1,9 +1,10 @@
-"""Sees to it that one thread of the process computes in parallel, the engine's, in as many threads as it may use.
+"""Sees to it that one thread of the process computes in parallel, the engine's, in as many threads
+as it may use.
 
-GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in parallel, and keeps it
-until that thread ends. As soon as the pools have more threads together than there are processors, their workers stop
-spinning between the regions of parallel code and sleep. Waking them in each of the several hundred regions of a decode
-step takes a large part of it.
+GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in
+parallel, and keeps it until that thread ends. As soon as the pools have more threads together than
+there are processors, their workers stop spinning between the regions of parallel code and sleep.
+Waking them in each of the several hundred regions of a decode step takes a large part of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ R = TypeVar("R")
 
 
 def set_threads(count: int | None) -> None:
-    """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no more than there are
-    processors for this process, unless the variable ``OMP_NUM_THREADS`` says how many."""
+    """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no
+    more than there are processors for this process, unless the variable ``OMP_NUM_THREADS`` says
+    how many."""
     import torch
 
     if count is None and "OMP_NUM_THREADS" not in os.environ:
@@ -33,7 +35,8 @@ def set_threads(count: int | None) -> None:
 
 
 def compute_serially() -> None:
-    """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it makes no pool there.
+    """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it
+    makes no pool there.
 
     What PyTorch was built without, or hides, is left as it is.
     """
@@ -48,8 +51,8 @@ def compute_serially() -> None:
 
 
 def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that it runs in a thread of its own, which has ended, its pool with it, when the call
-    returns."""
+    """Wrap ``function`` so that it runs in a thread of its own, which has ended, its pool with it,
+    when the call returns."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,5 @@
-"""The ``kvlinker`` command. Commands are imported when they run, and by them the modules that need torch."""
+"""The ``kvlinker`` command. Commands are imported when they run, and by them the modules that need
+torch."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,5 @@
-"""``kvlinker advise``: which tier is fast enough to load from while a policy recomputes, and the cheapest of them?"""
+"""``kvlinker advise``: which tier is fast enough to load from while a policy recomputes, and the
+cheapest of them?"""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, require_folders, show
+from kvlinker.cli.bench.common import (
+    MODEL_OPTIONS,
+    Json,
+    Shape,
+    command_line,
+    require_folders,
+    show,
+)
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.quality.advice.recommendation import EXAMPLE_PRICES, parse_prices
@@ -41,7 +49,9 @@ _PRICES = ", ".join(f"{tier}={price:g}" for tier, price in EXAMPLE_PRICES.items(
 def advise(
     settings: Settings,
     shape: Shape = None,
-    policy: Annotated[str, typer.Option(help="The policy whose recomputation is to hide loading.")] = "cacheblend-15",
+    policy: Annotated[
+        str, typer.Option(help="The policy whose recomputation is to hide loading.")
+    ] = "cacheblend-15",
     context_tokens: Annotated[
         int | None,
         typer.Option(
@@ -60,9 +70,11 @@ def advise(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Measure this machine's prefill and its tiers, and recommend the cheapest tier whose loading the policy hides.
+    """Measure this machine's prefill and its tiers, and recommend the cheapest tier whose loading
+    the policy hides.
 
-    Samples are written to each configured tier, beside what it holds, read as a prompt's chunks are, and removed.
+    Samples are written to each configured tier, beside what it holds, read as a prompt's chunks
+    are, and removed.
     """
     from kvlinker.linking import parse_policy
     from kvlinker.quality.advice.probing import advise as measure
@@ -75,7 +87,9 @@ def advise(
         name = parse_policy(policy).name
         subject = make_subject(settings, shape=shape, command=command_line(), policy=name)
         length = context_tokens or min(DEFAULT_CONTEXT_TOKENS, subject.loaded.context_window - 1)
-        advice = measure(subject, settings, name, context_tokens=length, prices=prices, progress=progress)
+        advice = measure(
+            subject, settings, name, context_tokens=length, prices=prices, progress=progress
+        )
     chosen = recommended(advice.tiers)
     report = subject.report([_row(tier, chosen) for tier in advice.tiers])
     measured = {

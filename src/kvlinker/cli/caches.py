@@ -1,4 +1,5 @@
-"""``kvlinker caches``: list, remove, pin, check and re-encrypt what a state directory holds, without a model."""
+"""``kvlinker caches``: list, remove, pin, check and re-encrypt what a state directory holds,
+without a model."""
 
 from __future__ import annotations
 
@@ -60,9 +61,13 @@ def list_caches(settings: Settings, metadata: MetadataPairs = None) -> None:
 @settings_options(*_SETTINGS)
 def remove_caches(
     settings: Settings,
-    ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")
+    ] = None,
     metadata: MetadataPairs = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove the context caches of all tenants.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove the context caches of all tenants.")
+    ] = False,
 ) -> None:
     """Remove context caches of any tenant, with the KV that no other holds."""
     if bool(ids) + bool(metadata) + everything != 1:
@@ -92,11 +97,15 @@ def pin_caches(
     from kvlinker.store import Limits
 
     with _opened(settings) as (catalog, _):
-        limits = Limits(settings.quotas, pinned_bytes=max(settings.disk_space, settings.host_memory) // 2)
+        limits = Limits(
+            settings.quotas, pinned_bytes=max(settings.disk_space, settings.host_memory) // 2
+        )
         tenants = {cache.id: cache.tenant for cache in _all(catalog) if cache.id in ids}
         for cache_id in dict.fromkeys(ids):
             if cache_id in tenants:
-                catalog.update(cache_id, tenants[cache_id], time.time(), pinned=not off, limits=limits)
+                catalog.update(
+                    cache_id, tenants[cache_id], time.time(), pinned=not off, limits=limits
+                )
         typer.echo(f"{len(tenants)} {'unpinned' if off else 'pinned'}")
         if missing := [cache_id for cache_id in dict.fromkeys(ids) if cache_id not in tenants]:
             raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
@@ -105,7 +114,8 @@ def pin_caches(
 @app.command("usage")
 @settings_options(*_SETTINGS)
 def show_usage(settings: Settings) -> None:
-    """Show what each tenant has: context caches, chunks, tokens, bytes of KV as computed, and bytes by tier."""
+    """Show what each tenant has: context caches, chunks, tokens, bytes of KV as computed, and bytes
+    by tier."""
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("tenant")
@@ -114,10 +124,15 @@ def show_usage(settings: Settings) -> None:
             table.add_column(title, justify="right")
         for tenant in catalog.tenants():
             kept = catalog.usage(tenant)
-            usages = [tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            usages = [
+                tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers
+            ]
             used = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
             pinned = catalog.pinned_bytes(tenant)
-            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *used)))
+            table.add_row(
+                tenant,
+                *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *used)),
+            )
         output_console().print(table)
 
 
@@ -126,14 +141,18 @@ def show_usage(settings: Settings) -> None:
 def check_caches(
     settings: Settings,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Repair the catalog, and remove KV that no context cache holds.")
+        bool,
+        typer.Option(
+            "--repair", help="Repair the catalog, and remove KV that no context cache holds."
+        ),
     ] = False,
 ) -> None:
     """Verify the catalog, and every stored file against its checksums and the catalog.
 
-    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers share, KV that
-    this catalog does not hold is left to the other servers. The exit code is 1 when anything was wrong,
-    repaired or not, else 0. A check that is interrupted leaves the rest to the next one.
+    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers
+    share, KV that this catalog does not hold is left to the other servers. The exit code is 1 when
+    anything was wrong, repaired or not, else 0. A check that is interrupted leaves the rest to the
+    next one.
     """
     with _opened(settings) as (catalog, store):
         faults = catalog.check(repair=repair)
@@ -145,15 +164,21 @@ def check_caches(
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
-        stored = store.own_keys()  # before the catalog is read: what is entered meanwhile is no orphan
+        stored = (
+            store.own_keys()
+        )  # before the catalog is read: what is entered meanwhile is no orphan
         held = catalog.chunk_keys().keys()
         orphans = sorted(stored - held)
         for key in orphans:
             if repair:
                 store.delete(key)
-            typer.echo(f"  {key}: no context cache holds it; {'removed' if repair else '--repair removes it'}")
+            typer.echo(
+                f"  {key}: no context cache holds it; {'removed' if repair else '--repair removes it'}"
+            )
         absent = len(held - store.keys())
-        typer.echo(f"{len(held)} chunks in the catalog: {absent} without KV (computed again when used)")
+        typer.echo(
+            f"{len(held)} chunks in the catalog: {absent} without KV (computed again when used)"
+        )
         typer.echo(f"{len(orphans)} orphans")
         if faults or damaged or orphans:
             raise typer.Exit(FAILURE)
@@ -163,27 +188,37 @@ def check_caches(
 @settings_options("state_dir")
 def rekey_caches(
     settings: Settings,
-    decrypt: Annotated[bool, typer.Option("--decrypt", help="Take encryption off, instead of a new key.")] = False,
+    decrypt: Annotated[
+        bool, typer.Option("--decrypt", help="Take encryption off, instead of a new key.")
+    ] = False,
 ) -> None:
     """Encrypt catalog and chunk files with another key: KVLINKER_NEW_ENCRYPTION_KEY in place of
     KVLINKER_ENCRYPTION_KEY.
 
-    Without the old key, what is not encrypted yet is encrypted. No server may run on the state directory meanwhile. A
-    run that is interrupted is finished by another with the same keys. Chunks in tiers that servers share are computed
-    again.
+    Without the old key, what is not encrypted yet is encrypted. No server may run on the state
+    directory meanwhile. A run that is interrupted is finished by another with the same keys. Chunks
+    in tiers that servers share are computed again.
     """
     from kvlinker.store.format.encryption import NEW_KEY_VARIABLE, load_cipher
     from kvlinker.store.rekeying import rekey
 
     key = os.environ.get(NEW_KEY_VARIABLE)
     if (key is not None) == decrypt:
-        raise fail(f"give the new key in {NEW_KEY_VARIABLE}, or --decrypt to take encryption off", BAD_USAGE)
+        raise fail(
+            f"give the new key in {NEW_KEY_VARIABLE}, or --decrypt to take encryption off",
+            BAD_USAGE,
+        )
     catalog = settings.state_dir / "catalog.sqlite"
     if not catalog.is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
     columns = (TextColumn("chunk files"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with failures(), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        failures(),
+        Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress,
+    ):
         old = load_cipher(settings.encryption_key)
         new = None if key is None else load_cipher(SecretStr(key), NEW_KEY_VARIABLE)
         task = progress.add_task("", total=None)
@@ -197,12 +232,15 @@ def rekey_caches(
     typer.echo(f"catalog: {'decrypted' if new is None else 'encrypted with the new key'}")
     typer.echo(f"chunk files: {done.written} written anew, {done.finished_before} were so before")
     if done.removed:
-        typer.echo(f"{done.removed} opened with neither key and were removed (computed again when used)")
+        typer.echo(
+            f"{done.removed} opened with neither key and were removed (computed again when used)"
+        )
 
 
 @contextmanager
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
-    """Open the catalog and the store of a state directory; the command ends where nothing is stored there."""
+    """Open the catalog and the store of a state directory; the command ends where nothing is stored
+    there."""
     from kvlinker.base.events import Events
     from kvlinker.service.startup import open_state
 
@@ -214,7 +252,9 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
             yield catalog, store
 
 
-def _all(catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})) -> Iterator[ContextCache]:
+def _all(
+    catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ContextCache]:
     now = time.time()
     for tenant in catalog.tenants():
         after = None

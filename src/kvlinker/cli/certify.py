@@ -1,4 +1,5 @@
-"""``kvlinker certify``: is a policy good enough with a model? Measures it, and writes a certificate."""
+"""``kvlinker certify``: is a policy good enough with a model? Measures it, and writes a
+certificate."""
 
 from __future__ import annotations
 
@@ -20,14 +21,26 @@ STORE_OPTIONS = ("policy", "state_dir", "host_memory", "disk_space", "encryption
 def certify(
     settings: Settings,
     target: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Wanted share of answers that agree with the full computation.")
+        float,
+        typer.Option(
+            min=0.5,
+            max=0.9999,
+            help="Wanted share of answers that agree with the full computation.",
+        ),
     ] = 0.98,
     dataset: Annotated[
         list[str] | None,
-        typer.Option(help="As bench quality takes it; reader by default, may be repeated.", show_default=False),
+        typer.Option(
+            help="As bench quality takes it; reader by default, may be repeated.",
+            show_default=False,
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
-    prompts: Annotated[int, typer.Option(min=0, help="Prompts of chunks that the store holds.")] = 100,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most examples of each data set.")
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts of chunks that the store holds.")
+    ] = 100,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -39,8 +52,9 @@ def certify(
 ) -> None:
     """Measure a policy with a model, and write a certificate: JSON, and a page with plots.
 
-    The self-test, answers on data sets, and answers about chunks that the store holds are compared with the full
-    computation. Ends with 1 where the agreement's exact 95% interval does not lie above the target.
+    The self-test, answers on data sets, and answers about chunks that the store holds are compared
+    with the full computation. Ends with 1 where the agreement's exact 95% interval does not lie
+    above the target.
     """
     from kvlinker.quality.certification.certifying import CertifyOptions
     from kvlinker.quality.certification.certifying import certify as measure
@@ -57,7 +71,9 @@ def certify(
     )
     with failures(BAD_USAGE), progress_display() as progress:
         certificate = measure(settings, options, command=command_line(), progress=progress)
-        path = out or certificate_path(settings.state_dir, certificate.fingerprint, certificate.policy)
+        path = out or certificate_path(
+            settings.state_dir, certificate.fingerprint, certificate.policy
+        )
         certificate.write(path)
         page = path.with_suffix(".html")
         page.write_text(certificate_page(certificate), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Output of commands: tables on stdout; on stderr warnings, progress, and the one line of an error."""
+"""Output of commands: tables on stdout; on stderr warnings, progress, and the one line of an
+error."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def warn(message: str) -> None:
 
 @contextmanager
 def failures(code: int = FAILURE) -> Iterator[None]:
-    """End the command with ``code`` at kvlinker's errors; others are bugs, and keep their traceback."""
+    """End the command with ``code`` at kvlinker's errors; others are bugs, and keep their
+    traceback."""
     try:
         yield
     except KVLinkerError as error:
@@ -64,7 +66,9 @@ def progress_display() -> Iterator[Progress]:
         BarColumn(),
         TextColumn("{task.fields[count]}"),
     )
-    with Display(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as display:
+    with Display(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as display:
         task = display.add_task("preparing the model", total=None, count="")
 
         def progress(what: str, done: int = 0, total: int | None = None, /) -> None:

@@ -24,7 +24,8 @@ class LazyGroup(TyperGroup):
 
     @abstractmethod
     def summaries(self) -> Mapping[str, str]:
-        """Return the summaries of the commands to be loaded, by name, in the order in which they are listed."""
+        """Return the summaries of the commands to be loaded, by name, in the order in which they
+        are listed."""
 
     @abstractmethod
     def load(self, name: str) -> Any:
@@ -33,7 +34,11 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command to be run."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, self.load(name) if name is not None and name in self.summaries() else command, rest
+        return (
+            name,
+            self.load(name) if name is not None and name in self.summaries() else command,
+            rest,
+        )
 
 
 class ModuleGroup(LazyGroup):
@@ -56,7 +61,8 @@ class ModuleGroup(LazyGroup):
 
 
 def _summary(module: str, name: str) -> str:
-    """Read from a module's source what a function's docstring says, or the help of an application of typer."""
+    """Read from a module's source what a function's docstring says, or the help of an application
+    of typer."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -64,7 +70,9 @@ def _summary(module: str, name: str) -> str:
         match node:
             case ast.FunctionDef(name=found) if found == name:
                 return ast.get_docstring(node) or ""
-            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(keywords=keywords)) if found == name:
+            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(keywords=keywords)) if (
+                found == name
+            ):
                 return "".join(
                     str(each.value.value)
                     for each in keywords

@@ -1,4 +1,5 @@
-"""``kvlinker check``, ``policies`` and ``calibrate``: can a model be linked, how, and with how little recomputation?"""
+"""``kvlinker check``, ``policies`` and ``calibrate``: can a model be linked, how, and with how
+little recomputation?"""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.", metavar="MODEL")],
-    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+    model: Annotated[
+        str, typer.Argument(help="Local path or Hugging Face hub id.", metavar="MODEL")
+    ],
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run code that comes with the model.")
+    ] = False,
 ) -> None:
     """Compare kvlinker's computation with the model's own, a verdict per check."""
     from rich.console import Console
@@ -39,7 +44,13 @@ def check(
         transformer, _ = read_model(settings)
         checks = self_test(transformer)
         refusal = refusal_after(transformer, checks)
-    table = Table("check", "what is compared with the model's own forward pass", "relative error", "allowed", "verdict")
+    table = Table(
+        "check",
+        "what is compared with the model's own forward pass",
+        "relative error",
+        "allowed",
+        "verdict",
+    )
     for item in checks:
         verdict = "[green]passed[/]" if item.passed else "[red]failed[/]"
         table.add_row(item.name, item.meaning, f"{item.error:.1e}", f"{item.allowed:.0e}", verdict)
@@ -50,16 +61,20 @@ def check(
     window = context_window(transformer)
     typer.echo(f"{model} can be linked, in contexts of up to {window:,} tokens.")
     if window < transformer.config.get_text_config().max_position_embeddings:
-        typer.echo("Its configuration says more, but further on it computes something else for the same text.")
+        typer.echo(
+            "Its configuration says more, but further on it computes something else for the same text."
+        )
 
 
 @settings_options("engine")
 def policies(
     settings: Settings,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as GET /v1/policies answers it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, as GET /v1/policies answers it.")
+    ] = False,
 ) -> None:
-    """List the linking policies: how each is written, what it does, what its parameters may be, and what the engine
-    cannot follow."""
+    """List the linking policies: how each is written, what it does, what its parameters may be, and
+    what the engine cannot follow."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,14 +88,18 @@ def policies(
     for policy in described:
         parameters = "\n".join(f"{row['name']}: {_allowed(row)}" for row in policy["parameters"])
         restriction = f"\n[yellow]{policy['restriction']}[/]" if policy["restriction"] else ""
-        table.add_row(policy["usage"].replace("[", "\\["), policy["description"] + restriction, parameters)
+        table.add_row(
+            policy["usage"].replace("[", "\\["), policy["description"] + restriction, parameters
+        )
     Console().print(table)
-    typer.echo("Policies are joined with +, as in query-5+legolink-4: what any of them wants is recomputed.")
+    typer.echo(
+        "Policies are joined with +, as in query-5+legolink-4: what any of them wants is recomputed."
+    )
 
 
 def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
-    """Return the function that says why the engine of this name cannot follow a policy; the embedded one follows
-    all."""
+    """Return the function that says why the engine of this name cannot follow a policy; the
+    embedded one follows all."""
     if engine == "vllm":
         from kvlinker.engines.vllm.protocol.transfer_plan import unsupported
 
@@ -94,24 +113,34 @@ def calibrate(
     policy: Annotated[
         str,
         typer.Argument(
-            help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.", metavar="POLICY"
+            help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.",
+            metavar="POLICY",
         ),
     ] = "cachecraft-{}",
-    target: Annotated[float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")] = 0.95,
+    target: Annotated[
+        float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")
+    ] = 0.95,
     values: Annotated[
         str | None,
-        typer.Option(help="Numbers to try, with commas between; by default some from the range that the policy takes."),
+        typer.Option(
+            help="Numbers to try, with commas between; by default some from the range that the policy takes."
+        ),
     ] = None,
     dataset: Annotated[
-        str, typer.Option(help="Validation set: reader, or a file of questions as bench quality takes it.")
+        str,
+        typer.Option(
+            help="Validation set: reader, or a file of questions as bench quality takes it."
+        ),
     ] = "reader",
     limit: Annotated[int | None, typer.Option(min=1, help="Most examples.")] = None,
     split: Annotated[
-        Literal["semantic", "fixed"], typer.Option(help="Chunks are passages, or windows of equal length.")
+        Literal["semantic", "fixed"],
+        typer.Option(help="Chunks are passages, or windows of equal length."),
     ] = "semantic",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
 ) -> None:
-    """Find the setting of a policy that recomputes least and still reaches a quality, on a validation set."""
+    """Find the setting of a policy that recomputes least and still reaches a quality, on a
+    validation set."""
     from rich.console import Console
     from rich.table import Table
 
@@ -122,7 +151,9 @@ def calibrate(
     from kvlinker.quality.evaluation.examiner import Examiner
 
     with failures(BAD_USAGE):
-        policies = candidates_of(policy, trial_values(policy) if values is None else values.split(","))
+        policies = candidates_of(
+            policy, trial_values(policy) if values is None else values.split(",")
+        )
         subject = make_subject(settings, shape=None, command="kvlinker calibrate")
         with subject.llm(disk_space=0) as llm, progress_display() as progress:
             splitter = ContextSplitter(llm.builder.encoder, ContextSplit(split), chunk_tokens)
@@ -135,11 +166,17 @@ def calibrate(
         table.add_row(tried.policy, str(tried.n), *row, style=style)
     Console().print(table)
     if found.skipped:
-        typer.echo(f"{len(found.skipped)} examples skipped, the first: {found.skipped[0].reason}", err=True)
+        typer.echo(
+            f"{len(found.skipped)} examples skipped, the first: {found.skipped[0].reason}", err=True
+        )
     if found.chosen is None:
-        typer.echo(f"None of them reaches {target:.0%} of full's score. Try other --values.", err=True)
+        typer.echo(
+            f"None of them reaches {target:.0%} of full's score. Try other --values.", err=True
+        )
         raise typer.Exit(FAILURE)
-    typer.echo(f"{found.chosen.policy} reaches {target:.0%} of full's score with the least recomputation.")
+    typer.echo(
+        f"{found.chosen.policy} reaches {target:.0%} of full's score with the least recomputation."
+    )
 
 
 def _allowed(parameter: dict[str, object]) -> str:

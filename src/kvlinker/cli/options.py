@@ -20,18 +20,25 @@ from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, read_settings
 Command = Callable[..., None]
 
 _CONFIG = Annotated[
-    Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False, show_default=False)
+    Path | None,
+    typer.Option(help="TOML file with settings.", exists=True, dir_okay=False, show_default=False),
 ]
 
 Url = Annotated[str | None, typer.Option(help="A running server; without, the work is done here.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Whose context caches.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Whose context caches.")
+]
 MetadataPairs = Annotated[
-    list[str] | None, typer.Option(help="Only those with this pair; may be given several times.", metavar="KEY=VALUE")
+    list[str] | None,
+    typer.Option(
+        help="Only those with this pair; may be given several times.", metavar="KEY=VALUE"
+    ),
 ]
 
 
 def parse_pairs(options: list[str] | None) -> dict[str, str]:
-    """Return the pairs that ``KEY=VALUE`` options write; the command ends at one that is written in another way."""
+    """Return the pairs that ``KEY=VALUE`` options write; the command ends at one that is written in
+    another way."""
     pairs = dict(option.partition("=")[::2] for option in options or ())
     if any("=" not in option for option in options or ()):
         raise fail("--metadata takes KEY=VALUE", BAD_USAGE)
@@ -41,7 +48,8 @@ def parse_pairs(options: list[str] | None) -> dict[str, str]:
 def settings_options(*names: str) -> Callable[[Command], Command]:
     """Give a command options for the named fields of Settings, or for all, and ``--config``.
 
-    The command takes the settings as its first argument. Options win over ``KVLINKER_*`` variables and the file.
+    The command takes the settings as its first argument. Options win over ``KVLINKER_*`` variables
+    and the file.
     """
     fields = {name: Settings.model_fields[name] for name in names or Settings.model_fields}
 
@@ -56,8 +64,14 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
             command(settings, **arguments)
 
         types = get_type_hints(command, include_extras=True)
-        own = [p.replace(annotation=types[p.name]) for p in list(signature(command).parameters.values())[1:]]
-        options = [*(_option(name, field) for name, field in fields.items()), _parameter("config", _CONFIG)]
+        own = [
+            p.replace(annotation=types[p.name])
+            for p in list(signature(command).parameters.values())[1:]
+        ]
+        options = [
+            *(_option(name, field) for name, field in fields.items()),
+            _parameter("config", _CONFIG),
+        ]
         parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *options)]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -48,17 +48,23 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
         while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
             message = "The engine has failed; what it said is above."
             if settings.on_engine_failure == "exit":
-                raise fail(f"{message} Start the server again, or set on_engine_failure to restart.", ENGINE_FAILED)
+                raise fail(
+                    f"{message} Start the server again, or set on_engine_failure to restart.",
+                    ENGINE_FAILED,
+                )
             if served < LEAST_SECONDS:
-                raise fail(f"{message} It served for less than {LEAST_SECONDS:.0f} s: it stays so.", ENGINE_FAILED)
+                raise fail(
+                    f"{message} It served for less than {LEAST_SECONDS:.0f} s: it stays so.",
+                    ENGINE_FAILED,
+                )
             logger.error("%s It is started again.", message)
 
 
 def _serve_until_failure(
     settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
 ) -> float | None:
-    """Start the engine and serve until told to stop, or until the engine has failed; returns the seconds that it then
-    has served, and None where it was told to stop.
+    """Start the engine and serve until told to stop, or until the engine has failed; returns the
+    seconds that it then has served, and None where it was told to stop.
 
     ``provider`` takes the traces.
     """
@@ -77,9 +83,13 @@ def _serve_until_failure(
     listener.listen()  # whoever reads the address and connects at once is not refused
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     if settings.log_format == "json":
-        logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
+        logger.info(
+            "Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener)
+        )
     config = server_config(app, request_timeout=settings.request_timeout)
-    server = EngineServer(config, listener, healthy=lambda: llm.healthy, drain=app.state.served.drain)
+    server = EngineServer(
+        config, listener, healthy=lambda: llm.healthy, drain=app.state.served.drain
+    )
     began = time.monotonic()
     server.run()
     return time.monotonic() - began if server.engine_failed else None
@@ -106,5 +116,12 @@ def _shared_places(settings: Settings) -> list[str]:
     """Return the remote tiers' places and budgets, without credentials."""
     from kvlinker.store.tiers.medium import place_of
 
-    tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))
-    return [f"{place_of(url.get_secret_value())} ({space.human_readable()})" for url, space in tiers if url and space]
+    tiers = (
+        (settings.redis_url, settings.redis_space),
+        (settings.object_url, settings.object_space),
+    )
+    return [
+        f"{place_of(url.get_secret_value())} ({space.human_readable()})"
+        for url, space in tiers
+        if url and space
+    ]

@@ -1,4 +1,5 @@
-"""``kvlinker top``: what a running server does now, read from its status and metrics, and shown anew all the time."""
+"""``kvlinker top``: what a running server does now, read from its status and metrics, and shown
+anew all the time."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from kvlinker.cli.console import failures, output_console
 from kvlinker.doors.client import Client, ServerUnreachableError
 
 WINDOW_SECONDS = 60.0
-"""The time over which a live view counts: long enough for figures to stand still, short enough to see what changes."""
+"""The time over which a live view counts: long enough for figures to stand still, short enough to
+see what changes."""
 
 SOURCES = ("cached", "recomputed", "fresh")
 SHOWN = frozenset({"model", "policy", "started_at", "requests", "kv_slots", "tiers"})
@@ -36,7 +38,8 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a server told at one moment: the body of ``/status``, and the samples of ``/metrics`` by their names.
+    """What a server told at one moment: the body of ``/status``, and the samples of ``/metrics`` by
+    their names.
 
     ``seconds`` is that moment by a clock that counts from anywhere.
     """
@@ -47,7 +50,11 @@ class Snapshot:
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels; 0 where there are none."""
-        return sum(s.value for s in self.samples.get(f"kvlinker:{name}", ()) if labels.items() <= s.labels.items())
+        return sum(
+            s.value
+            for s in self.samples.get(f"kvlinker:{name}", ())
+            if labels.items() <= s.labels.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,16 @@ class Period:
         return self.count(name, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def quantile(self, share: float, name: str, **labels: str) -> float | None:
-        """Return the value below which ``share`` of a histogram's observations lie; None where there are none.
+        """Return the value below which ``share`` of a histogram's observations lie; None where
+        there are none.
 
-        Within a bucket observations are taken to lie evenly, as Prometheus takes them; beyond the last bound, on it.
+        Within a bucket observations are taken to lie evenly, as Prometheus takes them; beyond the
+        last bound, on it.
         """
-        bounds = sorted({s.labels["le"] for s in self.until.samples.get(f"kvlinker:{name}_bucket", ())}, key=float)
+        bounds = sorted(
+            {s.labels["le"] for s in self.until.samples.get(f"kvlinker:{name}_bucket", ())},
+            key=float,
+        )
         counts = [self.count(f"{name}_bucket", le=bound, **labels) for bound in bounds]
         if not counts or counts[-1] <= 0:
             return None
@@ -82,7 +94,11 @@ class Period:
         below, lower = 0.0, 0.0
         for bound, count in zip(map(float, bounds), counts, strict=True):
             if count >= wanted:
-                return lower if bound == float("inf") else lower + (bound - lower) * (wanted - below) / (count - below)
+                return (
+                    lower
+                    if bound == float("inf")
+                    else lower + (bound - lower) * (wanted - below) / (count - below)
+                )
             below, lower = count, bound
         return lower
 
@@ -94,7 +110,8 @@ class History:
         self._snapshots: deque[Snapshot] = deque()
 
     def add(self, snapshot: Snapshot) -> Period:
-        """Return the period from the window's first snapshot to this one; the first one counts from the server's start.
+        """Return the period from the window's first snapshot to this one; the first one counts from
+        the server's start.
 
         A server that was started again begins anew, for its counters do.
         """
@@ -114,8 +131,8 @@ def whole_life(snapshot: Snapshot) -> Period:
 
 
 def read(client: Client) -> Snapshot:
-    """Ask a server. Raises ServerUnreachableError, also where something else answers, and the errors that the server
-    answers."""
+    """Ask a server. Raises ServerUnreachableError, also where something else answers, and the
+    errors that the server answers."""
     samples: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families(client.server_metrics()):
@@ -123,7 +140,9 @@ def read(client: Client) -> Snapshot:
                 samples.setdefault(sample.name, []).append(sample)
         status = client.server_status()
     except ValueError as error:
-        raise ServerUnreachableError(f"What answers is no server of kvlinker's: {error}. Check the address.") from error
+        raise ServerUnreachableError(
+            f"What answers is no server of kvlinker's: {error}. Check the address."
+        ) from error
     if missing := sorted(SHOWN - status.keys() if isinstance(status, dict) else SHOWN):
         raise ServerUnreachableError(
             f"What answers is no server of kvlinker's: its status has no {', '.join(missing)}. Check the address."
@@ -133,13 +152,18 @@ def read(client: Client) -> Snapshot:
 
 def top(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Any key that it accepts.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Any key that it accepts.")
+    ] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame, counted from the server's start.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame, counted from the server's start.")
+    ] = False,
 ) -> None:
     """Watch a running server: requests, tokens, the time to the first token, and tiers.
 
-    Figures are those of the last minute. Where the output is no terminal, one frame is printed, as with --once.
+    Figures are those of the last minute. Where the output is no terminal, one frame is printed, as
+    with --once.
     """
     with failures(), Client(url, api_key) as client:
         if once or not sys.stdout.isatty():
@@ -192,7 +216,9 @@ def _requests(period: Period) -> Table:
         ),
     ):
         table.add_row(Text(name, style="dim"), value)
-    table.add_row(Text("KV slots", style="dim"), _filled(slots["used"], slots["total"], f"{slots['used']:,}"))
+    table.add_row(
+        Text("KV slots", style="dim"), _filled(slots["used"], slots["total"], f"{slots['used']:,}")
+    )
     return table
 
 
@@ -200,7 +226,16 @@ def _tiers(period: Period) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("tier")
     table.add_column("used")
-    for heading in ("of", "chunks", "found/s", "load p50", "delivers", "evicted", "errors", "damaged"):
+    for heading in (
+        "of",
+        "chunks",
+        "found/s",
+        "load p50",
+        "delivers",
+        "evicted",
+        "errors",
+        "damaged",
+    ):
         table.add_column(heading, justify="right")
     for tier in period.until.status["tiers"]:
         name, bandwidth = tier["name"], tier["bytes_per_second"]
@@ -217,14 +252,20 @@ def _tiers(period: Period) -> Table:
                 for event in ("evictions", "tier_errors", "damaged_chunks")
             ),
         )
-    table.add_row("not found", "", "", "", f"{period.rate('chunk_lookups_total', result='miss'):.2f}")
+    table.add_row(
+        "not found", "", "", "", f"{period.rate('chunk_lookups_total', result='miss'):.2f}"
+    )
     return table
 
 
 def _shares(counts: Mapping[str, float]) -> str:
     """Write each count as a percentage of their sum."""
     whole = sum(counts.values())
-    return ", ".join(f"{count / whole:.1%} {name}" for name, count in counts.items()) if whole else "none"
+    return (
+        ", ".join(f"{count / whole:.1%} {name}" for name, count in counts.items())
+        if whole
+        else "none"
+    )
 
 
 def _filled(used: float, budget: float, text: str) -> Table:
@@ -247,4 +288,10 @@ def _time(seconds: float | None) -> str:
 
 def _duration(seconds: float) -> str:
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
-    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min" if minutes else f"{max(int(seconds), 0)} s"
+    return (
+        f"{hours} h {minutes % 60} min"
+        if hours
+        else f"{minutes} min"
+        if minutes
+        else f"{max(int(seconds), 0)} s"
+    )

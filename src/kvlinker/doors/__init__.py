@@ -1,1 +1,2 @@
-"""How callers reach the library: the HTTP server, the same routes inside vLLM's own server, and the HTTP client."""
+"""How callers reach the library: the HTTP server, the same routes inside vLLM's own server, and the
+HTTP client."""

@@ -1,13 +1,28 @@
-"""Linking decides which cached tokens to keep and which to recompute. It knows prompts, but no model and no engine."""
+"""Linking decides which cached tokens to keep and which to recompute. It knows prompts, but no
+model and no engine."""
 
-from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library, NoVariants, PromptEvidence, Variant
+from kvlinker.linking.evidence import (
+    Evidence,
+    Forecast,
+    LayerEvidence,
+    Library,
+    NoVariants,
+    PromptEvidence,
+    Variant,
+)
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.registry import as_policy, describe_policies, known_policies, parse_policy, register
+from kvlinker.linking.registry import (
+    as_policy,
+    describe_policies,
+    known_policies,
+    parse_policy,
+    register,
+)
 from kvlinker.linking.selection import Score, highest, share
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""The evidence that policies decide by besides the prompt: scores, attention, deviations, forecasts and variants."""
+"""The evidence that policies decide by besides the prompt: scores, attention, deviations, forecasts
+and variants."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ class Evidence(Protocol):
     """The evidence that is available before the first layer."""
 
     def scores(self, chunk: int) -> ChunkScores | None:
-        """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that was stored without.
+        """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that
+        was stored without.
 
         They are there for policies that need ``scores`` or ``sensitivity``.
         """
         ...
 
     def question_attention(self) -> NDArray[np.float32]:
-        """Return the last token's attention on every token over the cached KV, mean over heads: [layers, length].
+        """Return the last token's attention on every token over the cached KV, mean over heads:
+        [layers, length].
 
         It is there for policies that need ``question_attention``.
         """
@@ -49,12 +52,15 @@ class PromptEvidence:
 
     def question_attention(self) -> NDArray[np.float32]:
         if self.attention is None:
-            raise RuntimeError("a policy that looks at the question's attention must say that it needs it")
+            raise RuntimeError(
+                "a policy that looks at the question's attention must say that it needs it"
+            )
         return self.attention
 
 
 class LayerEvidence(Protocol):
-    """The evidence of one layer, before its attention, on the tokens that the policy has kept so far."""
+    """The evidence of one layer, before its attention, on the tokens that the policy has kept so
+    far."""
 
     @property
     def prompt(self) -> Prompt:
@@ -78,7 +84,8 @@ class LayerEvidence(Protocol):
 
     @property
     def cached(self) -> NDArray[np.bool_]:
-        """A mask that is true for active tokens that a chunk cache holds, false for fresh ones: [active]."""
+        """A mask that is true for active tokens that a chunk cache holds, false for fresh ones:
+        [active]."""
         ...
 
     @property
@@ -87,28 +94,34 @@ class LayerEvidence(Protocol):
         ...
 
     def key_deviation(self) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and cached key, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and cached key, over all heads: [active], 0 for
+        fresh tokens."""
         ...
 
     def value_deviation(self) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and cached value, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and cached value, over all heads: [active], 0 for
+        fresh tokens."""
         ...
 
     def chunk_attention(self) -> NDArray[np.float32]:
-        """Return the question's attention on every chunk in the layers before this one: [layers so far, chunks].
+        """Return the question's attention on every chunk in the layers before this one: [layers so
+        far, chunks].
 
-        It is the sum over the question's tokens (those behind the last chunk) and the mean over heads. It is there for
-        policies that need ``chunk_attention``, and ends with the first layer in which no policy asks for it.
+        It is the sum over the question's tokens (those behind the last chunk) and the mean over
+        heads. It is there for policies that need ``chunk_attention``, and ends with the first layer
+        in which no policy asks for it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected times of loading and of computing a prompt's chunks, in seconds; None where not measured yet."""
+    """The expected times of loading and of computing a prompt's chunks, in seconds; None where not
+    measured yet."""
 
     load: float | None
-    """Seconds to read the chunks from the tiers that hold them, T_load; chunks in memory take none."""
+    """Seconds to read the chunks from the tiers that hold them, T_load; chunks in memory take
+    none."""
 
     prefill: float | None
     """Seconds to compute all of their tokens as one text, T_prefill(L)."""
@@ -122,7 +135,8 @@ class Forecast:
         return self.load is not None and self.prefill is not None and self.load <= self.prefill
 
     def hidden_percent(self, least: float) -> float:
-        """Return the percent of tokens that can be computed again while the chunks are loaded, at no cost in time.
+        """Return the percent of tokens that can be computed again while the chunks are loaded, at
+        no cost in time.
 
         It is at least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then max(r, r*), at most
         100. Loading that overlaps with nothing hides nothing: the result is ``least`` then, unless it would be quicker
@@ -138,7 +152,8 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chunk whose KV was computed behind ``chunk.prefix``, and how that KV depends on the chunks in there."""
+    """A chunk whose KV was computed behind ``chunk.prefix``, and how that KV depends on the chunks
+    in there."""
 
     chunk: Chunk
     contextualization: Contextualization

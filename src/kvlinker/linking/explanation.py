@@ -1,4 +1,5 @@
-"""Explanations tell what a policy did to a prompt, and why; they are immutable and can be written as JSON."""
+"""Explanations tell what a policy did to a prompt, and why; they are immutable and can be written
+as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from numpy.typing import NDArray
 
 from kvlinker.base.types.answers import Usage
 from kvlinker.linking.evidence import Forecast
-from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, probe_plan, ranges, takes_first_pass
+from kvlinker.linking.plan import (
+    DroppedTokens,
+    LinkPlan,
+    Range,
+    layer_masks,
+    probe_plan,
+    ranges,
+    takes_first_pass,
+)
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompting.segments import CachedSegment, Prompt
@@ -22,7 +31,8 @@ ATTENTION_DIGITS = 3
 
 @dataclass(frozen=True, slots=True)
 class ExplainedSegment:
-    """A part of the prompt: fresh text, or a chunk. The last four fields are a chunk's, and None for fresh text."""
+    """A part of the prompt: fresh text, or a chunk. The last four fields are a chunk's, and None
+    for fresh text."""
 
     kind: Literal["fresh", "chunk"]
     start: int
@@ -43,7 +53,8 @@ class ExplainedSegment:
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """The ranges [begin, end) of cached tokens that are ``recomputed``, the same in layers ``first`` to ``last``."""
+    """The ranges [begin, end) of cached tokens that are ``recomputed``, the same in layers
+    ``first`` to ``last``."""
 
     first: int
     last: int
@@ -56,7 +67,8 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """The cost of linking. Token counts are averages over the layers; ``full_flops`` is the cost of a full prefill."""
+    """The cost of linking. Token counts are averages over the layers; ``full_flops`` is the cost of
+    a full prefill."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -73,18 +85,20 @@ class Explanation:
     """The name of the request's policy."""
 
     settled: str
-    """The name of the policy that replaced it by the ``forecast``; the same name where it does not look at one."""
+    """The name of the policy that replaced it by the ``forecast``; the same name where it does not
+    look at one."""
 
     forecast: Forecast | None
     token_ids: tuple[int, ...]
     """The prompt as the policy arranged it."""
 
     reused_tokens: int
-    """The number of tokens at the beginning that an earlier request left, chunks and fresh tokens alike."""
+    """The number of tokens at the beginning that an earlier request left, chunks and fresh tokens
+    alike."""
 
     fresh: tuple[Range, ...]
-    """Positions [begin, end) whose KV was computed for the first time, in all layers that do not recompute them: no
-    chunk's, or one's whose KV was computed for this very request."""
+    """Positions [begin, end) whose KV was computed for the first time, in all layers that do not
+    recompute them: no chunk's, or one's whose KV was computed for this very request."""
 
     segments: tuple[ExplainedSegment, ...]
     layers: tuple[LayerRange, ...]
@@ -92,8 +106,8 @@ class Explanation:
     cost: LinkCost
 
     attention: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
-    """The last token's attention on every token in the pass that gives the answer: [layers, tokens], mean over heads;
-    None where it was not asked for, or the engine does not measure it."""
+    """The last token's attention on every token in the pass that gives the answer: [layers,
+    tokens], mean over heads; None where it was not asked for, or the engine does not measure it."""
 
     texts: tuple[str, ...] | None = None
     """The text of each token; joined, they are the prompt's. None until ``with_texts``."""
@@ -178,8 +192,8 @@ class PromptCost(Protocol):
     """Counts the arithmetic that computing tokens of a prompt costs."""
 
     def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
-        """Count floating point operations of computing, in each layer, the positions where its mask [length] is
-        true."""
+        """Count floating point operations of computing, in each layer, the positions where its mask
+        [length] is true."""
         ...
 
 
@@ -198,9 +212,10 @@ def explain_plan(
 ) -> Explanation:
     """Explain how a plan was carried out in a model of so many ``layers``.
 
-    ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which may have settled
-    for the plan's. ``usage`` counts the prompt's tokens; ``fresh`` [length] is true where KV was computed for the first
-    time. ``attention`` [layers, length] is the last token's, if it was measured.
+    ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which
+    may have settled for the plan's. ``usage`` counts the prompt's tokens; ``fresh`` [length] is
+    true where KV was computed for the first time. ``attention`` [layers, length] is the last
+    token's, if it was measured.
     """
     masks = layer_masks(plan, layers, dropped)
     flops = cost.flops(masks)
@@ -229,7 +244,9 @@ def explain_plan(
 
 def _rounded(weights: NDArray[np.float32]) -> list[list[float]]:
     """Return weights [layers, tokens] as short numbers."""
-    return [[float(f"{weight:.{ATTENTION_DIGITS}g}") for weight in layer] for layer in weights.tolist()]
+    return [
+        [float(f"{weight:.{ATTENTION_DIGITS}g}") for weight in layer] for layer in weights.tolist()
+    ]
 
 
 def _linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
@@ -241,7 +258,11 @@ def _linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
         size = len(segment.tokens)
         if isinstance(segment, CachedSegment):
             chunk = segment.chunk
-            found.append(ExplainedSegment("chunk", start, size, chunk.content, next(spans).exact, len(chunk.prefix)))
+            found.append(
+                ExplainedSegment(
+                    "chunk", start, size, chunk.content, next(spans).exact, len(chunk.prefix)
+                )
+            )
         elif size:
             found.append(ExplainedSegment("fresh", start, size))
         start += size

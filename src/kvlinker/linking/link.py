@@ -1,4 +1,5 @@
-"""The driver of policies for both engines: what was decided so far about one prompt, as an immutable value."""
+"""The driver of policies for both engines: what was decided so far about one prompt, as an
+immutable value."""
 
 from __future__ import annotations
 
@@ -53,9 +54,10 @@ def no_reuse(prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
 class Link:
     """One prompt under one policy, with what has been decided so far.
 
-    An engine begins a link, fetches the KV of its ``chunks``, passes their scores to it, and computes its plan: first
-    the plan of a first pass, if ``probing``, then the one that follows from the attention in it. Every step returns a
-    new link. An exception of the policy becomes a KVLinkerError that names the policy.
+    An engine begins a link, fetches the KV of its ``chunks``, passes their scores to it, and
+    computes its plan: first the plan of a first pass, if ``probing``, then the one that follows
+    from the attention in it. Every step returns a new link. An exception of the policy becomes a
+    KVLinkerError that names the policy.
     """
 
     asked: Policy
@@ -74,7 +76,8 @@ class Link:
     """The evidence that has been gathered for the policy so far."""
 
     plan: LinkPlan | None = None
-    """The plan to place and compute; None until the chunks' scores are there, where the policy needs them."""
+    """The plan to place and compute; None until the chunks' scores are there, where the policy
+    needs them."""
 
     @classmethod
     def begin(
@@ -88,12 +91,14 @@ class Link:
     ) -> Link:
         """Arrange the prompt, have the policy settle, and plan at once where no scores are needed.
 
-        ``library`` holds the variants that the policy may choose from; ``forecast`` is asked only for policies that
-        need it, about the arranged prompt. ``reuse`` is asked for the beginning of the arranged prompt that was linked
-        in the same way before.
+        ``library`` holds the variants that the policy may choose from; ``forecast`` is asked only
+        for policies that need it, about the arranged prompt. ``reuse`` is asked for the beginning
+        of the arranged prompt that was linked in the same way before.
         """
         with _asking(policy):
-            arranged = policy.arrange(prompt, (library if policy.needs.variants else None) or NoVariants())
+            arranged = policy.arrange(
+                prompt, (library if policy.needs.variants else None) or NoVariants()
+            )
             if policy.needs.forecast:
                 expected = forecast(arranged)
                 link = cls(policy, policy.settle(expected), arranged, expected)
@@ -111,33 +116,37 @@ class Link:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores are needed, else those
-        that the plan places. A chunk that stands twice is listed twice."""
+        """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores
+        are needed, else those that the plan places. A chunk that stands twice is listed twice."""
         if self.plan is None or self.policy.needs.reads_scores:
             return self.prompt.chunks
         return tuple(placement.chunk for placement in self.plan.placements)
 
     @property
     def computed(self) -> tuple[Range, ...]:
-        """The positions that are computed for certain: the plan's, or without one the fresh tokens."""
+        """The positions that are computed for certain: the plan's, or without one the fresh
+        tokens."""
         return ranges(~self.prompt.cached) if self.plan is None else self.plan.runs
 
     def with_scores(self, scores: Sequence[ChunkScores | None]) -> Link:
-        """Plan by the scores of all ``chunks``, None for those that were stored without; nothing changes where there is
-        a plan already."""
+        """Plan by the scores of all ``chunks``, None for those that were stored without; nothing
+        changes where there is a plan already."""
         return self if self.plan is not None else self._planned(PromptEvidence(tuple(scores)))
 
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
-        """Plan the second pass by the question's ``attention`` [layers, length] in the first one."""
+        """Plan the second pass by the question's ``attention`` [layers, length] in the first
+        one."""
         return self._planned(replace(self.evidence, attention=attention))
 
     def in_full(self) -> Link:
-        """Plan to compute every token: an engine does so where it cannot tell what the policy looks at."""
+        """Plan to compute every token: an engine does so where it cannot tell what the policy looks
+        at."""
         full = Full()
         return replace(self, policy=full, plan=make_plan(self.prompt, full, self.evidence))
 
     def placed(self, fetched: Sequence[T]) -> tuple[tuple[Placement, T], ...]:
-        """Pair the plan's placements with their entries of ``fetched``, which holds one for each of ``chunks``."""
+        """Pair the plan's placements with their entries of ``fetched``, which holds one for each of
+        ``chunks``."""
         plan = self._plan
         if not self.policy.needs.reads_scores:
             return tuple(zip(plan.placements, fetched, strict=True))
@@ -147,11 +156,11 @@ class Link:
     def refinement(
         self, layers: int, *, watch: ChunkAttention | None = None, explains: bool = False
     ) -> Refinement | None:
-        """Return the refinement through the model's ``layers``; None for policies that drop nothing, and in a first
-        pass.
+        """Return the refinement through the model's ``layers``; None for policies that drop
+        nothing, and in a first pass.
 
-        ``watch`` is required where the policy needs ``chunk_attention``. With ``explains``, the figures that the policy
-        is shown are kept.
+        ``watch`` is required where the policy needs ``chunk_attention``. With ``explains``, the
+        figures that the policy is shown are kept.
         """
         if self.probing or not self.policy.needs.refines:
             return None
@@ -167,9 +176,9 @@ class Link:
     ) -> Usage:
         """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
-        ``linked`` is False where the engine computed the whole prompt in the end. ``made`` are the chunks whose KV was
-        computed for this very request: what is kept of them counts as fresh, where they stand first, but for tokens
-        that an earlier request computed.
+        ``linked`` is False where the engine computed the whole prompt in the end. ``made`` are the
+        chunks whose KV was computed for this very request: what is kept of them counts as fresh,
+        where they stand first, but for tokens that an earlier request computed.
         """
         plan = self.plan
         if plan is None:
@@ -185,7 +194,8 @@ class Link:
         return Usage(cached, recomputed, plan.fresh_tokens + new, output_tokens, exact)
 
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
-        """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""
+        """Return the share of each placed chunk that was computed again, averaged over the model's
+        ``layers``."""
         return chunk_uses(self._plan, layers, () if refinement is None else refinement.dropped)
 
     def explanation(
@@ -200,8 +210,9 @@ class Link:
     ) -> Explanation:
         """Explain what the policy did to the prompt, and why, in a model of so many ``layers``.
 
-        ``made`` are the chunks whose KV was computed for this very request, ``missed`` the positions of reused tokens
-        that were gone when their turn came: both are fresh. ``attention`` [layers, length] is the last token's.
+        ``made`` are the chunks whose KV was computed for this very request, ``missed`` the
+        positions of reused tokens that were gone when their turn came: both are fresh.
+        ``attention`` [layers, length] is the last token's.
         """
         gone = np.empty(0, dtype=np.int64) if missed is None else missed
         fresh = ~self.prompt.cached
@@ -211,7 +222,9 @@ class Link:
         fresh[gone] = True
         usage = self.usage(refinement, made=made).without(len(gone))
         with _asking(self.asked):
-            explained = () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
+            explained = (
+                () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
+            )
         return explain_plan(
             self._plan,
             explained if refinement is None else (*explained, *refinement.shown),
@@ -229,12 +242,17 @@ class Link:
         """Return the error for a request whose policy raised ``error``, which is logged."""
         return policy_failed(self.asked, error)
 
-    def _kept(self, chunks: Collection[Chunk], refinement: Refinement | None) -> NDArray[np.float64]:
-        """Return the share of the layers in which each token has the KV of these chunks: [length]. It is 0 where this
-        request or an earlier one computed the token, and in all places of a chunk but its first."""
+    def _kept(
+        self, chunks: Collection[Chunk], refinement: Refinement | None
+    ) -> NDArray[np.float64]:
+        """Return the share of the layers in which each token has the KV of these chunks: [length].
+        It is 0 where this request or an earlier one computed the token, and in all places of a
+        chunk but its first."""
         kept = np.zeros(len(self.prompt))
         if places := self._places(chunks):
-            dropped, layers = ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
+            dropped, layers = (
+                ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
+            )
             computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
             for chunk, start in places.items():
                 kept[start : start + len(chunk)] = 1 - computed[start : start + len(chunk)]
@@ -242,8 +260,8 @@ class Link:
         return kept
 
     def _places(self, chunks: Collection[Chunk]) -> dict[Chunk, int]:
-        """Return the positions where these chunks begin that are placed; of one that stands several times, the first
-        one."""
+        """Return the positions where these chunks begin that are placed; of one that stands several
+        times, the first one."""
         return {p.chunk: p.start for p in reversed(self._plan.placements) if p.chunk in chunks}
 
     @property
@@ -253,8 +271,11 @@ class Link:
 
     @property
     def _nothing_to_choose(self) -> bool:
-        """True where the policy would look at the question's attention, but every chunk is exact or reused."""
-        return self.policy.needs.question_attention and not takes_first_pass(self.policy, self.prompt)
+        """True where the policy would look at the question's attention, but every chunk is exact or
+        reused."""
+        return self.policy.needs.question_attention and not takes_first_pass(
+            self.policy, self.prompt
+        )
 
     def _planned(self, evidence: PromptEvidence) -> Link:
         link = replace(self, evidence=evidence)
@@ -265,8 +286,8 @@ class Link:
 
 
 def policy_failed(policy: Policy, error: Exception) -> KVLinkerError:
-    """Return the error for a request whose policy raised ``error``, which is logged; a KVLinkerError is returned
-    unchanged."""
+    """Return the error for a request whose policy raised ``error``, which is logged; a
+    KVLinkerError is returned unchanged."""
     if isinstance(error, KVLinkerError):
         return error
     logger.error("Policy %s failed.", policy.name, exc_info=error)

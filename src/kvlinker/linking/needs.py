@@ -1,4 +1,5 @@
-"""The needs of a policy: what it looks at besides the prompt, as one value that an engine offers or does not."""
+"""The needs of a policy: what it looks at besides the prompt, as one value that an engine offers or
+does not."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Literal
 EVERY_LAYER: Literal["every"] = "every"
 
 RefinedLayers = int | Literal["every"] | None
-"""The layers in which a policy's ``refine`` is asked: none, the one with this number, or every layer."""
+"""The layers in which a policy's ``refine`` is asked: none, the one with this number, or every
+layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +21,24 @@ class Needs:
     """``settle`` looks at how long loading and computing the chunks is expected to take."""
 
     scores: bool = False
-    """``select`` looks at the attention scores that were stored when the chunks' KV was computed."""
+    """``select`` looks at the attention scores that were stored when the chunks' KV was
+    computed."""
 
     sensitivity: bool = False
-    """``select`` looks at the tokens' sensitivity among the chunks' scores, where it was measured. Unlike ``scores``,
-    nothing is computed again for it."""
+    """``select`` looks at the tokens' sensitivity among the chunks' scores, where it was measured.
+    Unlike ``scores``, nothing is computed again for it."""
 
     variants: bool = False
-    """``arrange`` picks among stored variants of chunks. An engine without variants shows it none; one with variants
-    computes those that a request missed when it has time."""
+    """``arrange`` picks among stored variants of chunks. An engine without variants shows it none;
+    one with variants computes those that a request missed when it has time."""
 
     question_attention: bool = False
-    """``select`` looks at the question's attention: the fresh tokens pass once over the cached KV before it."""
+    """``select`` looks at the question's attention: the fresh tokens pass once over the cached KV
+    before it."""
 
     layers: RefinedLayers = None
-    """The layers in which ``refine`` is asked. With 1, a pass over the first layer suffices to show everything it looks
-    at."""
+    """The layers in which ``refine`` is asked. With 1, a pass over the first layer suffices to show
+    everything it looks at."""
 
     chunk_attention: bool = False
     """``refine`` looks at the question's attention on the chunks in earlier layers."""
@@ -75,8 +79,10 @@ class Needs:
             "the sensitivity of chunks' tokens": self.sensitivity and not offered.sensitivity,
             "variants of chunks": self.variants and not offered.variants,
             "the question's attention": self.question_attention and not offered.question_attention,
-            f"dropping tokens in {where}": self.refines and offered.layers not in (EVERY_LAYER, self.layers),
-            "the question's attention on chunks in each layer": self.chunk_attention and not offered.chunk_attention,
+            f"dropping tokens in {where}": self.refines
+            and offered.layers not in (EVERY_LAYER, self.layers),
+            "the question's attention on chunks in each layer": self.chunk_attention
+            and not offered.chunk_attention,
         }
         return tuple(words for words, missing in wanted.items() if missing)
 

@@ -1,6 +1,8 @@
-"""Parameters of policies are declared as dataclass fields, and written behind the family's name with hyphens.
+"""Parameters of policies are declared as dataclass fields, and written behind the family's name
+with hyphens.
 
-A field is declared with ``number``, ``percentage`` or ``choice``; words stand in the order of the fields.
+A field is declared with ``number``, ``percentage`` or ``choice``; words stand in the order of the
+fields.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _TRIALS = 9
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a default."""
+    """A number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a
+    default."""
 
     meaning: str
     minimum: float
@@ -32,7 +35,8 @@ class Number:
 
     @property
     def trials(self) -> tuple[float, ...]:
-        """The values worth trying, ascending: those proposed, or doublings from the lower end of the range."""
+        """The values worth trying, ascending: those proposed, or doublings from the lower end of
+        the range."""
         doubled = (max(self.minimum, 1) * 2**step for step in range(_TRIALS))
         return self.proposed or tuple(value for value in doubled if value <= self.maximum)
 
@@ -51,10 +55,14 @@ class Number:
 
     def write(self, value: object) -> str:
         decimal = not self.whole and isinstance(value, int | float)
-        return self.prefix + (f"{value:.{_DECIMALS}f}".rstrip("0").rstrip(".") if decimal else str(value))
+        return self.prefix + (
+            f"{value:.{_DECIMALS}f}".rstrip("0").rstrip(".") if decimal else str(value)
+        )
 
     def accepts(self, value: object) -> bool:
-        number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
+        number = isinstance(value, int if self.whole else int | float) and not isinstance(
+            value, bool
+        )
         return number and self.minimum <= value <= self.maximum  # type: ignore[operator]
 
 
@@ -89,18 +97,26 @@ def number(
     default: float | None = None,
     trials: tuple[float, ...] = (),
 ) -> Any:
-    """Declare a dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a default it is
-    required.
+    """Declare a dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a
+    default it is required.
 
-    ``trials`` are the values that ``kvlinker calibrate`` tries, where the lower end of the range is of no use.
+    ``trials`` are the values that ``kvlinker calibrate`` tries, where the lower end of the range is
+    of no use.
     """
     declared = Number(meaning, minimum, maximum, whole, prefix, trials)
-    return field(metadata={_KEY: declared}) if default is None else field(default=default, metadata={_KEY: declared})
+    return (
+        field(metadata={_KEY: declared})
+        if default is None
+        else field(default=default, metadata={_KEY: declared})
+    )
 
 
 def percentage(meaning: str = "percent", *, default: float | None = None) -> Any:
-    """Declare a dataclass field for a share of tokens in percent, from 0 to 100, fractions allowed."""
-    return number(meaning, 0, 100, whole=False, default=default, trials=(1, 2, 5, 10, 15, 20, 30, 50, 75))
+    """Declare a dataclass field for a share of tokens in percent, from 0 to 100, fractions
+    allowed."""
+    return number(
+        meaning, 0, 100, whole=False, default=default, trials=(1, 2, 5, 10, 15, 20, 30, 50, 75)
+    )
 
 
 def choice(meaning: str, *words: str) -> Any:
@@ -109,12 +125,16 @@ def choice(meaning: str, *words: str) -> Any:
 
 
 def declared(cls: type) -> dict[str, tuple[Number | WordParameter, Field[Any]]]:
-    """Return the parameters of a policy class, by field name, in the order in which they are written."""
-    return {entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata}
+    """Return the parameters of a policy class, by field name, in the order in which they are
+    written."""
+    return {
+        entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata
+    }
 
 
 def check(policy: str, values: Any) -> None:
-    """Check the fields of ``values``, the policy of this name; numbers get the digits that are written.
+    """Check the fields of ``values``, the policy of this name; numbers get the digits that are
+    written.
 
     Raises PolicyError for a value out of its range.
     """
@@ -126,7 +146,9 @@ def check(policy: str, values: Any) -> None:
                 param="link.policy",
             )
         if isinstance(parameter, Number) and not parameter.whole:
-            object.__setattr__(values, name, abs(round(float(value), _DECIMALS)))  # abs: -0.0 would be written -0
+            object.__setattr__(
+                values, name, abs(round(float(value), _DECIMALS))
+            )  # abs: -0.0 would be written -0
 
 
 def write(values: Any) -> list[str]:
@@ -139,9 +161,11 @@ def write(values: Any) -> list[str]:
 
 
 def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
-    """Parse the field values that ``text`` writes, such as "15-onestep"; None where nothing is written.
+    """Parse the field values that ``text`` writes, such as "15-onestep"; None where nothing is
+    written.
 
-    Raises PolicyError for words that no parameter takes, for repeated ones, and for required ones that are missing.
+    Raises PolicyError for words that no parameter takes, for repeated ones, and for required ones
+    that are missing.
     """
     values: dict[str, Any] = {}
     parameters = declared(cls)
@@ -178,7 +202,8 @@ def usage(cls: type, family: str) -> str:
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
-    """Describe the parameters as JSON: name, meaning, and their range or words, with the default (None: required)."""
+    """Describe the parameters as JSON: name, meaning, and their range or words, with the default
+    (None: required)."""
     described = []
     for name, (parameter, entry) in declared(cls).items():
         row: dict[str, Any] = {"name": name, "meaning": parameter.meaning}
@@ -186,13 +211,18 @@ def describe(cls: type) -> list[dict[str, Any]]:
             row |= {"type": "choice", "values": list(parameter.words)}
         else:
             row |= {"type": "integer" if parameter.whole else "number"}
-            row |= {"minimum": parameter.minimum, "maximum": parameter.maximum, "prefix": parameter.prefix}
+            row |= {
+                "minimum": parameter.minimum,
+                "maximum": parameter.maximum,
+                "prefix": parameter.prefix,
+            }
         described.append(row | {"default": entry.default if _has_default(entry) else None})
     return described
 
 
 def examples(cls: type) -> Iterator[dict[str, Any]]:
-    """Yield field values for each choice of words, with default numbers, or numbers from the middle of their ranges."""
+    """Yield field values for each choice of words, with default numbers, or numbers from the middle
+    of their ranges."""
     values = [
         parameter.words if isinstance(parameter, WordParameter) else [_middle(parameter, entry)]
         for parameter, entry in declared(cls).values()

@@ -1,4 +1,5 @@
-"""The link plan of one request: the placements of chunks and the positions to compute, as an immutable value."""
+"""The link plan of one request: the placements of chunks and the positions to compute, as an
+immutable value."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ Range = tuple[int, int]
 """Positions [begin, end)."""
 
 DroppedTokens = tuple[int, NDArray[np.int64]]
-"""Tokens that a policy dropped between layers: the first layer that does without them, and their positions."""
+"""Tokens that a policy dropped between layers: the first layer that does without them, and their
+positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A chunk in the prompt: its token i stands at position ``start + i``, and the KV of its tokens [first, last) is
-    used."""
+    """A chunk in the prompt: its token i stands at position ``start + i``, and the KV of its tokens
+    [first, last) is used."""
 
     chunk: Chunk
     start: int
@@ -31,7 +33,8 @@ class Placement:
     last: int
 
     rotary_start: int
-    """The keys' rotary embedding is that of position ``rotary_start + i``. It equals ``start``, except in ablations."""
+    """The keys' rotary embedding is that of position ``rotary_start + i``. It equals ``start``,
+    except in ablations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class LinkPlan:
     cached_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
-    """Tokens without KV; ``cached_tokens`` are those whose KV was there and is kept, reused ones among them."""
+    """Tokens without KV; ``cached_tokens`` are those whose KV was there and is kept, reused ones
+    among them."""
 
     selections: tuple[NDArray[np.bool_], ...] = field(repr=False, compare=False)
     """The cached tokens that each of ``policy.parts`` selected: masks, [length] each."""
@@ -73,25 +77,29 @@ class LinkPlan:
 def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
     """Turn a policy's selection into a plan."""
     selectable = prompt.cached & prompt.changeable
-    return _plan(prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts))
+    return _plan(
+        prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts)
+    )
 
 
 def takes_first_pass(policy: Policy, prompt: Prompt) -> bool:
-    """Return whether a first pass measures the question's attention: the policy needs it, and has tokens to choose
-    from."""
+    """Return whether a first pass measures the question's attention: the policy needs it, and has
+    tokens to choose from."""
     return policy.needs.question_attention and bool(prompt.inexact.any())
 
 
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
-    """Plan the first pass of a policy that needs the question's attention: only fresh tokens are computed."""
+    """Plan the first pass of a policy that needs the question's attention: only fresh tokens are
+    computed."""
     return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
 
 
 def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]) -> LinkPlan:
-    """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose logits are needed.
+    """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose
+    logits are needed.
 
-    The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to see or keep that of
-    all tokens.
+    The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to
+    see or keep that of all tokens.
     """
     computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True
@@ -100,7 +108,9 @@ def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], .
     placements = []
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
         kept = np.flatnonzero(~own[span.start : span.end])
-        if span.end > prompt.reused_tokens and (policy.needs.refines or policy.needs.question_attention):
+        if span.end > prompt.reused_tokens and (
+            policy.needs.refines or policy.needs.question_attention
+        ):
             first, last = 0, span.length
         elif kept.size:
             first, last = int(kept[0]), int(kept[-1]) + 1
@@ -130,24 +140,32 @@ def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """The use of a placed chunk by one request. ``recomputed`` is the share of its tokens that were computed again,
-    averaged over the layers."""
+    """The use of a placed chunk by one request. ``recomputed`` is the share of its tokens that were
+    computed again, averaged over the layers."""
 
     chunk: Chunk
     recomputed: float
 
 
-def chunk_uses(plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()) -> tuple[ChunkUse, ...]:
+def chunk_uses(
+    plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()
+) -> tuple[ChunkUse, ...]:
     """Return the use of each placed chunk, in order, in a model of so many ``layers``."""
     computed = np.mean(layer_masks(plan, layers if dropped else 1, dropped), axis=0)
     return tuple(
-        ChunkUse(placement.chunk, float(computed[placement.start : placement.start + len(placement.chunk)].mean()))
+        ChunkUse(
+            placement.chunk,
+            float(computed[placement.start : placement.start + len(placement.chunk)].mean()),
+        )
         for placement in plan.placements
     )
 
 
-def layer_masks(plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()) -> list[NDArray[np.bool_]]:
-    """Make masks of the positions that each of the first ``layers`` layers computes, [length] each."""
+def layer_masks(
+    plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()
+) -> list[NDArray[np.bool_]]:
+    """Make masks of the positions that each of the first ``layers`` layers computes, [length]
+    each."""
     mask = np.zeros(plan.length, dtype=np.bool_)
     for begin, end in plan.runs:
         mask[begin:end] = True

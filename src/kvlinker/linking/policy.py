@@ -1,4 +1,5 @@
-"""The interface of a linking policy, which decides what cached tokens of a prompt are computed again."""
+"""The interface of a linking policy, which decides what cached tokens of a prompt are computed
+again."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from kvlinker.prompting.segments import Prompt
 
 
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(parameters.number, parameters.percentage, parameters.choice)
+    frozen_default=True,
+    field_specifiers=(parameters.number, parameters.percentage, parameters.choice),
 )
 class Policy(ABC):
-    """The base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's parameters.
+    """The base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's
+    parameters.
 
-    A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how much to compute,
-    ``select`` the tokens before the first layer, ``refine`` those that are still computed in every layer. Cached tokens
-    that it does not select, or drops in a layer, keep their cached KV in this layer and all that follow.
+    A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how
+    much to compute, ``select`` the tokens before the first layer, ``refine`` those that are still
+    computed in every layer. Cached tokens that it does not select, or drops in a layer, keep their
+    cached KV in this layer and all that follow.
     """
 
     family: ClassVar[str]
@@ -47,18 +51,21 @@ class Policy(ABC):
     def needs(self) -> Needs:
         """All that the policy looks at besides the prompt; nothing by default.
 
-        A subclass says ``needs = Needs(scores=True)``, or makes it a property where it depends on parameters.
+        A subclass says ``needs = Needs(scores=True)``, or makes it a property where it depends on
+        parameters.
         """
         return NOTHING
 
     @property
     def positioned(self) -> bool:
-        """True if placed keys get their new positions; False leaves those that they were computed at (an ablation)."""
+        """True if placed keys get their new positions; False leaves those that they were computed
+        at (an ablation)."""
         return True
 
     @property
     def exact(self) -> bool:
-        """True if it computes every token, so that it reuses nothing but what was computed exactly, too."""
+        """True if it computes every token, so that it reuses nothing but what was computed exactly,
+        too."""
         return False
 
     @property
@@ -67,8 +74,8 @@ class Policy(ABC):
         return (self,)
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        """Return the prompt with variants of its chunks, or with its chunks in another order. By default it is
-        unchanged."""
+        """Return the prompt with variants of its chunks, or with its chunks in another order. By
+        default it is unchanged."""
         return prompt
 
     def settle(self, forecast: Forecast) -> Policy:
@@ -77,20 +84,23 @@ class Policy(ABC):
 
     @abstractmethod
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
-        """Select the positions to compute again: a mask, [length]. Fresh positions are computed whatever it says.
+        """Select the positions to compute again: a mask, [length]. Fresh positions are computed
+        whatever it says.
 
         ``prompt.inexact`` are the positions that may need repair.
         """
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
-        """Decide which active tokens stay from this layer's attention on: a mask, [active]; None for all.
+        """Decide which active tokens stay from this layer's attention on: a mask, [active]; None
+        for all.
 
         Fresh ones stay whatever it says.
         """
         return None
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
-        """Return the figures by which ``select`` chose, for explanations; what ``refine`` asks for is noted anyway."""
+        """Return the figures by which ``select`` chose, for explanations; what ``refine`` asks for
+        is noted anyway."""
         return ()
 
     @classmethod
@@ -110,12 +120,14 @@ class Policy(ABC):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Make a policy for each choice of its words, with numbers from the middle of their ranges."""
+        """Make a policy for each choice of its words, with numbers from the middle of their
+        ranges."""
         return tuple(cls(**values) for values in parameters.examples(cls))
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
-        """Make the policy with the parameters that stand behind the family's name and a hyphen; None without a hyphen.
+        """Make the policy with the parameters that stand behind the family's name and a hyphen;
+        None without a hyphen.
 
         Raises PolicyError for what is not a parameter, or out of its range.
         """

@@ -1,4 +1,5 @@
-"""Policies by name: the decorator that registers one, and the parser of strings such as ``query-5+legolink-16``."""
+"""Policies by name: the decorator that registers one, and the parser of strings such as
+``query-5+legolink-16``."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ P = TypeVar("P", bound=type[Policy])
 
 MOST_PARTS = 8
 
-_registry: Registry[type[Policy]] = Registry("policy", own="kvlinker.linking.policies", group="kvlinker.policies")
+_registry: Registry[type[Policy]] = Registry(
+    "policy", own="kvlinker.linking.policies", group="kvlinker.policies"
+)
 
 
 def register(policy: P) -> P:
@@ -24,7 +27,9 @@ def register(policy: P) -> P:
     Raises ValueError when another class has that name.
     """
     if SIGN in policy.family:
-        raise ValueError(f"policy {policy.family!r} has a {SIGN!r} in its name, which joins policies")
+        raise ValueError(
+            f"policy {policy.family!r} has a {SIGN!r} in its name, which joins policies"
+        )
     _registry.add(policy.family, policy)
     return policy
 
@@ -35,18 +40,23 @@ def known_policies() -> Mapping[str, type[Policy]]:
 
 
 def parse_policy(text: str) -> Policy:
-    """Make the policy that ``text`` names: a family with its parameters behind hyphens, or several joined by ``+``.
+    """Make the policy that ``text`` names: a family with its parameters behind hyphens, or several
+    joined by ``+``.
 
-    Raises PolicyError for an unknown family, for parameters that the family does not take, and for too many parts.
+    Raises PolicyError for an unknown family, for parameters that the family does not take, and for
+    too many parts.
     """
     count = text.count(SIGN) + 1
     if count > MOST_PARTS:
-        raise PolicyError(f"{count} policies are joined, but at most {MOST_PARTS} can be.", param="link.policy")
+        raise PolicyError(
+            f"{count} policies are joined, but at most {MOST_PARTS} can be.", param="link.policy"
+        )
     return joined(_parse_one(part) for part in text.split(SIGN))
 
 
 def as_policy(policy: str | Policy) -> Policy:
-    """Return the policy itself, or the one that the text names. Raises PolicyError as ``parse_policy`` does."""
+    """Return the policy itself, or the one that the text names. Raises PolicyError as
+    ``parse_policy`` does."""
     return parse_policy(policy) if isinstance(policy, str) else policy
 
 
@@ -66,13 +76,15 @@ def _parse_one(text: str) -> Policy:
 def describe_policies(unsupported: Callable[[Policy], str | None]) -> tuple[dict[str, Any], ...]:
     """Describe all registered policies, sorted by name, as JSON.
 
-    ``unsupported`` returns the reason why an engine cannot follow a policy, None where it can. ``supported`` is true if
-    the engine can follow the policy with at least some of its parameters; ``restriction`` is the reason why it cannot
-    with others.
+    ``unsupported`` returns the reason why an engine cannot follow a policy, None where it can.
+    ``supported`` is true if the engine can follow the policy with at least some of its parameters;
+    ``restriction`` is the reason why it cannot with others.
     """
     described = []
     for policy in known_policies().values():
         reasons = [unsupported(example) for example in policy.examples()]
         restriction = next((reason for reason in reasons if reason is not None), None)
-        described.append(policy.describe() | {"supported": None in reasons, "restriction": restriction})
+        described.append(
+            policy.describe() | {"supported": None in reasons, "restriction": restriction}
+        )
     return tuple(described)

@@ -15,7 +15,8 @@ DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without positions.
+    """Figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without
+    positions.
 
     ``layer`` is the layer in which they were measured; None for before the first layer.
     """
@@ -40,8 +41,11 @@ def share(percent: float, count: int) -> int:
     return min(count, math.ceil(round(percent * count / 100, 6)))
 
 
-def highest(scores: NDArray[np.floating], count: int, among: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Make the mask [tokens] of the ``count`` highest ``scores`` [tokens], only where ``among`` is true.
+def highest(
+    scores: NDArray[np.floating], count: int, among: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
+    """Make the mask [tokens] of the ``count`` highest ``scores`` [tokens], only where ``among`` is
+    true.
 
     Of equal scores, the earlier token is taken.
     """

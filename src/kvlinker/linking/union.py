@@ -20,7 +20,8 @@ SIGN = "+"
 
 
 class Union(Policy):
-    """Recompute what any of its parts selects and keeps; each part drops only what it selected itself."""
+    """Recompute what any of its parts selects and keeps; each part drops only what it selected
+    itself."""
 
     members: tuple[Policy, ...]
 
@@ -54,7 +55,9 @@ class Union(Policy):
         return self.members
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        return reduce(lambda arranged, member: member.arrange(arranged, library), self.members, prompt)
+        return reduce(
+            lambda arranged, member: member.arrange(arranged, library), self.members, prompt
+        )
 
     def settle(self, forecast: Forecast) -> Policy:
         return joined(member.settle(forecast) for member in self.members)

@@ -1,4 +1,5 @@
-"""Turns messages, prompts and chunk texts into token ids; all text that reaches an engine passes here."""
+"""Turns messages, prompts and chunk texts into token ids; all text that reaches an engine passes
+here."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 class PromptBuilder:
     """Builds chunks and prompts for one model. Any number of threads may use one.
 
-    ``context`` is what stands before chunks that do not choose for themselves; ``system_prompt`` stands before
-    conversations that bring no system message; ``chat_template`` (Jinja) replaces the tokenizer's own. Texts that
-    cannot have fewer than ``max_tokens`` tokens are refused before they are encoded; None refuses none.
+    ``context`` is what stands before chunks that do not choose for themselves; ``system_prompt``
+    stands before conversations that bring no system message; ``chat_template`` (Jinja) replaces the
+    tokenizer's own. Texts that cannot have fewer than ``max_tokens`` tokens are refused before they
+    are encoded; None refuses none.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class PromptBuilder:
         chat_template: str | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no valid Jinja."""
+        """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no
+        valid Jinja."""
         self.encoder = TextEncoder(tokenizer)
         self._tokenizer = tokenizer
         self._limit = None if max_tokens is None else LengthLimit(self.encoder, max_tokens)
@@ -50,17 +53,24 @@ class PromptBuilder:
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
-        """The ids that a conversation has before its first user content: BOS and header, or the system prompt's turn.
+        """The ids that a conversation has before its first user content: BOS and header, or the
+        system prompt's turn.
 
-        Without a chat template, they are those of a completion. They are rendered once: chunks made behind it stay
-        exact only as long as the template gives the same, so not across days for a template that tells the date.
+        Without a chat template, they are those of a completion. They are rendered once: chunks made
+        behind it stay exact only as long as the template gives the same, so not across days for a
+        template that tells the date.
         """
         if not self._template.exists:
             return self.encoder.opening
         slot = Chunk(tokens=())
         parts = self._template.render([*self._system, ChatMessage("user", (slot,))])
         header = parts[: parts.index(slot)]
-        return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
+        return tuple(
+            token
+            for text in header
+            if isinstance(text, str)
+            for token in self.encoder.encode_prompt(text)
+        )
 
     @cached_property
     def answer_form(self) -> AnswerForm:
@@ -72,30 +82,35 @@ class PromptBuilder:
         return self._template.has_variable(name)
 
     def definition(self, tool: Tool) -> str | None:
-        """Return the text by which prompts describe a tool; None where the chat template writes none that can be told
-        from what stands around it."""
+        """Return the text by which prompts describe a tool; None where the chat template writes
+        none that can be told from what stands around it."""
         return self._template.definition(tool)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.
 
-        Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode, and ContextLengthError for
-        one that is far too long for the model.
+        Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode, and
+        ContextLengthError for one that is far too long for the model.
         """
         tokens = self.token_ids(text, param="chunks")
         if not tokens:
-            raise InvalidRequestError("A chunk is empty: it needs text that encodes to a token.", param="chunks")
+            raise InvalidRequestError(
+                "A chunk is empty: it needs text that encodes to a token.", param="chunks"
+            )
         return self.chunk_from_tokens(tokens, context)
 
     def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's. Raises what ``encode_chunk`` does, but for an empty one, with ``param`` as the
-        field at fault."""
+        """Encode a text as a chunk's. Raises what ``encode_chunk`` does, but for an empty one, with
+        ``param`` as the field at fault."""
         require_unicode(text, param=param)
         self.check_texts([text], param=param)
         return self.encoder.encode_data(text, param=param)
 
-    def chunk_from_tokens(self, ids: Sequence[int], context: GenerationContext | None = None) -> Chunk:
-        """Make the chunk of these token ids; in context ``bos`` with BOS before them, unless it is their first.
+    def chunk_from_tokens(
+        self, ids: Sequence[int], context: GenerationContext | None = None
+    ) -> Chunk:
+        """Make the chunk of these token ids; in context ``bos`` with BOS before them, unless it is
+        their first.
 
         Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
         """
@@ -122,31 +137,37 @@ class PromptBuilder:
         options: TemplateOptions = DEFAULT_OPTIONS,
         definitions: Mapping[str, Chunk] = NO_DEFINITIONS,
     ) -> Prompt:
-        """Build the prompt of a conversation about documents, up to where the assistant's answer begins.
+        """Build the prompt of a conversation about documents, up to where the assistant's answer
+        begins.
 
-        Chunks take the places of ``definitions``, texts that ``definition`` gave, where each stands in the prompt just
-        once. Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
-        Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
-        chat template does not accept or not show; ContextLengthError for texts that are far too long for the model.
+        Chunks take the places of ``definitions``, texts that ``definition`` gave, where each stands
+        in the prompt just once. Messages of text alone give exactly the ids of the tokenizer's
+        ``apply_chat_template``. Raises InvalidRequestError (``messages``) for no messages, text
+        that is not valid Unicode, and messages that the chat template does not accept or not show;
+        ContextLengthError for texts that are far too long for the model.
         """
         if not messages:
-            raise InvalidRequestError("A conversation needs at least one message.", param="messages")
+            raise InvalidRequestError(
+                "A conversation needs at least one message.", param="messages"
+            )
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
-        texts = [part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)]
+        texts = [
+            part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)
+        ]
         texts += [document.text for document in documents if isinstance(document.text, str)]
         self.check_texts(texts, param="messages")
         parts = self._template.render(messages, documents, options=options, definitions=definitions)
         return self._prompt(parts, param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
-        """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the
-        other.
+        """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand
+        one after the other.
 
-        Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole prompt; a first chunk
-        that begins with them gets no second ones. Raises InvalidRequestError (``prompt``) for a prompt that is empty,
-        not valid Unicode, or has ids outside the vocabulary, and ContextLengthError for one that is far too long for
-        the model.
+        Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole
+        prompt; a first chunk that begins with them gets no second ones. Raises InvalidRequestError
+        (``prompt``) for a prompt that is empty, not valid Unicode, or has ids outside the
+        vocabulary, and ContextLengthError for one that is far too long for the model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
         if self._limit is not None and parts and isinstance(parts[0], int):
@@ -156,19 +177,24 @@ class PromptBuilder:
             ids = [part for part in parts if not isinstance(part, str | Chunk)]
             return Prompt((FreshSegment(self._checked_ids(ids, param="prompt")),))
         if len(texts_and_chunks) < len(parts):
-            raise InvalidRequestError("A prompt is texts and context caches, or token ids: not both.", param="prompt")
+            raise InvalidRequestError(
+                "A prompt is texts and context caches, or token ids: not both.", param="prompt"
+            )
         for part in texts_and_chunks:
             if isinstance(part, str):
                 require_unicode(part, param="prompt")
         if not any(texts_and_chunks):
             raise InvalidRequestError("The prompt is empty.", param="prompt")
         return self._prompt(
-            texts_and_chunks, param="prompt", opening=self.encoder.opening, closing=self.encoder.closing
+            texts_and_chunks,
+            param="prompt",
+            opening=self.encoder.opening,
+            closing=self.encoder.closing,
         )
 
     def check_texts(self, texts: Sequence[str], *, param: str) -> None:
-        """Check texts that are to stand in one prompt together, in little time. Raises ContextLengthError (``param``)
-        where they are far too long for the model."""
+        """Check texts that are to stand in one prompt together, in little time. Raises
+        ContextLengthError (``param``) where they are far too long for the model."""
         if self._limit is not None:
             self._limit.check_texts(texts, param=param)
 
@@ -185,8 +211,8 @@ class PromptBuilder:
         opening: tuple[int, ...] = (),
         closing: tuple[int, ...] = (),
     ) -> Prompt:
-        """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh tokens share
-        one."""
+        """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh
+        tokens share one."""
         joined = _join_texts(parts)
         self.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
@@ -211,12 +237,16 @@ class PromptBuilder:
 
     def _checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
         if not ids:
-            raise InvalidRequestError("There are no token ids: at least one is needed.", param=param)
+            raise InvalidRequestError(
+                "There are no token ids: at least one is needed.", param=param
+            )
         size = self.encoder.vocab_size
         checked = tuple(token for token in ids if type(token) is int and 0 <= token < size)
         if len(checked) < len(ids):
             wrong = next(token for token in ids if type(token) is not int or not 0 <= token < size)
-            raise InvalidRequestError(f"Token ids are integers from 0 to {size - 1}, not {wrong!r}.", param=param)
+            raise InvalidRequestError(
+                f"Token ids are integers from 0 to {size - 1}, not {wrong!r}.", param=param
+            )
         return checked
 
 

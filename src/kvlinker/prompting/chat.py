@@ -1,4 +1,5 @@
-"""Renders chat messages through the model's chat template into a prompt's parts, for ``PromptBuilder``."""
+"""Renders chat messages through the model's chat template into a prompt's parts, for
+``PromptBuilder``."""
 
 from __future__ import annotations
 
@@ -43,12 +44,16 @@ _PROBE: ChatMessage[Chunk] = ChatMessage("user", ("text",))
 class ChatTemplate:
     """Renders messages with a Jinja chat template, whatever that does with their content.
 
-    A template sees a unique word in place of each chunk; the rendered text is cut at these words again. So a template
-    may trim, wrap, reorder or refuse what it likes, and the chunk's tokens stay as they are.
+    A template sees a unique word in place of each chunk; the rendered text is cut at these words
+    again. So a template may trim, wrap, reorder or refuse what it likes, and the chunk's tokens
+    stay as they are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
-        """Compile ``chat_template``, or else the tokenizer's own. Raises ModelLoadError if it is no valid Jinja."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None
+    ) -> None:
+        """Compile ``chat_template``, or else the tokenizer's own. Raises ModelLoadError if it is no
+        valid Jinja."""
         self._tokenizer = tokenizer
         self._template: str | None
         try:
@@ -79,47 +84,68 @@ class ChatTemplate:
     ) -> list[str | Chunk]:
         """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
-        Tools and documents go where the template shows them, and into the messages where it shows no tools, or does not
-        show each document once. Chunks take the places of ``definitions``, texts that ``definition`` gave, where each
-        stands in the prompt just once. Raises InvalidRequestError (``messages``) when there is no template, when it
-        raises, or when it does not show every chunk exactly once; and ``chat_template_kwargs`` for variables that it
+        Tools and documents go where the template shows them, and into the messages where it shows
+        no tools, or does not show each document once. Chunks take the places of ``definitions``,
+        texts that ``definition`` gave, where each stands in the prompt just once. Raises
+        InvalidRequestError (``messages``) when there is no template, when it raises, or when it
+        does not show every chunk exactly once; and ``chat_template_kwargs`` for variables that it
         has not. Names of messages are left to the template, which may show them or not.
         """
         if documents and self._takes_documents:
             with suppress(InvalidRequestError):
                 return with_definitions(self._shown(messages, documents, options), definitions)
-        shown = self._shown(with_documents(messages, documents) if documents else messages, (), options)
+        shown = self._shown(
+            with_documents(messages, documents) if documents else messages, (), options
+        )
         return with_definitions(shown, definitions)
 
     def definition(self, tool: Tool) -> str | None:
-        """Return the text by which prompts describe a tool; None where the template writes none that can be told from
-        what stands around it."""
+        """Return the text by which prompts describe a tool; None where the template writes none
+        that can be told from what stands around it."""
         asked = json.dumps(tool)
-        return self._definition(asked) if len(asked) <= LONGEST_DEFINITION else self._find_definition(asked)
+        return (
+            self._definition(asked)
+            if len(asked) <= LONGEST_DEFINITION
+            else self._find_definition(asked)
+        )
 
     def _find_definition(self, tool_json: str) -> str | None:
         tool = json.loads(tool_json)
         try:
-            once, twice = (self._shown([_PROBE], (), TemplateOptions(tools=(tool,) * count)) for count in (1, 2))
+            once, twice = (
+                self._shown([_PROBE], (), TemplateOptions(tools=(tool,) * count))
+                for count in (1, 2)
+            )
         except InvalidRequestError:
             return None
         return repeated_text("".join(map(str, once)), "".join(map(str, twice)))
 
     @property
     def _takes_documents(self) -> bool:
-        return self._template is not None and re.search(r"\bdocuments\b", self._template) is not None
+        return (
+            self._template is not None and re.search(r"\bdocuments\b", self._template) is not None
+        )
 
     def _shown(
-        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]], options: TemplateOptions
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]],
+        options: TemplateOptions,
     ) -> list[str | Chunk]:
-        """Return the prompt's parts with the documents where the template puts them. Raises what ``render`` does, and
-        InvalidRequestError where the template does not show each document once."""
+        """Return the prompt's parts with the documents where the template puts them. Raises what
+        ``render`` does, and InvalidRequestError where the template does not show each document
+        once."""
         if self._tools_variable is None and needs_tool_section(messages, options.tools):
-            messages, options = with_tool_section(messages, options.tools), replace(options, tools=())
+            messages, options = (
+                with_tool_section(messages, options.tools),
+                replace(options, tools=()),
+            )
         self._check_variables(options)
         pieces = _Pieces(messages, documents, options)
         plain = [_plain(message, pieces) for message in messages]
-        described = [{**document.fields, "text": pieces.word(document.text)} for document in documents]
+        described = [
+            {**document.fields, "text": pieces.word(document.text)} for document in documents
+        ]
         rendered = self._render_text(plain, described, options)
         parts, shown = pieces.cut(rendered)
         if sorted(shown) != list(range(len(pieces))):
@@ -134,18 +160,27 @@ class ChatTemplate:
     @cached_property
     def _tools_variable(self) -> str | None:
         """The variable by which the template takes tools; None where it shows none."""
-        function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
+        function = {
+            "name": "probe_of_tools",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
         probe: list[dict[str, Any]] = [{"role": "user", "content": "text"}]
         for name in ("tools", "xml_tools"):
             tools = [{"type": "function", "function": function}]
             with suppress(InvalidRequestError):
-                if "probe_of_tools" in self._render_text(probe, [], TemplateOptions(variables={name: tools})):
+                if "probe_of_tools" in self._render_text(
+                    probe, [], TemplateOptions(variables={name: tools})
+                ):
                     return name
         return None
 
     def has_variable(self, name: str) -> bool:
         """Return whether the template has a variable of this name that callers may set."""
-        return name not in self._reserved and re.search(rf"\b{re.escape(name)}\b", self._template or "") is not None
+        return (
+            name not in self._reserved
+            and re.search(rf"\b{re.escape(name)}\b", self._template or "") is not None
+        )
 
     @cached_property
     def _reserved(self) -> frozenset[str]:
@@ -163,7 +198,10 @@ class ChatTemplate:
                 )
 
     def _render_text(
-        self, messages: list[dict[str, Any]], documents: list[dict[str, Any]], options: TemplateOptions
+        self,
+        messages: list[dict[str, Any]],
+        documents: list[dict[str, Any]],
+        options: TemplateOptions,
     ) -> str:
         if self._template is None:
             raise InvalidRequestError(
@@ -179,14 +217,19 @@ class ChatTemplate:
                 chat_template=self._template,
                 documents=documents or None,
                 tokenize=False,
-                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+                add_generation_prompt=options.add_generation_prompt
+                and not options.continue_final_message,
                 continue_final_message=options.continue_final_message,
                 **options.variables,
                 **tools,
             )
         except TemplateSyntaxError as error:
-            raise ModelLoadError(f"The chat template is not valid Jinja: line {error.lineno}: {error}") from error
-        except Exception as error:  # a template is a program of the model's author, and may raise anything
+            raise ModelLoadError(
+                f"The chat template is not valid Jinja: line {error.lineno}: {error}"
+            ) from error
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's author, and may raise anything
             raise InvalidRequestError(
                 f"The chat template does not accept these messages: {error}", param="messages"
             ) from error
@@ -195,14 +238,20 @@ class ChatTemplate:
 
 
 class _Pieces:
-    """Stands in for parts of a prompt with words, which none of its texts contains, and puts them back."""
+    """Stands in for parts of a prompt with words, which none of its texts contains, and puts them
+    back."""
 
     def __init__(
-        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]], options: TemplateOptions
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]],
+        options: TemplateOptions,
     ) -> None:
         """Raises InvalidRequestError for text that is not valid Unicode."""
         texts = [
-            text for m in messages for text in (m.role, m.name or "", *(p for p in m.content if isinstance(p, str)))
+            text
+            for m in messages
+            for text in (m.role, m.name or "", *(p for p in m.content if isinstance(p, str)))
         ]
         for text in texts:
             require_unicode(text, param="messages")
@@ -210,7 +259,9 @@ class _Pieces:
         beside += [document.text for document in documents if isinstance(document.text, str)]
         for text in beside:
             require_unicode(text, param="documents")
-        self._word = _chunk_word([*texts, *beside, repr([message.fields for message in messages]), repr(options)])
+        self._word = _chunk_word(
+            [*texts, *beside, repr([message.fields for message in messages]), repr(options)]
+        )
         self._parts: list[str | Chunk] = []
 
     def __len__(self) -> int:
@@ -222,7 +273,8 @@ class _Pieces:
         return f"{self._word}{len(self._parts) - 1}z"
 
     def cut(self, text: str) -> tuple[list[str | Chunk], list[int]]:
-        """Return the rendered text with the parts in place of their words, and the numbers of those parts in order."""
+        """Return the rendered text with the parts in place of their words, and the numbers of those
+        parts in order."""
         pieces = re.split(f"{self._word}([0-9]+)z", text)
         shown = [int(index) for index in pieces[1::2]]
         parts: list[str | Chunk] = [*pieces[:1]]
@@ -233,13 +285,16 @@ class _Pieces:
 
 def _plain(message: ChatMessage[Chunk], pieces: _Pieces) -> dict[str, Any]:
     """Return the message as templates take it."""
-    content = "".join(pieces.word(part) if isinstance(part, Chunk) else part for part in message.content)
+    content = "".join(
+        pieces.word(part) if isinstance(part, Chunk) else part for part in message.content
+    )
     name = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **name, **message.fields}
 
 
 def _chunk_word(texts: Sequence[str]) -> str:
-    """Make a word of ASCII letters and digits that none of the texts contains: it is made of their hash."""
+    """Make a word of ASCII letters and digits that none of the texts contains: it is made of their
+    hash."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class TextEncoder:
-    """Encodes text with copies of a tokenizer's backend that nobody else changes, so that threads may share it.
+    """Encodes text with copies of a tokenizer's backend that nobody else changes, so that threads
+    may share it.
 
     Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
-    ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of its own accord, such
-    as BOS. ``vocab_size`` is the largest token id + 1; ``longest_token`` is the length of the longest token in
-    characters, as the vocabulary spells it.
+    ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of
+    its own accord, such as BOS. ``vocab_size`` is the largest token id + 1; ``longest_token`` is
+    the length of the longest token in characters, as the vocabulary spells it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -42,14 +43,17 @@ class TextEncoder:
         self.longest_token = max(map(len, vocabulary), default=0)
 
     def encode_data(self, text: str, *, param: str = "chunks") -> tuple[int, ...]:
-        """Encode a chunk's text, without special tokens even where it spells one: documents are data.
+        """Encode a chunk's text, without special tokens even where it spells one: documents are
+        data.
 
-        Raises InvalidRequestError (``param``) where the tokenizer knows no other way to write such a text.
+        Raises InvalidRequestError (``param``) where the tokenizer knows no other way to write such
+        a text.
         """
         return tuple(self._as_data(text, _encoded(self._data, text), param=param))
 
     def decode_data(self, token_ids: Sequence[int]) -> str:
-        """Return the text that ``encode_data`` encoded, as far as the tokenizer's normalisation keeps it.
+        """Return the text that ``encode_data`` encoded, as far as the tokenizer's normalisation
+        keeps it.
 
         Special tokens, such as BOS before a chunk, are left out.
         """
@@ -58,7 +62,8 @@ class TextEncoder:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special ones included; joined, they are the text of all.
 
-        A character of several tokens is the last one's; what makes no character in the end is U+FFFD.
+        A character of several tokens is the last one's; what makes no character in the end is
+        U+FFFD.
         """
         stream = DecodeStream(skip_special_tokens=False)
         texts = [stream.step(self._data, token) or "" for token in token_ids]
@@ -74,16 +79,18 @@ class TextEncoder:
         return [len(self._as_data(text, encoding, param="input")) for text, encoding in pairs]
 
     def count_roughly(self, text: str) -> int:
-        """Count the tokens of ``text`` with special tokens that it spells as they come: for estimates."""
+        """Count the tokens of ``text`` with special tokens that it spells as they come: for
+        estimates."""
         return len(_encoded(self._data, text))
 
     def token_starts(self, text: str) -> list[int]:
-        """Return the index of the first character of each token of ``text``, ascending; bytes of one character share
-        it."""
+        """Return the index of the first character of each token of ``text``, ascending; bytes of
+        one character share it."""
         return _starts(_encoded(self._data, text, offsets=True))
 
     def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
-        """Encode a prompt's own text; special tokens that it spells are special tokens, and no others are added.
+        """Encode a prompt's own text; special tokens that it spells are special tokens, and no
+        others are added.
 
         With ``continued``, other tokens stand before it, and no space is put before its first word.
         """
@@ -105,8 +112,8 @@ class TextEncoder:
     def _as_data(self, text: str, encoding: Encoding, *, param: str) -> list[int]:
         """Return the ids, with special tokens that ``text`` spells taken apart.
 
-        ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
-        hold the same string as an ordinary entry.
+        ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram
+        vocabulary may hold the same string as an ordinary entry.
         """
         ids = encoding.ids
         if self._special_tokens.keys().isdisjoint(ids):
@@ -132,7 +139,11 @@ class TextEncoder:
         encoding = _encoded(self._data, text, offsets=True)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
         names = ((self._special_tokens.get(token), start, end) for token, (start, end) in tokens)
-        return [(start, name) for name, start, end in names if name is not None and name in text[start:end]]
+        return [
+            (start, name)
+            for name, start, end in names
+            if name is not None and name in text[start:end]
+        ]
 
 
 def require_unicode(text: str, *, param: str) -> None:
@@ -148,10 +159,11 @@ def require_unicode(text: str, *, param: str) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encoding:
-    """Encode one text without special tokens around it; all offsets are 0 unless they are asked for.
+    """Encode one text without special tokens around it; all offsets are 0 unless they are asked
+    for.
 
-    ``Tokenizer.encode`` keeps Python's lock until it is done, so that a long text would hold up every other thread;
-    batches give it up.
+    ``Tokenizer.encode`` keeps Python's lock until it is done, so that a long text would hold up
+    every other thread; batches give it up.
     """
     encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     (encoding,) = encode([text], add_special_tokens=False)
@@ -159,7 +171,8 @@ def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encod
 
 
 def _starts(encoding: Encoding) -> list[int]:
-    """Return the index of each token's first character, one by one, so that other threads run in between."""
+    """Return the index of each token's first character, one by one, so that other threads run in
+    between."""
     spans = (encoding.token_to_chars(token) for token in range(len(encoding)))
     return [0 if span is None else span[0] for span in spans]
 
@@ -176,15 +189,21 @@ def _special_tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple
     probe = "a"
     inner = tokenizer.encode(probe, add_special_tokens=False).ids
     outer = tokenizer.encode(probe, add_special_tokens=True).ids
-    start = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0) if inner else len(outer)
+    start = (
+        next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0)
+        if inner
+        else len(outer)
+    )
     return tuple(outer[:start]), tuple(outer[start + len(inner) :])
 
 
 def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
-    """Copy ``tokenizer`` so that it puts nothing before a text; None if it puts nothing there anyway.
+    """Copy ``tokenizer`` so that it puts nothing before a text; None if it puts nothing there
+    anyway.
 
-    Tokenizers of SentencePiece's kind, such as Llama 2's, encode ``word`` as ``▁word``. That is right for a text that
-    begins a prompt, and wrong for one that goes on after a cached chunk, where it would be a space that nobody wrote.
+    Tokenizers of SentencePiece's kind, such as Llama 2's, encode ``word`` as ``▁word``. That is
+    right for a text that begins a prompt, and wrong for one that goes on after a cached chunk,
+    where it would be a space that nobody wrote.
     """
     parts = {name: _state(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
     bare = {name: _without_space(state) for name, state in parts.items()}

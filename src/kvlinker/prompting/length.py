@@ -1,4 +1,5 @@
-"""Refuses texts that cannot fit into a model's context window before they are encoded, which takes time and memory."""
+"""Refuses texts that cannot fit into a model's context window before they are encoded, which takes
+time and memory."""
 
 from __future__ import annotations
 
@@ -8,19 +9,21 @@ from kvlinker.base.errors import ContextLengthError, WayOut
 from kvlinker.prompting.encoding import TextEncoder
 
 LEAST_CHARACTERS = 32
-"""The characters that a token is taken to stand for at the least: some tokenizers drop whitespace, or write an unknown
-word as one token."""
+"""The characters that a token is taken to stand for at the least: some tokenizers drop whitespace,
+or write an unknown word as one token."""
 
 SAMPLED_CHARACTERS = 16
-"""The beginning of a long text that is encoded first, in characters for each token of the window."""
+"""The beginning of a long text that is encoded first, in characters for each token of the
+window."""
 
 SAMPLE_EXCESS = 2
-"""The multiple of the window's tokens beyond which a beginning has its whole text refused: a text has hardly fewer
-tokens than its beginning, but a tokenizer may merge across the cut."""
+"""The multiple of the window's tokens beyond which a beginning has its whole text refused: a text
+has hardly fewer tokens than its beginning, but a tokenizer may merge across the cut."""
 
 
 class LengthLimit:
-    """Checks the texts of one prompt, or of one chunk, against a context window of ``max_tokens`` tokens."""
+    """Checks the texts of one prompt, or of one chunk, against a context window of ``max_tokens``
+    tokens."""
 
     def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -30,8 +33,9 @@ class LengthLimit:
     def check_texts(self, texts: Sequence[str], *, param: str) -> None:
         """Check texts that are to stand in the window together.
 
-        Raises ContextLengthError for more characters than the window's tokens can stand for, and for a long text whose
-        beginning alone has far too many tokens. Texts that pass may be too long all the same.
+        Raises ContextLengthError for more characters than the window's tokens can stand for, and
+        for a long text whose beginning alone has far too many tokens. Texts that pass may be too
+        long all the same.
         """
         characters = sum(map(len, texts))
         if characters > self.max_characters:
@@ -63,5 +67,6 @@ class LengthLimit:
         """Check the number of token ids of one prompt. Raises ContextLengthError."""
         if count > self.max_tokens:
             raise ContextLengthError(
-                f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send fewer.", param=param
+                f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send fewer.",
+                param=param,
             )

@@ -29,12 +29,14 @@ def ttl_seconds(text: str) -> float:
 
 
 def marked_text(part: Mapping[str, Any], text: str, *, param: str) -> str | MarkedText:
-    """Return the text of a content part, marked where the part says ``cache_control`` (Anthropic's form) or
-    ``prompt_cache_breakpoint`` (OpenAI's). Raises InvalidRequestError for a mark of another form."""
+    """Return the text of a content part, marked where the part says ``cache_control`` (Anthropic's
+    form) or ``prompt_cache_breakpoint`` (OpenAI's). Raises InvalidRequestError for a mark of
+    another form."""
     control, breakpoint_ = part.get("cache_control"), part.get("prompt_cache_breakpoint")
     if breakpoint_ is not None and breakpoint_ != {"mode": "explicit"}:
         raise InvalidRequestError(
-            f"'prompt_cache_breakpoint' is {breakpoint_!r}, but must be {{'mode': 'explicit'}}.", param=param
+            f"'prompt_cache_breakpoint' is {breakpoint_!r}, but must be {{'mode': 'explicit'}}.",
+            param=param,
         )
     match control:
         case None:

@@ -1,4 +1,5 @@
-"""Says how the answers to one conversation may call tools, and reads them; for the library's calls and the server's."""
+"""Says how the answers to one conversation may call tools, and reads them; for the library's calls
+and the server's."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from kvlinker.prompting.answer_forms.reader import AnswerReader
 from kvlinker.prompting.segments import Prompt
 
 ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
-"""Whether tools are called: not at all, if the model likes, or in any case; or the one that is to be called, as
-``{"type": "function", "function": {"name"}}``."""
+"""Whether tools are called: not at all, if the model likes, or in any case; or the one that is to
+be called, as ``{"type": "function", "function": {"name"}}``."""
 
 
 class RequestTools:
@@ -28,8 +29,9 @@ class RequestTools:
         *,
         several: bool = True,
     ) -> None:
-        """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is "auto". ``several``: an
-        answer may have more than one call. Raises InvalidRequestError for a choice of tools that are not offered."""
+        """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is
+        "auto". ``several``: an answer may have more than one call. Raises InvalidRequestError for a
+        choice of tools that are not offered."""
         self._form = form
         self._tail_of = tail_of
         self._several = several
@@ -39,24 +41,30 @@ class RequestTools:
         if len(set(names)) < len(names):
             raise InvalidRequestError("'tools' has two functions of the same name.", param="tools")
         if self._choice not in ("none", "auto") and not names:
-            raise InvalidRequestError("'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice")
+            raise InvalidRequestError(
+                "'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice"
+            )
         if self._named is not None and self._named not in names:
             raise InvalidRequestError(
-                f"'tool_choice' names {self._named!r}, which is not among the 'tools'.", param="tool_choice"
+                f"'tool_choice' names {self._named!r}, which is not among the 'tools'.",
+                param="tool_choice",
             )
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The definitions that the prompt shows, with their marks; none where no tool may be called."""
+        """The definitions that the prompt shows, with their marks; none where no tool may be
+        called."""
         return tuple(map(shown_tool, self._offered))
 
     def reader(self, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer to ``prompt``."""
-        return self._form.reader(self._tail_of(prompt), self.tools) if self._reads else AnswerReader()
+        return (
+            self._form.reader(self._tail_of(prompt), self.tools) if self._reads else AnswerReader()
+        )
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to ``prompt`` call tools
-        as the request demands."""
+        """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to
+        ``prompt`` call tools as the request demands."""
         fields = dict(given)
         if not self._reads:
             return fields
@@ -64,12 +72,16 @@ class RequestTools:
         fields["shown_tokens"] = form.shown_tokens
         enforced = tuple(map(enforced_tool, self._offered))
         if self._offered and self._choice != "auto":
-            called = [tool for tool in self.tools if self._named in (None, function_of(tool)["name"])]
+            called = [
+                tool for tool in self.tools if self._named in (None, function_of(tool)["name"])
+            ]
             several = several and self._named is None
             fields["grammar"] = form.calls_grammar(called, tail=tail, several=several)
         elif grammar := fields.get("grammar"):
             fields["grammar"] = form.framed(grammar, tail=tail, tools=enforced, several=several)
-        elif self._offered and (not several or any(function_of(tool).get("strict") for tool in self._offered)):
+        elif self._offered and (
+            not several or any(function_of(tool).get("strict") for tool in self._offered)
+        ):
             fields["grammar"] = form.free_grammar(enforced, tail=tail, several=several)
         return fields
 

@@ -1,4 +1,5 @@
-"""Puts tools and documents into messages, for chat templates that have no places of their own for them.
+"""Puts tools and documents into messages, for chat templates that have no places of their own for
+them.
 
 Calls are written as Hermes's models do, which many others know, too.
 """
@@ -17,7 +18,8 @@ from kvlinker.base.types.messages import ChatMessage, Document
 from kvlinker.base.types.tools import Tool, function_of
 
 _INTRODUCTION = (
-    "# Tools\n\nThese functions can be called. Each line describes one, with a JSON schema of its arguments:\n"
+    "# Tools\n\nThese functions can be called. "
+    "Each line describes one, with a JSON schema of its arguments:\n"
 )
 _INSTRUCTIONS = (
     "\nTo call one, write its name and its arguments as JSON between these tags, and then wait for the result:\n"
@@ -35,12 +37,15 @@ Message = ChatMessage[Chunk]
 
 def needs_tool_section(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
     """Return whether a conversation has tools, calls or results."""
-    return bool(tools) or any(message.role == "tool" or "tool_calls" in message.fields for message in messages)
+    return bool(tools) or any(
+        message.role == "tool" or "tool_calls" in message.fields for message in messages
+    )
 
 
 def with_tool_section(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Return the messages with tools described in the system message or, where there is none, before the text of the
-    first one of the user's; with calls as text of the assistant's, and results as messages of the user's.
+    """Return the messages with tools described in the system message or, where there is none,
+    before the text of the first one of the user's; with calls as text of the assistant's, and
+    results as messages of the user's.
 
     Raises InvalidRequestError (``tools``) where there is neither.
     """
@@ -56,28 +61,40 @@ def with_tool_section(messages: Sequence[Message], tools: Sequence[Tool]) -> lis
         place = roles.index("user")
         content = (f"{section}\n\n", *shown[place].content)
     else:
-        raise InvalidRequestError("'tools' need a message of role 'system' or 'user'.", param="tools")
+        raise InvalidRequestError(
+            "'tools' need a message of role 'system' or 'user'.", param="tools"
+        )
     return [*shown[:place], replace(shown[place], content=content), *shown[place + 1 :]]
 
 
-def with_documents(messages: Sequence[Message], documents: Sequence[Document[Chunk]]) -> list[Message]:
-    """Return the messages with the documents before the text of the first one of the user's: each one's title in a line
-    of its own where it has one, its text, and an empty line.
+def with_documents(
+    messages: Sequence[Message], documents: Sequence[Document[Chunk]]
+) -> list[Message]:
+    """Return the messages with the documents before the text of the first one of the user's: each
+    one's title in a line of its own where it has one, its text, and an empty line.
 
-    There they stand still while a conversation grows. Raises InvalidRequestError (``documents``) where the user says
-    nothing.
+    There they stand still while a conversation grows. Raises InvalidRequestError (``documents``)
+    where the user says nothing.
     """
     first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
-        raise InvalidRequestError("'documents' stand in a message of role 'user': add one.", param="documents")
-    before = [part for document in documents for part in document_parts(document.title, document.text)]
+        raise InvalidRequestError(
+            "'documents' stand in a message of role 'user': add one.", param="documents"
+        )
+    before = [
+        part for document in documents for part in document_parts(document.title, document.text)
+    ]
     message = messages[first]
-    return [*messages[:first], replace(message, content=(*before, *message.content)), *messages[first + 1 :]]
+    return [
+        *messages[:first],
+        replace(message, content=(*before, *message.content)),
+        *messages[first + 1 :],
+    ]
 
 
 def document_parts(title: str, text: _Text) -> Iterator[str | _Text]:
-    """Yield what a document is in a message: its title in a line of its own unless it is empty, its text, and an empty
-    line."""
+    """Yield what a document is in a message: its title in a line of its own unless it is empty, its
+    text, and an empty line."""
     if title:
         yield f"{title}\n"
     yield text
@@ -90,11 +107,18 @@ def _section(tools: Sequence[Tool]) -> str:
 
 
 def _as_text(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages without fields for tools; results that follow one another share a message."""
+    """Yield the messages without fields for tools; results that follow one another share a
+    message."""
     for is_result, group in groupby(messages, key=lambda message: message.role == "tool"):
         if is_result:
-            results = [("<tool_response>\n", *message.content, "\n</tool_response>") for message in group]
-            parts = [part for index, result in enumerate(results) for part in (*(["\n"] if index else []), *result)]
+            results = [
+                ("<tool_response>\n", *message.content, "\n</tool_response>") for message in group
+            ]
+            parts = [
+                part
+                for index, result in enumerate(results)
+                for part in (*(["\n"] if index else []), *result)
+            ]
             yield ChatMessage("user", tuple(parts))
             continue
         for message in group:
@@ -102,9 +126,13 @@ def _as_text(messages: Sequence[Message]) -> Iterator[Message]:
             calls = fields.pop("tool_calls", ())
             texts = [_call(call["function"]) for call in calls]
             gap = ("\n",) if texts and any(message.content) else ()
-            yield replace(message, content=(*message.content, *gap, "\n".join(texts)), fields=fields)
+            yield replace(
+                message, content=(*message.content, *gap, "\n".join(texts)), fields=fields
+            )
 
 
 def _call(function: Mapping[str, object]) -> str:
-    called = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    called = json.dumps(
+        {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+    )
     return f"<tool_call>\n{called}\n</tool_call>"

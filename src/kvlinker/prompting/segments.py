@@ -43,8 +43,8 @@ class ChunkSpan:
     length: int
 
     exact: bool
-    """True if the tokens before it in the prompt are those that its KV was computed behind, so that the KV needs no
-    repair."""
+    """True if the tokens before it in the prompt are those that its KV was computed behind, so that
+    the KV needs no repair."""
 
     @property
     def end(self) -> int:
@@ -54,7 +54,8 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """Tells where a part of a reused beginning lies on disk: tokens [first, last) of the KV under this key."""
+    """Tells where a part of a reused beginning lies on disk: tokens [first, last) of the KV under
+    this key."""
 
     key: str
     first: int
@@ -66,7 +67,8 @@ class StoredKV:
 
 @dataclass(frozen=True, eq=False)
 class ReusedPrefix:
-    """Describes the beginning of a prompt whose KV an earlier request left, as it was linked then."""
+    """Describes the beginning of a prompt whose KV an earlier request left, as it was linked
+    then."""
 
     length: int
     """The tokens in it: positions [0, length)."""
@@ -78,7 +80,8 @@ class ReusedPrefix:
     """By position, how the chunk that begins there was linked."""
 
     stored: tuple[StoredKV, ...] = ()
-    """The KV of the last of ``own``, in order, that has to be loaded from disk; that of all others is in memory."""
+    """The KV of the last of ``own``, in order, that has to be loaded from disk; that of all others
+    is in memory."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Prompt:
 
     @property
     def reused_own(self) -> NDArray[np.int64]:
-        """The positions in ``reused``, ascending, whose KV an earlier request computed; the others are chunks'."""
+        """The positions in ``reused``, ascending, whose KV an earlier request computed; the others
+        are chunks'."""
         return np.empty(0, dtype=np.int64) if self.reused is None else self.reused.own
 
     @cached_property
@@ -135,26 +139,32 @@ class Prompt:
         return before
 
     def variant(self, chunk: int) -> Chunk:
-        """Return ``chunks[chunk]`` as the variant that is computed behind all that stands before it here."""
+        """Return ``chunks[chunk]`` as the variant that is computed behind all that stands before it
+        here."""
         return Chunk(self.chunks[chunk].tokens, tuple(self.tokens_before(chunk)))
 
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """Return the prompt with other chunks in the places of its own, in order."""
         following = iter(chunks)
         return Prompt(
-            tuple(CachedSegment(next(following)) if isinstance(s, CachedSegment) else s for s in self.segments)
+            tuple(
+                CachedSegment(next(following)) if isinstance(s, CachedSegment) else s
+                for s in self.segments
+            )
         )
 
     @cached_property
     def cached(self) -> NDArray[np.bool_]:
-        """A mask that is true where KV is there already, of a chunk or a reused beginning: [length]."""
+        """A mask that is true where KV is there already, of a chunk or a reused beginning:
+        [length]."""
         mask = self._mask(self.spans)
         mask[: self.reused_tokens] = True
         return mask
 
     @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """A mask that is true where a chunk stands whose KV is not exact there, behind what is reused: [length]."""
+        """A mask that is true where a chunk stands whose KV is not exact there, behind what is
+        reused: [length]."""
         return self._mask([span for span in self.spans if not span.exact]) & self.changeable
 
     @cached_property

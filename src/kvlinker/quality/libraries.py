@@ -1,4 +1,5 @@
-"""Imports the libraries that only measurements need, and says how to get them where they are missing."""
+"""Imports the libraries that only measurements need, and says how to get them where they are
+missing."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from kvlinker.base.errors import InvalidRequestError
 
 
 def bench_library(module: str) -> Any:
-    """Import a module of a library in the extra ``bench``. Raises InvalidRequestError where it is not installed."""
+    """Import a module of a library in the extra ``bench``. Raises InvalidRequestError where it is
+    not installed."""
     try:
         return import_module(module)
     except ImportError as error:
         library = module.partition(".")[0].replace("_", "-")
-        raise InvalidRequestError(f"This needs the library {library}: pip install 'kvlinker[bench]'.") from error
+        raise InvalidRequestError(
+            f"This needs the library {library}: pip install 'kvlinker[bench]'."
+        ) from error

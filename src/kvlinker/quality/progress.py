@@ -9,7 +9,8 @@ class Progress(Protocol):
     """Takes news of work that is under way, to show them to a user."""
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, /) -> None:
-        """Take ``what`` is being done, and, where that can be counted, how much of the ``total`` is done."""
+        """Take ``what`` is being done, and, where that can be counted, how much of the ``total`` is
+        done."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""The answer of a request, put together from its events; ``LLM`` waits for one, the server for several at once."""
+"""The answer of a request, put together from its events; ``LLM`` waits for one, the server for
+several at once."""
 
 from __future__ import annotations
 
@@ -7,10 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from kvlinker.base.types.answers import AnswerPiece, Delta, PromptLogprobs, Timing, TokenLogprob, Usage
+from kvlinker.base.types.answers import (
+    AnswerPiece,
+    Delta,
+    PromptLogprobs,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.tools import ToolCall
-from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle, Sink
+from kvlinker.engines.contract.contract import (
+    Failed,
+    Finished,
+    GenerationEvent,
+    RequestHandle,
+    Sink,
+)
 from kvlinker.linking.explanation import Explanation
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 
@@ -19,8 +33,8 @@ ChoiceSink = Sink
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds the whole output of one choice; ``finish_reason`` is ``stop``, ``tool_calls``, ``length`` or
-    ``cancelled``."""
+    """Holds the whole output of one choice; ``finish_reason`` is ``stop``, ``tool_calls``,
+    ``length`` or ``cancelled``."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -57,8 +71,8 @@ class Answer:
         )
 
     def read_by(self, reader: AnswerReader) -> Self:
-        """Return the answer with reasoning and calls of tools told apart from its text, by a reader that read nothing
-        yet."""
+        """Return the answer with reasoning and calls of tools told apart from its text, by a reader
+        that read nothing yet."""
         said = AnswerPiece.joined([*reader.feed(self.text), *reader.finish()])
         return replace(
             self,
@@ -75,7 +89,8 @@ def finish_reason(reason: str, calls: int) -> str:
 
 
 def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:
-    """Submit a request for one choice and block until it is finished; the request is cancelled when waiting ends early.
+    """Submit a request for one choice and block until it is finished; the request is cancelled when
+    waiting ends early.
 
     Raises what ``submit`` raises, and the error of a request that failed.
     """

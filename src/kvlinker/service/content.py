@@ -29,17 +29,19 @@ _FIELDS = ("reasoning_content", "tool_calls", "tool_call_id")
 """The fields of a message that chat templates may show beside its role, content and name."""
 
 Message = Mapping[str, Any]
-"""A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart), perhaps ``name``,
-``tool_calls``, ``tool_call_id`` and ``reasoning_content``."""
+"""A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart),
+perhaps ``name``, ``tool_calls``, ``tool_call_id`` and ``reasoning_content``."""
 
 CompletionContent = str | TokenIds | Sequence[int | ContentPart]
-"""A completion's prompt as Python callers write it: a text, token ids, or a list of texts and context caches."""
+"""A completion's prompt as Python callers write it: a text, token ids, or a list of texts and
+context caches."""
 
 
 def parse_messages(
     messages: Sequence[Message | ChatMessage[CachedPart]],
 ) -> tuple[ChatMessage[CachedPart], ...]:
-    """Parse a conversation; messages that are typed already stay as they are. Raises InvalidRequestError."""
+    """Parse a conversation; messages that are typed already stay as they are. Raises
+    InvalidRequestError."""
     return tuple(
         message if isinstance(message, ChatMessage) else _parse_message(index, message)
         for index, message in enumerate(messages)
@@ -61,13 +63,17 @@ def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[CachedPart]:
     if len(token_ids) == len(prompt):
         return TokenIds(token_ids)
     if token_ids:
-        raise InvalidRequestError("'prompt' mixes token ids with texts or context caches.", param="prompt")
+        raise InvalidRequestError(
+            "'prompt' mixes token ids with texts or context caches.", param="prompt"
+        )
     return tuple(_parse_part(part, "prompt") for part in prompt if not isinstance(part, int))
 
 
-def parse_documents(documents: Sequence[Mapping[str, Any] | Document[CachedPart]]) -> tuple[Document[CachedPart], ...]:
-    """Parse documents, each with a ``text`` and what else chat templates may show, such as ``title``; typed ones stay
-    as they are. Raises InvalidRequestError."""
+def parse_documents(
+    documents: Sequence[Mapping[str, Any] | Document[CachedPart]],
+) -> tuple[Document[CachedPart], ...]:
+    """Parse documents, each with a ``text`` and what else chat templates may show, such as
+    ``title``; typed ones stay as they are. Raises InvalidRequestError."""
     return tuple(
         document if isinstance(document, Document) else _parse_document(index, document)
         for index, document in enumerate(documents)
@@ -101,7 +107,8 @@ def parse_implicit(name: str) -> Implicit:
         return Implicit(name)
     except ValueError as error:
         raise InvalidRequestError(
-            f"'implicit' is {name!r}, but must be one of {', '.join(Implicit)}.", param="link.implicit"
+            f"'implicit' is {name!r}, but must be one of {', '.join(Implicit)}.",
+            param="link.implicit",
         ) from error
 
 
@@ -109,7 +116,8 @@ def _parse_document(index: int, document: Mapping[str, Any]) -> Document[CachedP
     text = document.get("text") if isinstance(document, Mapping) else None
     if not isinstance(text, str):
         raise InvalidRequestError(
-            f"Document {index} is {document!r}, but must be a mapping with a 'text'.", param="documents"
+            f"Document {index} is {document!r}, but must be a mapping with a 'text'.",
+            param="documents",
         )
     return Document(
         MarkedText(text, source=TextSource.DOCUMENT),
@@ -120,12 +128,14 @@ def _parse_document(index: int, document: Mapping[str, Any]) -> Document[CachedP
 def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
-            f"Message {index} is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+            f"Message {index} is {message!r}, but must be a mapping with a 'role' and a 'content'.",
+            param="messages",
         )
     role, name = message.get("role"), message.get("name")
     if not isinstance(role, str):
         raise InvalidRequestError(
-            f"The role of message {index} is {role!r}, but must be a text such as 'user'.", param="messages"
+            f"The role of message {index} is {role!r}, but must be a text such as 'user'.",
+            param="messages",
         )
     content = message.get("content") or ()
     parts: Any = (content,) if isinstance(content, str) else content
@@ -135,7 +145,9 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
             param="messages",
         )
     if not isinstance(name, str | None):
-        raise InvalidRequestError(f"The name of message {index} is {name!r}, but must be a text.", param="messages")
+        raise InvalidRequestError(
+            f"The name of message {index} is {name!r}, but must be a text.", param="messages"
+        )
     known = {"role", "content", "name", *_FIELDS}
     for field in message.keys() - known:
         if message[field] is not None:
@@ -179,5 +191,6 @@ def _parse_part(part: ContentPart, param: str) -> str | CachedPart:
                 param=param,
             )
     raise InvalidRequestError(
-        f"A content part is {part!r}, but must be a text, a context cache, or a part with a 'type'.", param=param
+        f"A content part is {part!r}, but must be a text, a context cache, or a part with a 'type'.",
+        param=param,
     )

@@ -1,4 +1,5 @@
-"""What an LLM says of its model and of texts: window, load, tiers, policies; splitting, encoding and decoding."""
+"""What an LLM says of its model and of texts: window, load, tiers, policies; splitting, encoding
+and decoding."""
 
 from __future__ import annotations
 
@@ -54,12 +55,14 @@ class ModelCalls:
         return self.engine.current_load()
 
     def prefill_rate(self) -> float | None:
-        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was computed yet."""
+        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was
+        computed yet."""
         seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
         return PREFILL_TOKENS / seconds if seconds else None
 
     def tiers(self) -> tuple[TierUsage, ...]:
-        """Tell how full each tier of the store is, from the fastest to the slowest; a remote one may take its time."""
+        """Tell how full each tier of the store is, from the fastest to the slowest; a remote one
+        may take its time."""
         return self.store.usage()
 
     def bandwidths(self) -> dict[str, float]:
@@ -75,45 +78,65 @@ class ModelCalls:
         return self.store.held_bytes
 
     def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
-        """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
-        target."""
+        """Return the policy of the tenant's requests that name none: the settings', or what keeps
+        their quality target."""
         return self.policy_manager.default_policy(tenant)
 
     def policies(self) -> tuple[dict[str, Any], ...]:
-        """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
+        """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine
+        supports."""
         return describe_policies(self.engine.unsupported)
 
-    def split(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
+    def split(
+        self, text: str, *, method: str = "passage", max_tokens: int = 512
+    ) -> tuple[str, ...]:
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
-        return tuple(piece.text for piece in self.split_pieces(text, method=method, max_tokens=max_tokens))
+        return tuple(
+            piece.text for piece in self.split_pieces(text, method=method, max_tokens=max_tokens)
+        )
 
     def split_pieces(
-        self, text: str, *, method: str = "passage", max_tokens: int = 512, most_pieces: int | None = None
+        self,
+        text: str,
+        *,
+        method: str = "passage",
+        max_tokens: int = 512,
+        most_pieces: int | None = None,
     ) -> tuple[Piece, ...]:
-        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens it has. Raises
-        InvalidRequestError for one that makes more than ``most_pieces``."""
+        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens
+        it has. Raises InvalidRequestError for one that makes more than ``most_pieces``."""
         return split_text(
-            text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens, most_pieces=most_pieces
+            text,
+            tokenizer=self.builder.encoder,
+            method=method,
+            max_tokens=max_tokens,
+            most_pieces=most_pieces,
         )
 
     def token_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.
+        """Encode a text as a chunk's: no special tokens are added, and those that it spells are
+        plain text.
 
-        Raises InvalidRequestError where the tokenizer cannot write such a text, and ContextLengthError for one that is
-        far too long for the model.
+        Raises InvalidRequestError where the tokenizer cannot write such a text, and
+        ContextLengthError for one that is far too long for the model.
         """
         return self.builder.token_ids(text, param="text")
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """Return sampling parameters: those that are given, those that the model's ``generation_config.json``
-        recommends, and the usual defaults, in this order. Raises InvalidRequestError."""
+        """Return sampling parameters: those that are given, those that the model's
+        ``generation_config.json`` recommends, and the usual defaults, in this order. Raises
+        InvalidRequestError."""
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for behind the prompt, and
-        to the settings' limit of answers."""
+        """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for
+        behind the prompt, and to the settings' limit of answers."""
         room = max(1, self.max_model_len - len(prompt))
-        limits = [most for most in (sampling.max_tokens, self.settings.max_answer_tokens, room) if most is not None]
+        limits = [
+            most
+            for most in (sampling.max_tokens, self.settings.max_answer_tokens, room)
+            if most is not None
+        ]
         return replace(sampling, max_tokens=min(limits))
 
     @property

@@ -1,4 +1,5 @@
-"""Makes prompts of typed content for all callers: looks up context caches, and those that marked texts are to have."""
+"""Makes prompts of typed content for all callers: looks up context caches, and those that marked
+texts are to have."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from kvlinker.base.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.base.errors import (
+    ContextCacheModelError,
+    ContextCacheNotFoundError,
+    InvalidRequestError,
+)
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
@@ -52,12 +57,16 @@ class ReadPrompt:
     @property
     def linked(self) -> tuple[LinkedCache, ...]:
         """The context caches, as answers tell of them."""
-        return tuple(LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items())
+        return tuple(
+            LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items()
+        )
 
     @property
     def implicit(self) -> bool:
         """True if there are context caches, and none of them was named by id."""
-        return bool(self.caches) and all(each.cache.implicit_ttl is not None for each in self.caches.values())
+        return bool(self.caches) and all(
+            each.cache.implicit_ttl is not None for each in self.caches.values()
+        )
 
     @property
     def ids(self) -> dict[str, str]:
@@ -74,7 +83,8 @@ class ReadOptions:
     implicit: Implicit | None = None
 
     keeps: bool = True
-    """False where no answer is asked for: marked texts become chunks, but no context caches are entered."""
+    """False where no answer is asked for: marked texts become chunks, but no context caches are
+    entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +104,14 @@ class ReadDefaults:
 
 
 class ContentReader:
-    """Makes prompts of typed content, with chunks in the places of context caches and of marked texts.
+    """Makes prompts of typed content, with chunks in the places of context caches and of marked
+    texts.
 
-    Each prompt takes one look at the catalog for all ids, and one for all texts. Texts that are far too long for the
-    model are refused before any of them is encoded. A text for which there is no room in
-    the tenant's quota stays text, and so do all where the policy would compute everything again anyway. The methods
-    raise ContextCacheNotFoundError and ContextCacheModelError with the place of the id as ``param``, and
-    InvalidRequestError.
+    Each prompt takes one look at the catalog for all ids, and one for all texts. Texts that are far
+    too long for the model are refused before any of them is encoded. A text for which there is no
+    room in the tenant's quota stays text, and so do all where the policy would compute everything
+    again anyway. The methods raise ContextCacheNotFoundError and ContextCacheModelError with the
+    place of the id as ``param``, and InvalidRequestError.
     """
 
     def __init__(
@@ -129,17 +140,25 @@ class ContentReader:
         for index, message in enumerate(messages):
             _note_places(message.content, f"messages.{index}.content", places)
         beside = [document.text for document in documents]
-        self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
+        self._builder.check_texts(
+            _texts(chain(beside, *(m.content for m in messages))), param="messages"
+        )
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
         self._builder.check_texts(texts, param="tools")
         options, section = self._tool_section(options, how)
         section, *messages = self._marked([section, *messages], how)
         definitions = [part for part in section.content if isinstance(part, MarkedText)]
-        parts = [*definitions, *beside, *chain.from_iterable(message.content for message in messages)]
+        parts = [
+            *definitions,
+            *beside,
+            *chain.from_iterable(message.content for message in messages),
+        ]
 
         def build(chunks: _Chunks) -> Prompt:
             linked = [_with_chunks(message, chunks) for message in messages]
-            beside = [Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents]
+            beside = [
+                Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents
+            ]
             described = {each.text: chunks[each] for each in definitions if each in chunks}
             return self._builder.chat(linked, beside, options=options, definitions=described)
 
@@ -154,7 +173,9 @@ class ContentReader:
         _note_places(prompt, "prompt", places)
         self._builder.check_texts(_texts(prompt), param="prompt")
         prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
-        return self._read(prompt, places, how, lambda chunks: self._builder.completion(_placed(prompt, chunks)))
+        return self._read(
+            prompt, places, how, lambda chunks: self._builder.completion(_placed(prompt, chunks))
+        )
 
     def _read(
         self,
@@ -167,7 +188,9 @@ class ContentReader:
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
         named = self._look_up(places, how.tenant)
         named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
-        encoded: dict[MarkedText, Chunk] = {} if self._mode(how) is Implicit.OFF else self._encode(cached)
+        encoded: dict[MarkedText, Chunk] = (
+            {} if self._mode(how) is Implicit.OFF else self._encode(cached)
+        )
         marked = self._known(encoded, how)
         chunks = dict(named_chunks)
         chunks.update((part, chunk) for part, chunk in encoded.items())
@@ -177,7 +200,10 @@ class ContentReader:
         except InvalidRequestError:
             if not encoded:
                 raise
-            encoded, marked = {}, {}  # the chat template may not show each text once, which is nobody's mistake
+            encoded, marked = (
+                {},
+                {},
+            )  # the chat template may not show each text once, which is nobody's mistake
             chunks = named_chunks
             prompt = build(chunks)
         if how.keeps:
@@ -187,35 +213,46 @@ class ContentReader:
             if used != chunks:  # there was no room for some
                 prompt = build(used)
         found = {**named, **marked}
-        policy = (self._implicit_policy(how) if marked and not named else None) or self._default(how)
+        policy = (self._implicit_policy(how) if marked and not named else None) or self._default(
+            how
+        )
         uses = [found[part] for part in cached if part in found]
         return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
 
     def _mode(self, how: ReadOptions) -> Implicit:
         """Return which texts become chunks: none where all of it would be computed again.
 
-        A default policy that a quality target has raised until it computes everything is no reason: answers with chunks
-        are what lowers it again.
+        A default policy that a quality target has raised until it computes everything is no reason:
+        answers with chunks are what lowers it again.
         """
         policy = self._implicit_policy(how)
         if policy is None and not self._defaults.steered:
             policy = self._default(how)
-        return Implicit.OFF if policy is not None and policy.exact else how.implicit or self._defaults.implicit
+        return (
+            Implicit.OFF
+            if policy is not None and policy.exact
+            else how.implicit or self._defaults.implicit
+        )
 
     def _default(self, how: ReadOptions) -> Policy:
         """Return the policy of a prompt with chunks that were named by id, or without chunks."""
         return how.policy or self._defaults.policy(how.tenant)
 
     def _implicit_policy(self, how: ReadOptions) -> Policy | None:
-        """Return the policy of a prompt none of whose chunks was named by id; None for the default policy."""
+        """Return the policy of a prompt none of whose chunks was named by id; None for the default
+        policy."""
         return how.policy or self._defaults.implicit_policy
 
     def _tool_section(
         self, options: TemplateOptions, how: ReadOptions
     ) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
-        """Return the options with tools as chat templates take them, and what prompts say of the tools as a message of
-        its own: the texts of those that may be chunks, marked where they are, and the others in its fields."""
-        tools = tuple({name: value for name, value in tool.items() if name not in MARKS} for tool in options.tools)
+        """Return the options with tools as chat templates take them, and what prompts say of the
+        tools as a message of its own: the texts of those that may be chunks, marked where they are,
+        and the others in its fields."""
+        tools = tuple(
+            {name: value for name, value in tool.items() if name not in MARKS}
+            for tool in options.tools
+        )
         mode = self._mode(how)
         texts: list[str | CachedPart] = []
         others: list[Tool] = []
@@ -227,7 +264,9 @@ class ContentReader:
                 others.append(tool)
             else:
                 texts.append(marked_text(given, definition, param=f"tools.{index}"))
-        return replace(options, tools=tools), ChatMessage("tools", tuple(texts), fields={"tools": others})
+        return replace(options, tools=tools), ChatMessage(
+            "tools", tuple(texts), fields={"tools": others}
+        )
 
     def _marked(
         self, messages: Sequence[ChatMessage[CachedPart]], how: ReadOptions
@@ -240,16 +279,25 @@ class ContentReader:
     def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
         texts = [part for part in parts if isinstance(part, MarkedText)]
-        return {text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None}
+        return {
+            text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None
+        }
 
-    def _known(self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions) -> dict[CachedPart, FoundChunk]:
+    def _known(
+        self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions
+    ) -> dict[CachedPart, FoundChunk]:
         """Return the chunks that have context caches already, by their texts."""
         found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
         return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
-    def _used(self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions) -> dict[CachedPart, FoundChunk]:
-        """Return the chunks that have context caches once this has entered new ones, by their texts."""
-        found = self._implicit.use({chunk: text for text, chunk in encoded.items()}, tenant=how.tenant)
+    def _used(
+        self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions
+    ) -> dict[CachedPart, FoundChunk]:
+        """Return the chunks that have context caches once this has entered new ones, by their
+        texts."""
+        found = self._implicit.use(
+            {chunk: text for text, chunk in encoded.items()}, tenant=how.tenant
+        )
         return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
     def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:
@@ -260,17 +308,24 @@ class ContentReader:
             error.param = places[error.cache_id]
             raise
         self._implicit.extend(dict.fromkeys(caches.values()))
-        return {ContextCacheReference(id): FoundChunk(cache.chunk, cache, False) for id, cache in caches.items()}
+        return {
+            ContextCacheReference(id): FoundChunk(cache.chunk, cache, False)
+            for id, cache in caches.items()
+        }
 
 
 def _without_unshown(read: ReadPrompt) -> ReadPrompt:
-    """Return the prompt without context caches that do not stand in it: a definition may not be there just once."""
+    """Return the prompt without context caches that do not stand in it: a definition may not be
+    there just once."""
     shown = set(read.prompt.chunks)
-    return replace(read, caches={id: each for id, each in read.caches.items() if each.chunk in shown})
+    return replace(
+        read, caches={id: each for id, each in read.caches.items() if each.chunk in shown}
+    )
 
 
 def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:
-    """Add the path of each id that is not in ``places`` yet, such as ``messages.0.content.1.id``."""
+    """Add the path of each id that is not in ``places`` yet, such as
+    ``messages.0.content.1.id``."""
     for index, part in enumerate(content):
         if isinstance(part, ContextCacheReference):
             places.setdefault(part.id, f"{path}.{index}.id")
@@ -279,7 +334,9 @@ def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]
 def _texts(parts: Iterable[str | CachedPart]) -> list[str]:
     """Return all texts among the parts, marked or not."""
     return [
-        part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ContextCacheReference)
+        part if isinstance(part, str) else part.text
+        for part in parts
+        if not isinstance(part, ContextCacheReference)
     ]
 
 

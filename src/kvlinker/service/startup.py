@@ -1,4 +1,5 @@
-"""Opens what an LLM stands on, as its settings say: the catalog, the chunk store, and the engine."""
+"""Opens what an LLM stands on, as its settings say: the catalog, the chunk store, and the
+engine."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ class EngineSource(Protocol):
         """The device on which the engine takes copies from the store; None where it takes none."""
         ...
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
+    def make(
+        self,
+        catalog: Catalog,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        speeds: Speeds,
+    ) -> Engine:
         """Make the engine, which belongs to the caller."""
         ...
 
@@ -56,21 +64,37 @@ class EmbeddedSource:
         self.sampling_defaults = loaded.sampling_defaults
         self.device: torch.device | None = loaded.device
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
+    def make(
+        self,
+        catalog: Catalog,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        speeds: Speeds,
+    ) -> Engine:
         variants = None
         if settings.max_variants:
             variants = VariantLibrary(
-                catalog.variants, store, fingerprint=self._loaded.fingerprint, limit=settings.max_variants
+                catalog.variants,
+                store,
+                fingerprint=self._loaded.fingerprint,
+                limit=settings.max_variants,
             )
         return EmbeddedEngine(
-            self._loaded, store=store, events=events, settings=settings, variants=variants, speeds=speeds
+            self._loaded,
+            store=store,
+            events=events,
+            settings=settings,
+            variants=variants,
+            speeds=speeds,
         )
 
 
 def engine_source(settings: Settings) -> EngineSource:
     """Return the source of the engine that ``settings.engine`` names, on ``settings.model``.
 
-    Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not installed.
+    Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not
+    installed.
     """
     if settings.engine == "vllm":
         from kvlinker.engines.vllm.frontend.source import own_vllm
@@ -83,8 +107,8 @@ def engine_source(settings: Settings) -> EngineSource:
 
 
 class StateDirectory(NamedTuple):
-    """A state directory's catalog and store. The owner closes the store first: it may still write what the catalog
-    holds."""
+    """A state directory's catalog and store. The owner closes the store first: it may still write
+    what the catalog holds."""
 
     catalog: Catalog
     store: ChunkStore
@@ -98,10 +122,12 @@ def open_state(
     device: torch.device | None = None,
     speeds: Speeds | None = None,
 ) -> StateDirectory:
-    """Open the catalog and the store that the settings name, the store with ``host_bytes`` in memory.
+    """Open the catalog and the store that the settings name, the store with ``host_bytes`` in
+    memory.
 
-    ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is measured of its tiers.
-    Raises StoreError where one of them cannot be used, and InvalidRequestError for settings that a tier does not take.
+    ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is
+    measured of its tiers. Raises StoreError where one of them cannot be used, and
+    InvalidRequestError for settings that a tier does not take.
     """
     cipher = load_cipher(settings.encryption_key)
     catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)

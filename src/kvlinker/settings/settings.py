@@ -1,4 +1,5 @@
-"""Defines the settings of a kvlinker process, each with its default, what it may be, and what it does."""
+"""Defines the settings of a kvlinker process, each with its default, what it may be, and what it
+does."""
 
 from __future__ import annotations
 
@@ -39,12 +40,16 @@ CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 WeightFormat = Literal["auto", "bf16", "int8", "int4"]
-"""How the weights of a model's linear layers are held: ``auto`` in the model's dtype, ``int8`` and ``int4`` in so many
-bits."""
+"""How the weights of a model's linear layers are held: ``auto`` in the model's dtype, ``int8`` and
+``int4`` in so many bits."""
 
 
 def _split_commas(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return (
+        [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, str)
+        else value
+    )
 
 
 def _parse_share(value: object) -> object:
@@ -80,7 +85,8 @@ _NEEDED = {
 
 
 class TenantQuota(BaseModel):
-    """The limits on what one tenant may keep; None for the limit that all tenants have by default."""
+    """The limits on what one tenant may keep; None for the limit that all tenants have by
+    default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -95,10 +101,15 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field(
-        default=str(BUNDLED_MODEL), description="Local path or Hugging Face hub id; the shipped model by default."
+        default=str(BUNDLED_MODEL),
+        description="Local path or Hugging Face hub id; the shipped model by default.",
     )
-    served_model_name: str | None = Field(default=None, description="Name in the API; the model's own by default.")
-    engine: Literal["embedded", "vllm"] = Field(default="embedded", description="What runs the model: embedded, vllm.")
+    served_model_name: str | None = Field(
+        default=None, description="Name in the API; the model's own by default."
+    )
+    engine: Literal["embedded", "vllm"] = Field(
+        default="embedded", description="What runs the model: embedded, vllm."
+    )
     vllm_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_parse_json)] = Field(
         default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
     )
@@ -111,29 +122,46 @@ class Settings(BaseSettings):
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
     )
     weights: WeightFormat = Field(
-        default="auto", description="Format of the decoder layers' weights: auto (as dtype), bf16, int8, int4."
+        default="auto",
+        description="Format of the decoder layers' weights: auto (as dtype), bf16, int8, int4.",
     )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:1, …; auto takes CUDA when present.")
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
-    chat_template: str | None = Field(default=None, description="Jinja text in place of the tokenizer's own.")
-    system_prompt: str | None = Field(default=None, description="Stands before conversations that bring none.")
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:1, …; auto takes CUDA when present."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with the model."
+    )
+    chat_template: str | None = Field(
+        default=None, description="Jinja text in place of the tokenizer's own."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="Stands before conversations that bring none."
+    )
     generation_config: Literal["auto", "off"] = Field(
-        default="auto", description="Sampling parameters that requests leave out are the model's own recommendation."
+        default="auto",
+        description="Sampling parameters that requests leave out are the model's own recommendation.",
     )
     max_answer_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of an answer; the rest of the context window by default."
+        default=None,
+        ge=1,
+        description="Most tokens of an answer; the rest of the context window by default.",
     )
 
-    policy: str = Field(default="query-5-sensitive", description="Linking policy of requests that name none.")
+    policy: str = Field(
+        default="query-5-sensitive", description="Linking policy of requests that name none."
+    )
     generation_context: GenerationContext = Field(
-        default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
+        default=GenerationContext.PREFIX,
+        description="What stands before chunks that name none: alone, bos, prefix.",
     )
     chunk_scores: bool = Field(
         default=True,
         description="Collect chunks' attention scores and sensitivity; cachecraft, h2o and query-…-sensitive use them.",
     )
     max_variants: int = Field(
-        default=64, ge=0, description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none."
+        default=64,
+        ge=0,
+        description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none.",
     )
 
     implicit: Literal["auto", "marked", "off"] = Field(
@@ -142,21 +170,30 @@ class Settings(BaseSettings):
         "(also long ones that come again, and known ones inside others), off.",
     )
     implicit_policy: str | None = Field(
-        default=None, description="Linking policy of prompts none of whose chunks has an id; policy by default."
+        default=None,
+        description="Linking policy of prompts none of whose chunks has an id; policy by default.",
     )
     implicit_ttl: float = Field(
-        default=3600.0, gt=0, description="Seconds that chunks without an id live from their last use."
+        default=3600.0,
+        gt=0,
+        description="Seconds that chunks without an id live from their last use.",
     )
     implicit_caches: int = Field(
-        default=1000, ge=0, description="Most chunks without an id that a tenant keeps; those used last stay."
+        default=1000,
+        ge=0,
+        description="Most chunks without an id that a tenant keeps; those used last stay.",
     )
 
-    max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
+    max_model_len: int | None = Field(
+        default=None, ge=8, description="Tokens; the model's own limit by default."
+    )
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")
     prefix_cache: Literal["on", "off"] = Field(
         default="on", description="Reuse what requests computed in later ones that begin alike."
     )
-    max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens computed in one step.")
+    max_step_tokens: int = Field(
+        default=2048, ge=1, description="Most tokens computed in one step."
+    )
     max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")
     slo_tpot: float | None = Field(
@@ -166,7 +203,9 @@ class Settings(BaseSettings):
         "fit; by default 2.25 times what a step takes without prompts.",
     )
     slo_ttft: float | None = Field(
-        default=None, gt=0, description="Requests that would wait longer for their first token, in seconds, answer 429."
+        default=None,
+        gt=0,
+        description="Requests that would wait longer for their first token, in seconds, answer 429.",
     )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads for the model; all that there are by default."
@@ -178,7 +217,8 @@ class Settings(BaseSettings):
     )
 
     state_dir: Path = Field(
-        default=Path("~/.local/share/kvlinker"), description="Where chunk caches and the catalog live."
+        default=Path("~/.local/share/kvlinker"),
+        description="Where chunk caches and the catalog live.",
     )
     device_memory: ByteSize | None = Field(
         default=None,
@@ -190,47 +230,67 @@ class Settings(BaseSettings):
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
     disk_codec: str = Field(
-        default="raw", description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …"
+        default="raw",
+        description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …",
     )
     eviction: Eviction = Field(
         default="lru",
         description="What device, host and disk tier give up first: least recently used chunks, or least reused ones.",
     )
     redis_url: SecretStr | None = Field(
-        default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+        default=None,
+        description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0.",
     )
-    redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
-    redis_codec: str = Field(default="raw", description="How KV is written to Redis, as disk_codec.")
+    redis_space: ByteSize = Field(
+        default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers."
+    )
+    redis_codec: str = Field(
+        default="raw", description="How KV is written to Redis, as disk_codec."
+    )
     redis_prefix: str = Field(
-        default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
+        default="kvlinker",
+        min_length=1,
+        description="What all of kvlinker's keys in Redis begin with.",
     )
     object_url: SecretStr | None = Field(
         default=None,
         description="Object store through which servers share chunk caches: s3://bucket/folder.",
     )
-    object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
-    object_codec: str = Field(default="raw", description="How KV is written to the object store, as disk_codec.")
+    object_space: ByteSize = Field(
+        default=ByteSize(100 * 2**30), description="Object tier budget, for all servers."
+    )
+    object_codec: str = Field(
+        default="raw", description="How KV is written to the object store, as disk_codec."
+    )
 
     tiers: Annotated[dict[str, dict[str, Any]], NoDecode, BeforeValidator(_parse_json)] = Field(
-        default={}, repr=False, description='Tiers of other packages, with their options: {"NAME": {"OPTION": …}}.'
+        default={},
+        repr=False,
+        description='Tiers of other packages, with their options: {"NAME": {"OPTION": …}}.',
     )
 
     tenant_quota_bytes: ByteSize | None = Field(
-        default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."
+        default=None,
+        description="KV that each tenant may keep, as computed, each chunk once; no limit by default.",
     )
     tenant_quota_caches: int | None = Field(
-        default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
+        default=None,
+        ge=0,
+        description="Context caches that each tenant may keep; no limit by default.",
     )
     tenant_quota_pinned_bytes: ByteSize | None = Field(
-        default=None, description="KV that each tenant may pin, as computed, each chunk once; no limit by default."
+        default=None,
+        description="KV that each tenant may pin, as computed, each chunk once; no limit by default.",
     )
 
     encryption_key: SecretStr | None = Field(
-        default=None, description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
+        default=None,
+        description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable.",
     )
 
     search: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
+        default="auto",
+        description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted.",
     )
 
     audit: Share = Field(
@@ -240,12 +300,17 @@ class Settings(BaseSettings):
         description="Share of answers, such as 1%, that are compared with the full computation in idle time.",
     )
     audit_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens that the audit computes in an hour; no limit by default."
+        default=None,
+        ge=1,
+        description="Most tokens that the audit computes in an hour; no limit by default.",
     )
     audit_log: Path | None = Field(
-        default=None, description="File that gets a line of JSON for each compared answer: hashes and figures."
+        default=None,
+        description="File that gets a line of JSON for each compared answer: hashes and figures.",
     )
-    audit_log_text: bool = Field(default=False, description="Write the texts of prompts and answers there, too.")
+    audit_log_text: bool = Field(
+        default=False, description="Write the texts of prompts and answers there, too."
+    )
 
     quality_target: Share | None = Field(
         default=None,
@@ -263,9 +328,14 @@ class Settings(BaseSettings):
         default=False,
         description="Answer only under policies that kvlinker certify has certified with this model, and full.",
     )
-    quality_per_tenant: bool = Field(default=False, description="Steer the default policy of each tenant apart.")
+    quality_per_tenant: bool = Field(
+        default=False, description="Steer the default policy of each tenant apart."
+    )
 
-    host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to bind; without API keys only loopback is allowed.",
+    )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(),
@@ -278,25 +348,38 @@ class Settings(BaseSettings):
         "between; * for any. None by default.",
     )
     request_timeout: float = Field(
-        default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
+        default=30,
+        gt=0,
+        description="Seconds in which a request's headers must come, and its body begin to flow.",
     )
     drain_timeout: float = Field(
-        default=25, ge=0, description="Seconds in which requests may finish when the server is told to stop."
+        default=25,
+        ge=0,
+        description="Seconds in which requests may finish when the server is told to stop.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="What is logged: info has a line per request, warning and error only what is wrong."
+        default="info",
+        description="What is logged: info has a line per request, warning and error only what is wrong.",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="How the log is written: text, or json, an object per line."
     )
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
-        default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
+        default=(),
+        repr=False,
+        description="Accepted keys, with commas between; each is a tenant of its own.",
     )
     admin_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
-        default=(), repr=False, description="Accepted keys that may also write shared context caches."
+        default=(),
+        repr=False,
+        description="Accepted keys that may also write shared context caches.",
     )
-    tenant_quotas: Annotated[dict[str, TenantQuota], NoDecode, BeforeValidator(_parse_json)] = Field(
-        default={}, repr=False, description='Other quotas, by API key or "shared": {"KEY": {"bytes": …, "caches": …}}.'
+    tenant_quotas: Annotated[dict[str, TenantQuota], NoDecode, BeforeValidator(_parse_json)] = (
+        Field(
+            default={},
+            repr=False,
+            description='Other quotas, by API key or "shared": {"KEY": {"bytes": …, "caches": …}}.',
+        )
     )
 
     @property
@@ -306,7 +389,9 @@ class Settings(BaseSettings):
 
     @property
     def quotas(self) -> Quotas:
-        default = Quota(self.tenant_quota_bytes, self.tenant_quota_caches, self.tenant_quota_pinned_bytes)
+        default = Quota(
+            self.tenant_quota_bytes, self.tenant_quota_caches, self.tenant_quota_pinned_bytes
+        )
         quotas = Quotas(default)
         own = {}
         for name, quota in self.tenant_quotas.items():
@@ -317,7 +402,9 @@ class Settings(BaseSettings):
     @property
     def served_name(self) -> str:
         """The model's name in the API: a folder's name, or the hub id, unless another is set."""
-        return self.served_model_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+        return self.served_model_name or (
+            Path(self.model).name if Path(self.model).is_dir() else self.model
+        )
 
     @property
     def searchable(self) -> bool:
@@ -355,12 +442,16 @@ class Settings(BaseSettings):
     def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for origin in value:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+", origin):
-                raise ValueError(f"{origin!r} is no origin: write scheme, host and port, such as https://app.example")
+                raise ValueError(
+                    f"{origin!r} is no origin: write scheme, host and port, such as https://app.example"
+                )
         return value
 
     @field_validator("tenant_quotas")
     @classmethod
-    def _known_tenants(cls, value: dict[str, TenantQuota], info: ValidationInfo) -> dict[str, TenantQuota]:
+    def _known_tenants(
+        cls, value: dict[str, TenantQuota], info: ValidationInfo
+    ) -> dict[str, TenantQuota]:
         known = {SHARED_TENANT, *info.data.get("api_keys", ()), *info.data.get("admin_keys", ())}
         if strangers := len(value.keys() - known):
             raise ValueError(f"{strangers} of its names are neither API keys nor {SHARED_TENANT!r}")

@@ -1,4 +1,5 @@
-"""Reads settings: arguments first, then ``KVLINKER_*`` variables, then a TOML file. Says what is wrong with them."""
+"""Reads settings: arguments first, then ``KVLINKER_*`` variables, then a TOML file. Says what is
+wrong with them."""
 
 from __future__ import annotations
 
@@ -16,20 +17,22 @@ from kvlinker.base.errors import InvalidRequestError, PolicyError, did_you_mean
 from kvlinker.settings.settings import CONFIG_FILE_VARIABLE, VARIABLE_PREFIX, Settings, TenantQuota
 
 OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
-"""The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest`` and ``caches rekey``,
-and in the packages of ``integrations``."""
+"""The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest``
+and ``caches rekey``, and in the packages of ``integrations``."""
 
 
 def load_settings(**options: Any) -> Settings:
     """Settings from the given options (None means not given), the environment and the TOML file.
 
-    Raises InvalidRequestError, which names each bad setting, its value, what is allowed, and where it comes from.
+    Raises InvalidRequestError, which names each bad setting, its value, what is allowed, and where
+    it comes from.
     """
     return read_settings(options, source=lambda name: f"option {name}")
 
 
 def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -> Settings:
-    """``load_settings`` for options that users write in another way: ``source`` says how, given an option's name."""
+    """``load_settings`` for options that users write in another way: ``source`` says how, given an
+    option's name."""
     given = {name: value for name, value in options.items() if value is not None}
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     variables = {
@@ -49,7 +52,9 @@ def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -
     except ValidationError as error:
         errors = error.errors(include_url=False)
         complaints = " ".join(_complaint(entry, origin(str(entry["loc"][0]))) for entry in errors)
-        raise InvalidRequestError(complaints, param=str(errors[0]["loc"][0])) from None  # its text tells secrets
+        raise InvalidRequestError(
+            complaints, param=str(errors[0]["loc"][0])
+        ) from None  # its text tells secrets
     except PolicyError as error:
         name = error.param or "policy"
         raise PolicyError(f"{error.message} It comes from {origin(name)}.", param=name) from error
@@ -58,19 +63,26 @@ def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError for a variable that looks like a misspelt setting; others may have another meaning."""
+    """Raises InvalidRequestError for a variable that looks like a misspelt setting; others may have
+    another meaning."""
     for name in variables.keys() - Settings.model_fields.keys() - OTHER_VARIABLES:
         if meant := did_you_mean(name, Settings.model_fields):
-            raise InvalidRequestError(f"There is no setting {name!r} (from variable {variables[name]}).{meant}")
+            raise InvalidRequestError(
+                f"There is no setting {name!r} (from variable {variables[name]}).{meant}"
+            )
 
 
 def _complaint(error: ErrorDetails, origin: str) -> str:
-    """Return a message about an invalid setting, and the values it may have. Values and keys that may be secret are
-    left out."""
+    """Return a message about an invalid setting, and the values it may have. Values and keys that
+    may be secret are left out."""
     name, *inner = map(str, error["loc"])
     path = ".".join((name, *("*" for _ in inner[:1]), *inner[1:]))
     if error["type"] == "extra_forbidden":
-        known = [f"{name}.*.{field}" for field in TenantQuota.model_fields] if inner else Settings.model_fields
+        known = (
+            [f"{name}.*.{field}" for field in TenantQuota.model_fields]
+            if inner
+            else Settings.model_fields
+        )
         return f"There is no setting {path!r} (from {origin}).{did_you_mean(path, known)}"
     field = Settings.model_fields[name]
     if inner or not field.repr or "SecretStr" in str(field.annotation):
@@ -82,15 +94,22 @@ def _complaint(error: ErrorDetails, origin: str) -> str:
 
 
 def _rule(error: ErrorDetails, field: FieldInfo) -> str:
-    """Return the rule for the setting's value, where it can be stated in general; otherwise why the value was
-    refused."""
+    """Return the rule for the setting's value, where it can be stated in general; otherwise why the
+    value was refused."""
     if error["type"] == "value_error":
         return error["msg"].removeprefix("Value error, ")
     if "ByteSize" in str(field.annotation):
         return "it must be a size such as 4GiB"
     if field.annotation in (int, int | None):
-        bounds = {name: getattr(part, name) for part in field.metadata for name in ("ge", "le") if hasattr(part, name)}
-        return f"it must be a whole number from {bounds['ge']}" + (f" to {bounds['le']}" if "le" in bounds else " on")
+        bounds = {
+            name: getattr(part, name)
+            for part in field.metadata
+            for name in ("ge", "le")
+            if hasattr(part, name)
+        }
+        return f"it must be a whole number from {bounds['ge']}" + (
+            f" to {bounds['le']}" if "le" in bounds else " on"
+        )
     if field.annotation is bool:
         return "it must be true or false"
     return re.sub(r"^(Input|String) should", "it must", error["msg"].removeprefix("Value error, "))

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
-from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
+from kvlinker.base.types.context_cache import (
+    UNCHANGED,
+    ContextCache,
+    Page,
+    Unchanged,
+    new_context_cache_id,
+)
 from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.catalog.room import Room
@@ -66,10 +72,11 @@ def open_store(
 ) -> ChunkStore:
     """Open a store of all the tiers that the settings configure.
 
-    ``host_bytes`` is the budget of host memory, ``settings.host_memory`` by default. ``device`` is where a model runs
-    that takes chunks from the store. With a ``cipher``, what leaves memory is encrypted. ``pinned`` are keys that are
-    not to be evicted (``Catalog.pinned``). ``speeds`` keeps what is measured of the tiers. Raises StoreError where a
-    tier cannot be opened, and InvalidRequestError for settings that a tier does not take.
+    ``host_bytes`` is the budget of host memory, ``settings.host_memory`` by default. ``device`` is
+    where a model runs that takes chunks from the store. With a ``cipher``, what leaves memory is
+    encrypted. ``pinned`` are keys that are not to be evicted (``Catalog.pinned``). ``speeds`` keeps
+    what is measured of the tiers. Raises StoreError where a tier cannot be opened, and
+    InvalidRequestError for settings that a tier does not take.
     """
     host_bytes = settings.host_memory if host_bytes is None else host_bytes
     setup = TierSetup(settings, events, host_bytes, cipher=cipher, device=device, pinned=pinned)
@@ -79,6 +86,8 @@ def open_store(
             tiers.append(configured.open())
             opened.callback(tiers[-1].close)
         copies = next((tier for tier in tiers if isinstance(tier, DeviceTier)), None)
-        store = ChunkStore([tier for tier in tiers if tier is not copies], events, device=copies, speeds=speeds)
+        store = ChunkStore(
+            [tier for tier in tiers if tier is not copies], events, device=copies, speeds=speeds
+        )
         opened.pop_all()
     return store

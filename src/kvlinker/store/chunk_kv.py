@@ -15,8 +15,8 @@ from kvlinker.base.types.chunk_scores import ChunkScores
 class LayerKV:
     """One layer's KV: ``key`` and ``value`` [kv_heads, tokens, head_dim].
 
-    Where it is computed, written and sent, the key has no rotary embedding. In its resident form, which an engine
-    attends to, the key has that of the chunk's own positions 0, 1, ….
+    Where it is computed, written and sent, the key has no rotary embedding. In its resident form,
+    which an engine attends to, the key has that of the chunk's own positions 0, 1, ….
     """
 
     key: torch.Tensor
@@ -25,8 +25,8 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """The KV of all layers of one chunk. Its tensors are contiguous, never modified after creation, and on the CPU,
-    except for what the device tier gives.
+    """The KV of all layers of one chunk. Its tensors are contiguous, never modified after creation,
+    and on the CPU, except for what the device tier gives.
 
     ``scores`` is what attention showed while the KV was computed, if that was collected.
     """
@@ -55,7 +55,8 @@ class LayerLostError(Exception):
 
 
 class ChunkReader(Protocol):
-    """An opened copy of a chunk, whose header has been read and verified. One thread at a time uses it."""
+    """An opened copy of a chunk, whose header has been read and verified. One thread at a time uses
+    it."""
 
     @property
     def layers(self) -> int:
@@ -90,7 +91,8 @@ class ResidentForm(Protocol):
     """The form of chunks in memory: what an engine attends to."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return a layer, given as it was computed, in the form in which the engine attends to it."""
+        """Return a layer, given as it was computed, in the form in which the engine attends to
+        it."""
         ...
 
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
@@ -99,7 +101,8 @@ class ResidentForm(Protocol):
 
 
 class AsComputed:
-    """The resident form for an engine that attends to no chunk in place: the KV as it was computed."""
+    """The resident form for an engine that attends to no chunk in place: the KV as it was
+    computed."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         return layer

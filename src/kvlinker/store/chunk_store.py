@@ -1,4 +1,5 @@
-"""Presents all tiers as one chunk store: engines put and get KV here, the server deletes and reports."""
+"""Presents all tiers as one chunk store: engines put and get KV here, the server deletes and
+reports."""
 
 from __future__ import annotations
 
@@ -37,20 +38,23 @@ SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
 class ChunkStore:
-    """Keeps KV in tiers from the fastest to the slowest. It is written through to all, and again when it is promoted on
-    use: a slower tier that has it takes that as a use, one that lost it has it back.
+    """Keeps KV in tiers from the fastest to the slowest. It is written through to all, and again
+    when it is promoted on use: a slower tier that has it takes that as a use, one that lost it has
+    it back.
 
-    ``put`` stores into the first tier at once and leaves each slower one to a background thread of its own, so that
-    none holds up another. A chunk that waits for such a thread counts as one of the first tier, and is found there
-    even if that tier has no room for it. When more than ``write_queue_bytes`` wait for a tier, it does not get the
-    chunk at all: the caller never waits, and a chunk that is then evicted from the others is computed again. Besides
-    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
+    ``put`` stores into the first tier at once and leaves each slower one to a background thread of
+    its own, so that none holds up another. A chunk that waits for such a thread counts as one of
+    the first tier, and is found there even if that tier has no room for it. When more than
+    ``write_queue_bytes`` wait for a tier, it does not get the chunk at all: the caller never waits,
+    and a chunk that is then evicted from the others is computed again. Besides the tiers' budgets,
+    at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
     computes on the same processors says so to ``throttle``, so that the writes hardly slow it.
 
-    Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and taken from there as
-    long as it stays; nothing is ever written down from it.
+    Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and
+    taken from there as long as it stays; nothing is ever written down from it.
 
-    All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
+    All methods may be called from any thread. Listeners of the tiers' events must not call
+    ``delete`` or ``flush``.
     """
 
     def __init__(
@@ -63,25 +67,33 @@ class ChunkStore:
         speeds: Speeds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of the tiers; ``clock``
-        tells what comes too late from them. Raises ValueError without a tier in memory."""
+        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of
+        the tiers; ``clock`` tells what comes too late from them. Raises ValueError without a tier
+        in memory."""
         if not tiers or not isinstance(tiers[0], HostTier):
-            raise ValueError("A chunk store needs at least one tier, the first of which keeps chunks in memory.")
+            raise ValueError(
+                "A chunk store needs at least one tier, the first of which keeps chunks in memory."
+            )
         self._device = device
         self._tiers = tuple(tiers)
         self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
         self._events = events
         self.throttle = Throttle()
         self._writers = {
-            tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle) for tier in self._tiers[1:]
+            tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle)
+            for tier in self._tiers[1:]
         }
-        self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
+        self._lock = (
+            threading.RLock()
+        )  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
         self._form: ResidentForm = AsComputed()
         self._holds = Holds([tiers[0], *([] if device is None else [device])])
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
-        self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer), clock=clock)
+        self._loader = LayerLoader(
+            bandwidths, lambda index, layer: self._form.resident(index, layer), clock=clock
+        )
         self._ahead: list[Future[KV | None]] = []
         self._speeds = speeds
         self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
@@ -91,13 +103,14 @@ class ChunkStore:
         atexit.register(self.close)
 
     def keep_resident_as(self, form: ResidentForm) -> None:
-        """Keep chunks in the device's and the first tier in this form, which ``get``, ``get_resident`` and ``load``
-        give; ``put`` takes, and the other tiers keep, the KV as it was computed. To be called before there are any."""
+        """Keep chunks in the device's and the first tier in this form, which ``get``,
+        ``get_resident`` and ``load`` give; ``put`` takes, and the other tiers keep, the KV as it
+        was computed. To be called before there are any."""
         self._form = form
 
     def get(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or None where no tier
-        has it. It is now in the first tier, too, and soon in the others.
+        """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or
+        None where no tier has it. It is now in the first tier, too, and soon in the others.
 
         The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
         """
@@ -109,20 +122,23 @@ class ChunkStore:
         for tier in self._tiers[1:]:
             kv = tier.get(key)
             if kv is not None:
-                loaded = LoadedChunk(tier.name, self._resident(kv), time.perf_counter() - started, stored=kv)
+                loaded = LoadedChunk(
+                    tier.name, self._resident(kv), time.perf_counter() - started, stored=kv
+                )
                 self._loaded(key, epoch, loaded)
                 return loaded.kv
         self._loaded(key, epoch, None)
         return None
 
     def get_computed(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV as it was computed, but for rounding, or None where no tier has it."""
+        """Return the chunk's KV as it was computed, but for rounding, or None where no tier has
+        it."""
         kv = self.get(key)
         return None if kv is None else changed(kv, self._form.computed)
 
     def get_resident(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what waits to be written,
-        without any delay.
+        """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what
+        waits to be written, without any delay.
 
         Publishes only hits.
         """
@@ -144,16 +160,19 @@ class ChunkStore:
         return kv
 
     def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[KV | None]]:
-        """Load the chunks of one prompt: each future gets what ``get`` returns, as soon as enough of its layers are
-        there to begin with. It gets None, too, for what would take longer to load than to compute, or comes too late.
+        """Load the chunks of one prompt: each future gets what ``get`` returns, as soon as enough
+        of its layers are there to begin with. It gets None, too, for what would take longer to load
+        than to compute, or comes too late.
 
-        ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
+        ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of
+        the store's own.
         """
         return self._load(keys, urgency)
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
-        """Return the expected time of reading these chunks, each from the fastest tier that has it; None where such a
-        tier has not been measured. Chunks in memory, or in no tier, take no time. Does not count as a use."""
+        """Return the expected time of reading these chunks, each from the fastest tier that has it;
+        None where such a tier has not been measured. Chunks in memory, or in no tier, take no time.
+        Does not count as a use."""
         reads: list[tuple[str, int]] = []
         for key in set(keys):
             if not self.is_resident(key):
@@ -162,13 +181,14 @@ class ChunkStore:
         return self.bandwidths.time(reads)
 
     def load_ahead(self, keys: Sequence[str]) -> None:
-        """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of one prompt at a time
-        are loaded; while that goes on, others are left out."""
+        """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of
+        one prompt at a time are loaded; while that goes on, others are left out."""
         if all(future.done() for future in self._ahead):
             self._ahead = self._load(keys, Urgency(), ahead=True)
 
     def open(self, key: str) -> OpenedChunk | None:
-        """Open a copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
+        """Open a copy in the fastest tier that has one, to be read layer by layer and closed;
+        counts as a use.
 
         Publishes one ChunkLookup.
         """
@@ -181,8 +201,8 @@ class ChunkStore:
         return None
 
     def keep_prefixes(self) -> SpilledPrefixes | None:
-        """Return what keeps the KV of prefixes on the disk tier's disk, until the store is closed; None without such a
-        tier. To be called once, by the engine. Raises StoreError."""
+        """Return what keeps the KV of prefixes on the disk tier's disk, until the store is closed;
+        None without such a tier. To be called once, by the engine. Raises StoreError."""
         if self._disk is not None:
             self._prefixes = SpilledPrefixes(self._disk, self._events, self.throttle, self._speeds)
         return self._prefixes
@@ -198,8 +218,9 @@ class ChunkStore:
         return self._loader.bandwidths
 
     def put(self, key: str, kv: ChunkKV) -> ChunkKV:
-        """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller must not modify either
-        any more. A tier that has the chunk keeps its copy; but KV with scores takes the place of a copy without."""
+        """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller
+        must not modify either any more. A tier that has the chunk keeps its copy; but KV with
+        scores takes the place of a copy without."""
         kept = self._resident(kv)
         with self._lock:
             if kv.scores is not None:
@@ -210,10 +231,12 @@ class ChunkStore:
         return kept
 
     def hold(self, sizes: Mapping[str, int]) -> Hold | None:
-        """Keep these chunks, of so many bytes each, in memory from when they are there until the result is released;
-        None where the chunks that are held would take more than memory's budget.
+        """Keep these chunks, of so many bytes each, in memory from when they are there until the
+        result is released; None where the chunks that are held would take more than memory's
+        budget.
 
-        If no others are held, those that exceed the budget alone are held too, so that any prompt can be computed.
+        If no others are held, those that exceed the budget alone are held too, so that any prompt
+        can be computed.
         """
         return self._holds.take(sizes)
 
@@ -223,13 +246,14 @@ class ChunkStore:
         return self._holds.nbytes
 
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Have the disk's tier evict for a file of so many bytes that another process will write there; return whether
-        it has room for it then."""
+        """Have the disk's tier evict for a file of so many bytes that another process will write
+        there; return whether it has room for it then."""
         return self._disk is not None and self._disk.make_room(key, nbytes)
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """Note that a request has used the chunk, computing this share of its tokens again: the smaller the share, the
-        more the use counts in tiers that evict by reuse. Call it once per request and place in its prompt."""
+        """Note that a request has used the chunk, computing this share of its tokens again: the
+        smaller the share, the more the use counts in tiers that evict by reuse. Call it once per
+        request and place in its prompt."""
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 
@@ -248,30 +272,35 @@ class ChunkStore:
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
     def nbytes(self, key: str) -> int | None:
-        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as a use."""
+        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as
+        a use."""
         waiting = self._waiting(key)
         if waiting is not None:
             return waiting.nbytes
-        return next((size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None)
+        return next(
+            (size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None
+        )
 
     def keys(self) -> frozenset[str]:
         """Return the keys of all chunks that the store has."""
         return self._keys(self._all_tiers)
 
     def own_keys(self) -> frozenset[str]:
-        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be written."""
+        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be
+        written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
 
     def stored_here(self, keys: Set[str]) -> frozenset[str]:
-        """Return those of the keys that tiers of this store alone, its device's included, know of, or that wait to be
-        written."""
+        """Return those of the keys that tiers of this store alone, its device's included, know of,
+        or that wait to be written."""
         known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
         waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
         return frozenset().union(*known, *waiting)
 
     def lacks_scores(self, key: str) -> bool:
-        """Return whether the fastest copy of the chunk on the host or below has no scores, or no sensitivity among
-        them; False where there is no copy. Counts as a use, and reads a header where the chunk is not in memory."""
+        """Return whether the fastest copy of the chunk on the host or below has no scores, or no
+        sensitivity among them; False where there is no copy. Counts as a use, and reads a header
+        where the chunk is not in memory."""
         waiting = self._waiting(key)
         if waiting is not None:
             return waiting.scores is None or waiting.scores.sensitivity is None
@@ -279,8 +308,8 @@ class ChunkStore:
         return tier is not None and lacks_scores(tier, key)
 
     def delete(self, key: str) -> bool:
-        """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see ``Tier.delete``).
-        It comes back only by a ``put`` that has not returned before this call.
+        """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see
+        ``Tier.delete``). It comes back only by a ``put`` that has not returned before this call.
 
         Waits for the background threads that are just writing this chunk.
         """
@@ -300,7 +329,8 @@ class ChunkStore:
                 self._deletes_done += 1
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Have the tiers evict none of these keys, and all others as usual; see ``Tier.set_pinned``."""
+        """Have the tiers evict none of these keys, and all others as usual; see
+        ``Tier.set_pinned``."""
         for tier in self._all_tiers:
             tier.set_pinned(keys)
 
@@ -310,22 +340,33 @@ class ChunkStore:
         return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
 
     def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """Return what these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
+        """Return what these chunks take up in each tier, from the fastest to the slowest; takes
+        time for many."""
         usages = []
         for tier in self._all_tiers:
             sizes = tier.sizes(keys)
             known = sizes or {}
             usages.append(
-                TierUsage(tier.name, sum(known.values()), tier.budget_bytes, len(known), reachable=sizes is not None)
+                TierUsage(
+                    tier.name,
+                    sum(known.values()),
+                    tier.budget_bytes,
+                    len(known),
+                    reachable=sizes is not None,
+                )
             )
         return tuple(usages)
 
     def usage(self) -> tuple[TierUsage, ...]:
         """Return how full each tier is, from the fastest to the slowest."""
-        return tuple(TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier)) for tier in self._all_tiers)
+        return tuple(
+            TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier))
+            for tier in self._all_tiers
+        )
 
     def check(self) -> tuple[TierCheck, ...]:
-        """Read and verify every stored copy, drop the damaged ones, and return one result per tier."""
+        """Read and verify every stored copy, drop the damaged ones, and return one result per
+        tier."""
         return tuple(tier.check() for tier in self._all_tiers)
 
     def flush(self) -> None:
@@ -334,8 +375,8 @@ class ChunkStore:
             writer.flush()
 
     def close(self) -> None:
-        """Finish the writes under way, those to shared tiers only as far as that takes a few seconds, and close the
-        tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
+        """Finish the writes under way, those to shared tiers only as far as that takes a few
+        seconds, and close the tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
         if self._prefixes is not None:
@@ -350,21 +391,29 @@ class ChunkStore:
         return changed(kv, self._form.resident)
 
     def _place(
-        self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier], *, adds_scores: bool = False
+        self,
+        key: str,
+        kv: ChunkKV,
+        stored: ChunkKV | None,
+        tiers: Sequence[Tier],
+        *,
+        adds_scores: bool = False,
     ) -> None:
-        """Store the resident form into the first of the tiers, the store's first, now, and what is ``stored`` into the
-        rest later, as ``put`` does; the lock is held."""
+        """Store the resident form into the first of the tiers, the store's first, now, and what is
+        ``stored`` into the rest later, as ``put`` does; the lock is held."""
         if stored is not None:
             for tier in tiers[1:]:
                 if not self._writers[tier.name].add(key, stored, adds_scores=adds_scores):
                     logger.warning(
-                        "Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name
+                        "Chunk %s stays out of the slower tier %s: too many writes wait already",
+                        key,
+                        tier.name,
                     )
         tiers[0].put(key, kv)
 
     def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
-        """Return the KV on the device, kept there unless a delete came in between; where there is no room for it, the
-        KV as it is."""
+        """Return the KV on the device, kept there unless a delete came in between; where there is
+        no room for it, the KV as it is."""
         copied = device.copied(kv)
         if copied is None:
             return kv
@@ -373,7 +422,9 @@ class ChunkStore:
                 device.put(key, copied)
         return copied
 
-    def _load(self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False) -> list[Future[KV | None]]:
+    def _load(
+        self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False
+    ) -> list[Future[KV | None]]:
         share = urgency.prefill / max(1, len(keys))
         prefill = math.inf if urgency.decided else share
         chunks = [self._begun(key, prefill) for key in keys]
@@ -383,15 +434,17 @@ class ChunkStore:
         return [chunk.begun for chunk in chunks]
 
     def _begun(self, key: str, prefill_seconds: float) -> ChunkLoad:
-        """Return a chunk that is found or missed already, or is to be read from a tier that delivers it in the time in
-        which it could be computed."""
+        """Return a chunk that is found or missed already, or is to be read from a tier that
+        delivers it in the time in which it could be computed."""
         epoch = self._delete_epoch()
         kv = self.get_resident(key)
         if kv is not None:
             found = ChunkLoad(key, lambda _: None)
             found.begun.set_result(kv)
             return found
-        tiers = [tier for tier in self._tiers[1:] if self._worth_reading(tier, key, prefill_seconds)]
+        tiers = [
+            tier for tier in self._tiers[1:] if self._worth_reading(tier, key, prefill_seconds)
+        ]
         chunk = ChunkLoad(key, partial(self._open, key, tiers))
         chunk.ended.add_done_callback(lambda ended: self._loaded(key, epoch, ended.result()))
         if not tiers:
@@ -400,10 +453,15 @@ class ChunkStore:
 
     def _worth_reading(self, tier: Tier, key: str, prefill_seconds: float) -> bool:
         nbytes = tier.nbytes(key)
-        return nbytes is not None and self.bandwidths.worth_loading(tier.name, nbytes, prefill_seconds)
+        return nbytes is not None and self.bandwidths.worth_loading(
+            tier.name, nbytes, prefill_seconds
+        )
 
-    def _open(self, key: str, tiers: Sequence[Tier], tried: Set[str]) -> OpenedChunk | LoadedChunk | None:
-        """Open a copy in the first of the tiers that has one and was not tried, or find what has come to memory."""
+    def _open(
+        self, key: str, tiers: Sequence[Tier], tried: Set[str]
+    ) -> OpenedChunk | LoadedChunk | None:
+        """Open a copy in the first of the tiers that has one and was not tried, or find what has
+        come to memory."""
         kv = self._tiers[0].get(key)
         if kv is not None:
             return LoadedChunk(self._tiers[0].name, kv, 0.0)
@@ -428,7 +486,9 @@ class ChunkStore:
         self._events.publish(ChunkLoaded(tier, seconds, kv.nbytes))
 
     def _waiting(self, key: str) -> ChunkKV | None:
-        return next((kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None)
+        return next(
+            (kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None
+        )
 
     def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
         waiting = [writer.keys() for writer in self._writers.values()]
@@ -439,8 +499,16 @@ class ChunkStore:
         with self._lock:
             return None if self._deletes_running else self._deletes_done
 
-    def _promote(self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier], epoch: int | None) -> None:
-        """Store what was just loaded into other tiers, unless a delete came in between: it must not undo that."""
+    def _promote(
+        self,
+        key: str,
+        kv: ChunkKV,
+        stored: ChunkKV | None,
+        tiers: Sequence[Tier],
+        epoch: int | None,
+    ) -> None:
+        """Store what was just loaded into other tiers, unless a delete came in between: it must not
+        undo that."""
         with self._lock:
             if tiers and epoch is not None and epoch == self._delete_epoch():
                 self._place(key, kv, stored, tiers)

@@ -11,21 +11,23 @@ from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.chunk_store import ChunkStore
 
 LONGEST_REQUEST_SECONDS = 600.0
-"""The seconds after a chunk's deletion during which a request that was under way may compute and store its KV again."""
+"""The seconds after a chunk's deletion during which a request that was under way may compute and
+store its KV again."""
 
 LONGEST_TRANSACTION_SECONDS = 15.0
-"""The most seconds between the time that another process notes for a deletion and the moment the catalog shows it."""
+"""The most seconds between the time that another process notes for a deletion and the moment the
+catalog shows it."""
 
 MADE_UP_AT_ONCE = 1000
 """The most failed deletions that one call tries again."""
 
 
 class Deletions:
-    """Deletes from the store what the catalog released, whichever process released it. Methods may be called from any
-    thread.
+    """Deletes from the store what the catalog released, whichever process released it. Methods may
+    be called from any thread.
 
-    What is being created in this process is spared until the catalog says that it is held: its KV may be in the store
-    from before a deletion, or be there again already.
+    What is being created in this process is spared until the catalog says that it is held: its KV
+    may be in the store from before a deletion, or be there again already.
     """
 
     def __init__(self, catalog: Catalog, store: ChunkStore) -> None:
@@ -39,8 +41,8 @@ class Deletions:
         self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
 
     def spare(self, keys: Collection[str]) -> None:
-        """Delete none of these chunks until ``spare_no_longer`` gets the same keys; waits for those that are just being
-        deleted."""
+        """Delete none of these chunks until ``spare_no_longer`` gets the same keys; waits for those
+        that are just being deleted."""
         with self._changed:
             self._spared.update(keys)
             self._changed.wait_for(lambda: self._deleting.keys().isdisjoint(keys))
@@ -51,13 +53,14 @@ class Deletions:
             self._spared -= Counter(keys)
 
     def drop(self, keys: Iterable[str]) -> frozenset[str]:
-        """Delete these chunks, but for those that are spared or held by now; returns those whose bytes are gone from
-        all tiers."""
+        """Delete these chunks, but for those that are spared or held by now; returns those whose
+        bytes are gone from all tiers."""
         return frozenset(key for key in keys if self._dropped(key))
 
     def follow(self, now: float) -> None:
-        """Delete what was released since the last call (by other processes, or before a crash), what requests under
-        way stored again, and what a tier could not let go of earlier. ``now``: Unix seconds."""
+        """Delete what was released since the last call (by other processes, or before a crash),
+        what requests under way stored again, and what a tier could not let go of earlier. ``now``:
+        Unix seconds."""
         with self._following:
             after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
             released = self._catalog.released(after, math.inf)  # also before the clock was set back

@@ -1,5 +1,5 @@
-"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction; pinned keys stay, and so
-do held ones, which somebody is using."""
+"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction;
+pinned keys stay, and so do held ones, which somebody is using."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from sortedcontainers import SortedDict
 from kvlinker.base.types.chunks import Eviction
 
 PINNED_SHARE = 0.8
-"""The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others, so that a small
-tier remains useful."""
+"""The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others,
+so that a small tier remains useful."""
 
 LEAST_SHARE = 1 / 16
-"""The least share of a chunk that a use counts as computing again; smaller shares count as this one."""
+"""The least share of a chunk that a use counts as computing again; smaller shares count as this
+one."""
 
 MOST_REUSE = 256.0
-"""The most that uses can add up to, so that a chunk that was once used very often can still be evicted later."""
+"""The most that uses can add up to, so that a chunk that was once used very often can still be
+evicted later."""
 
 
 def use_weight(recomputed: float) -> float:
-    """Return what a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1 / LEAST_SHARE.
+    """Return what a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1 /
+    LEAST_SHARE.
 
     ``recomputed`` is the share of the chunk's tokens that the use computes again; under Cache-Craft the CFO (section
     3.3).
@@ -32,7 +35,8 @@ def use_weight(recomputed: float) -> float:
 
 
 class EvictionOrder(Protocol):
-    """Orders keys for eviction: those of the lowest priority go first, of equal ones the least recently used."""
+    """Orders keys for eviction: those of the lowest priority go first, of equal ones the least
+    recently used."""
 
     def priority(self, reuse: float) -> float:
         """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
@@ -54,12 +58,13 @@ class LeastRecentlyUsed:
 
 
 class LeastReused:
-    """Orders keys by Cache-Craft's reuse frequency f_r, with LFU's dynamic ageing (Arlitt et al., "Evaluating content
-    management techniques for Web proxy caches", 2000).
+    """Orders keys by Cache-Craft's reuse frequency f_r, with LFU's dynamic ageing (Arlitt et al.,
+    "Evaluating content management techniques for Web proxy caches", 2000).
 
-    A key's priority is f_r plus the age at its last use, and the age is the priority of what was evicted last. Without
-    ageing, newcomers would push each other out while keys stayed that nobody uses any more. f_r is not divided by the
-    size: both what a use saves and the room grow with the chunk's tokens.
+    A key's priority is f_r plus the age at its last use, and the age is the priority of what was
+    evicted last. Without ageing, newcomers would push each other out while keys stayed that nobody
+    uses any more. f_r is not divided by the size: both what a use saves and the room grow with the
+    chunk's tokens.
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,10 @@ class LeastReused:
         self._age = max(self._age, priority)
 
 
-_ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed, "reuse": LeastReused}
+_ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {
+    "lru": LeastRecentlyUsed,
+    "reuse": LeastReused,
+}
 
 
 @dataclass(slots=True)
@@ -87,13 +95,16 @@ class _Entry:
 
 
 class EvictionIndex:
-    """Keeps keys and their sizes in bytes in the order of their eviction. Not thread safe: the tier's lock guards it.
+    """Keeps keys and their sizes in bytes in the order of their eviction. Not thread safe: the
+    tier's lock guards it.
 
-    A key enters as if it had been used once by a request that computed all of it. Each step takes O(log n). Held keys
-    are never evicted, and may take more than the budget.
+    A key enters as if it had been used once by a request that computed all of it. Each step takes
+    O(log n). Held keys are never evicted, and may take more than the budget.
     """
 
-    def __init__(self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru") -> None:
+    def __init__(
+        self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru"
+    ) -> None:
         if budget_bytes < 0:
             raise ValueError(f"A tier's budget must not be negative, got {budget_bytes} bytes.")
         self.set_budget(budget_bytes)
@@ -120,8 +131,11 @@ class EvictionIndex:
         self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
 
     def keys(self) -> tuple[str, ...]:
-        """Return all keys, the next to be evicted first, but pinned ones last, and held ones behind these."""
-        held = sorted(self._held_keys & self._entries.keys(), key=lambda key: self._entries[key].rank)
+        """Return all keys, the next to be evicted first, but pinned ones last, and held ones behind
+        these."""
+        held = sorted(
+            self._held_keys & self._entries.keys(), key=lambda key: self._entries[key].rank
+        )
         return (*self._evictable.values(), *self._pinned.values(), *held)
 
     def nbytes(self, key: str) -> int | None:
@@ -135,7 +149,9 @@ class EvictionIndex:
     def set_pinned(self, keys: Set[str]) -> None:
         """Pin these keys and no others, whether they are present or not."""
         keys = frozenset(keys)
-        changed = [(key, self._taken(key)) for key in keys ^ self._pinned_keys if key in self._entries]
+        changed = [
+            (key, self._taken(key)) for key in keys ^ self._pinned_keys if key in self._entries
+        ]
         self._pinned_keys = keys
         for key, entry in changed:
             self._enter(key, entry)
@@ -149,12 +165,13 @@ class EvictionIndex:
         self._set_held(key, held=True)
 
     def release(self, key: str) -> None:
-        """Allow the key's eviction again. Call ``make_room(0)`` then: held keys may have taken more than the budget."""
+        """Allow the key's eviction again. Call ``make_room(0)`` then: held keys may have taken more
+        than the budget."""
         self._set_held(key, held=False)
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
-        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to; returns False where it
-        is absent."""
+        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to;
+        returns False where it is absent."""
         if key not in self._entries:
             return False
         entry = self._taken(key)
@@ -162,7 +179,8 @@ class EvictionIndex:
         return True
 
     def add(self, key: str, nbytes: int) -> None:
-        """Add an absent key, now used last. Does not look at the budget: call ``make_room`` first."""
+        """Add an absent key, now used last. Does not look at the budget: call ``make_room``
+        first."""
         self._enter(key, self._used(nbytes, use_weight(1.0)))
 
     def fill(self, sizes: Iterable[tuple[str, int]]) -> None:
@@ -170,12 +188,16 @@ class EvictionIndex:
         assert not self._entries
         once = use_weight(1.0)
         priority = self._order.priority(once)
-        self._entries = {key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)}
+        self._entries = {
+            key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)
+        }
         self._uses = len(self._entries)
         assert not self._held_keys
         pinned = {self._entries[key].rank: key for key in self._pinned_keys & self._entries.keys()}
         self._pinned.update(pinned)
-        self._evictable.update((entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned)
+        self._evictable.update(
+            (entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned
+        )
         self.used_bytes = sum(entry.nbytes for entry in self._entries.values())
         self._pinned_bytes = sum(self._entries[key].nbytes for key in pinned.values())
 
@@ -194,8 +216,9 @@ class EvictionIndex:
     def make_room(self, nbytes: int) -> list[tuple[str, int]]:
         """Remove keys until ``nbytes`` more fit; returns them with their sizes.
 
-        In the order of eviction. Pinned ones go before others as far as they exceed their share of the budget, and
-        after them if held ones need the room. Held ones stay, even if too little fits then.
+        In the order of eviction. Pinned ones go before others as far as they exceed their share of
+        the budget, and after them if held ones need the room. Held ones stay, even if too little
+        fits then.
         """
         removed: list[tuple[str, int]] = []
         while self.used_bytes + nbytes > self.budget_bytes:

@@ -1,4 +1,5 @@
-"""Holds chunks in memory while requests use them: they are not evicted, and what is in use fits into the budget."""
+"""Holds chunks in memory while requests use them: they are not evicted, and what is in use fits
+into the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class HoldingTier(Protocol):
 
 
 class Holds:
-    """Counts the requests that use each chunk. Any thread may call the methods of this and of each ``Hold``."""
+    """Counts the requests that use each chunk. Any thread may call the methods of this and of each
+    ``Hold``."""
 
     def __init__(self, tiers: Sequence[HoldingTier]) -> None:
         """``tiers`` are those in memory; the smallest budget bounds what may be in use."""
@@ -40,8 +42,9 @@ class Holds:
             return sum(self._nbytes.values())
 
     def take(self, sizes: Mapping[str, int]) -> Hold | None:
-        """Hold these chunks, of so many bytes each, whether they are in memory or are going to be; None where the
-        chunks in use would exceed the budget. If none is in use, even chunks that exceed it alone are held."""
+        """Hold these chunks, of so many bytes each, whether they are in memory or are going to be;
+        None where the chunks in use would exceed the budget. If none is in use, even chunks that
+        exceed it alone are held."""
         with self._lock:
             more = sum(nbytes for key, nbytes in sizes.items() if key not in self._uses)
             used = sum(self._nbytes.values())
@@ -52,7 +55,8 @@ class Holds:
             return hold
 
     def extend(self, hold: Hold, sizes: Mapping[str, int]) -> None:
-        """Hold more chunks for the same request, whatever the budget; do nothing if ``hold`` is released."""
+        """Hold more chunks for the same request, whatever the budget; do nothing if ``hold`` is
+        released."""
         with self._lock:
             if hold.users:
                 self._extend(hold, sizes)

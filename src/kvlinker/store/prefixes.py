@@ -1,4 +1,5 @@
-"""Keeps on disk what an engine's pool gives up of prefixes, until prompts that begin so come again."""
+"""Keeps on disk what an engine's pool gives up of prefixes, until prompts that begin so come
+again."""
 
 from __future__ import annotations
 
@@ -29,18 +30,23 @@ WRITE_QUEUE_BYTES = 256 << 20
 
 
 class SpilledPrefixes:
-    """Keeps KV in files as it lies in the engine's pool: exact, keys rotated for their places, encrypted like chunks.
+    """Keeps KV in files as it lies in the engine's pool: exact, keys rotated for their places,
+    encrypted like chunks.
 
-    The files take what chunks leave of the disk tier's budget: no chunk is evicted for them, and they go first, the
-    least recently used of them before others. They end with the process, which alone knows what they hold; so several
-    processes that share a state directory do not see each other's, and each counts its own.
+    The files take what chunks leave of the disk tier's budget: no chunk is evicted for them, and
+    they go first, the least recently used of them before others. They end with the process, which
+    alone knows what they hold; so several processes that share a state directory do not see each
+    other's, and each counts its own.
 
-    ``add`` leaves writing to a background thread, which gives way to computations. All methods may be called from any
-    thread.
+    ``add`` leaves writing to a background thread, which gives way to computations. All methods may
+    be called from any thread.
     """
 
-    def __init__(self, disk: DiskTier, events: Events, throttle: Throttle, speeds: Speeds | None = None) -> None:
-        """``speeds`` remembers how fast files are read. Raises StoreError where the folder cannot be made."""
+    def __init__(
+        self, disk: DiskTier, events: Events, throttle: Throttle, speeds: Speeds | None = None
+    ) -> None:
+        """``speeds`` remembers how fast files are read. Raises StoreError where the folder cannot
+        be made."""
         root = folder_of(disk)
         try:
             self._folder = ProcessFolder(root)
@@ -65,21 +71,24 @@ class SpilledPrefixes:
         return self._writer.get(key) is not None or self._tier.contains(key)
 
     def pays(self, nbytes: int, seconds: float) -> bool:
-        """Return whether reading so many bytes is expected to take no longer than computing them, which takes so many
-        ``seconds``; True where that is not known, or was not measured lately."""
+        """Return whether reading so many bytes is expected to take no longer than computing them,
+        which takes so many ``seconds``; True where that is not known, or was not measured
+        lately."""
         return self._bandwidths.worth_loading(NAME, nbytes, seconds)
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether there is room for KV of so many bytes, on disk and among what waits to be written."""
+        """Return whether there is room for KV of so many bytes, on disk and among what waits to be
+        written."""
         return nbytes <= self._tier.budget_bytes and self._writer.takes(nbytes)
 
     def add(self, key: str, kv: ChunkKV) -> bool:
-        """Keep the KV, which the caller must not modify any more; returns False where too much waits already."""
+        """Keep the KV, which the caller must not modify any more; returns False where too much
+        waits already."""
         return self._writer.add(key, kv)
 
     def load(self, keys: Sequence[str], seconds: float) -> list[Future[KV | None]]:
-        """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each future gets it whole,
-        or None where it is gone, damaged, or late."""
+        """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each
+        future gets it whole, or None where it is gone, damaged, or late."""
         chunks = {key: ChunkLoad(key, partial(self._open, key)) for key in keys}
         if chunks:
             self._loader.load(list(chunks.values()), Urgency(prefill=seconds))

@@ -1,4 +1,5 @@
-"""Makes folders that belong to one process each, and go with it: the next process removes what a killed one left."""
+"""Makes folders that belong to one process each, and go with it: the next process removes what a
+killed one left."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pathlib import Path
 
 
 class ProcessFolder:
-    """Keeps a folder for this process alone. It is locked as long as the process lives; the kernel unlocks it then."""
+    """Keeps a folder for this process alone. It is locked as long as the process lives; the kernel
+    unlocks it then."""
 
     def __init__(self, root: Path) -> None:
         """Make a folder in ``root``, which is made where it is missing. Raises OSError."""
@@ -31,8 +33,8 @@ class ProcessFolder:
 
 
 def remove_left(root: Path) -> None:
-    """Remove the folders in ``root`` whose processes have ended; do nothing where there is no such folder. Raises
-    nothing."""
+    """Remove the folders in ``root`` whose processes have ended; do nothing where there is no such
+    folder. Raises nothing."""
     with suppress(OSError), _locked(root):
         for folder in root.iterdir():
             with suppress(OSError), _locked(folder, wait=False):
@@ -41,7 +43,8 @@ def remove_left(root: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Lock the folder for the time of the block. Raises OSError where it is missing, or locked and not waited for."""
+    """Lock the folder for the time of the block. Raises OSError where it is missing, or locked and
+    not waited for."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -40,11 +40,13 @@ def rekey(
     new: Cipher | None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Rekeyed:
-    """Encrypt a catalog in one transaction and then its chunk files, one by one, with ``new``, or with nothing.
+    """Encrypt a catalog in one transaction and then its chunk files, one by one, with ``new``, or
+    with nothing.
 
-    Broken off, it is finished by another call with the same keys: once the transaction is done, the directory is the
-    new key's, and files that still have the old one are damage to others. ``progress`` is told of files, done and in
-    all. Raises StoreError where others use the directory, ``old`` is not its key, or a file cannot be written.
+    Broken off, it is finished by another call with the same keys: once the transaction is done, the
+    directory is the new key's, and files that still have the old one are damage to others.
+    ``progress`` is told of files, done and in all. Raises StoreError where others use the
+    directory, ``old`` is not its key, or a file cannot be written.
     """
     with closing(StateLock(catalog.parent)) as lock:
         lock.take_alone()
@@ -60,7 +62,9 @@ def rekey(
             ) from error
 
 
-def _rekey_files(folder: ChunkFolder, old: Sealing, new: Sealing, progress: Callable[[int, int], None]) -> Rekeyed:
+def _rekey_files(
+    folder: ChunkFolder, old: Sealing, new: Sealing, progress: Callable[[int, int], None]
+) -> Rekeyed:
     folder.remove_temporary_files(older_than=0.0)  # nobody else is writing
     files = list(folder.files())
     written = finished_before = removed = 0
@@ -70,7 +74,9 @@ def _rekey_files(folder: ChunkFolder, old: Sealing, new: Sealing, progress: Call
         if _opened(path, key, new) is not None:
             finished_before += 1
         elif (plain := _opened(path, key, old)) is not None:
-            folder.place(folder.write(key, _writing(new, key, plain), last_use=status.st_mtime_ns), key)
+            folder.place(
+                folder.write(key, _writing(new, key, plain), last_use=status.st_mtime_ns), key
+            )
             folder.settle(key)
             written += 1
         else:
@@ -85,7 +91,9 @@ def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
     with open_regular(path) as file:
         source = FileSource(file)
         try:
-            with suppress(UnreadableHereError):  # its header was read by then, and the rest need not be decoded
+            with suppress(
+                UnreadableHereError
+            ):  # its header was read by then, and the rest need not be decoded
                 open_chunk(source, key, sealing)
             plain = sealing.source(key, source)
             return plain.read(0, plain.size)

@@ -1,4 +1,5 @@
-"""Keeps measured speeds of this machine by name, in memory and in a file, so that the next process begins with them."""
+"""Keeps measured speeds of this machine by name, in memory and in a file, so that the next process
+begins with them."""
 
 from __future__ import annotations
 
@@ -53,9 +54,11 @@ class Measurement(BaseModel):
         return abs(time.time() - self.measured_at) > STALE_SECONDS
 
     def drifted_from(self, other: Measurement | None) -> bool:
-        """Return whether there is no ``other``, or it differs so much that this one is worth writing."""
+        """Return whether there is no ``other``, or it differs so much that this one is worth
+        writing."""
         return other is None or any(
-            abs(value - before) > DRIFT * before for value, before in zip(self.values, other.values, strict=False)
+            abs(value - before) > DRIFT * before
+            for value, before in zip(self.values, other.values, strict=False)
         )
 
 
@@ -73,8 +76,9 @@ class _File(_Version):
 
 
 class Speeds:
-    """Keeps measurements under names; their users define the values, such as bytes per second of a tier or seconds per
-    token of a model. A file that is missing, damaged or foreign counts as empty; a newer version's is left alone.
+    """Keeps measurements under names; their users define the values, such as bytes per second of a
+    tier or seconds per token of a model. A file that is missing, damaged or foreign counts as
+    empty; a newer version's is left alone.
 
     Any thread may call the methods, and none raises because of the file.
     """
@@ -95,24 +99,32 @@ class Speeds:
         return None if measured is None or measured.stale else measured.values
 
     def note(self, name: str, values: Sequence[float]) -> None:
-        """Record these values as the current ones. They are saved soon if they are new, or have drifted from what was
-        saved. Raises ValueError for values that are negative, not finite or all zero."""
+        """Record these values as the current ones. They are saved soon if they are new, or have
+        drifted from what was saved. Raises ValueError for values that are negative, not finite or
+        all zero."""
         measured = Measurement(values=tuple(values), measured_at=time.time())
         with self._lock:
             self._measured[name] = measured
-            if self._path is not None and self._saving is None and measured.drifted_from(self._saved.get(name)):
+            if (
+                self._path is not None
+                and self._saving is None
+                and measured.drifted_from(self._saved.get(name))
+            ):
                 self._saving = threading.Timer(SAVE_SECONDS, self.save)
                 self._saving.daemon = True
                 self._saving.start()
 
     def save(self) -> bool:
-        """Write what was measured, and the newer of what others wrote meanwhile; return whether the file has it now."""
+        """Write what was measured, and the newer of what others wrote meanwhile; return whether the
+        file has it now."""
         with self._file_lock:
             with self._lock:
                 self._cancel()
             theirs = self._read()
             with self._lock:
-                both = sorted([*theirs.items(), *self._measured.items()], key=lambda item: item[1].measured_at)
+                both = sorted(
+                    [*theirs.items(), *self._measured.items()], key=lambda item: item[1].measured_at
+                )
                 self._measured = dict(both)  # the newest of each name
                 measured = dict(both)
             if not self._write(measured):
@@ -148,9 +160,13 @@ class Speeds:
         except FileNotFoundError:
             return {}
         except (OSError, ChunkFileError, ValueError) as error:
-            self._complain(f"Measured speeds in {self._path} cannot be read, and are measured again: {error!r}")
+            self._complain(
+                f"Measured speeds in {self._path} cannot be read, and are measured again: {error!r}"
+            )
             return {}
-        self._complain(f"{self._path} is of version {version}, not {FORMAT_VERSION}: it is not used, and left alone.")
+        self._complain(
+            f"{self._path} is of version {version}, not {FORMAT_VERSION}: it is not used, and left alone."
+        )
         self._path = None
         return {}
 
@@ -158,7 +174,9 @@ class Speeds:
         if self._path is None:
             return False
         try:
-            replace_file(self._path, _File(speeds=measured).model_dump_json(indent=1).encode() + b"\n")
+            replace_file(
+                self._path, _File(speeds=measured).model_dump_json(indent=1).encode() + b"\n"
+            )
         except OSError as error:
             self._complain(f"Measured speeds are not kept in {self._path}: {error}")
             return False

@@ -29,7 +29,8 @@ class Throttle:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Enter around a computation on this machine's processors; any thread, also several at once."""
+        """Enter around a computation on this machine's processors; any thread, also several at
+        once."""
         with self._changed:
             self._computations += 1
         try:
@@ -40,8 +41,9 @@ class Throttle:
                 self._changed.notify_all()
 
     def rests(self) -> Rest:
-        """Return the rest for one thread's work, which begins now. Each call of it sleeps long enough that work takes
-        ``SHARE`` of the time, and returns early when no computation is under way any more."""
+        """Return the rest for one thread's work, which begins now. Each call of it sleeps long
+        enough that work takes ``SHARE`` of the time, and returns early when no computation is under
+        way any more."""
         began = self._clock()
 
         def rest() -> None:

@@ -27,10 +27,12 @@ class _Write:
 
 
 class BackgroundWriter:
-    """Writes chunks to a tier in the order in which they were added, one at a time, giving way to computations.
+    """Writes chunks to a tier in the order in which they were added, one at a time, giving way to
+    computations.
 
-    What is queued or being written can be read with ``get``, so that a chunk never disappears in between. At most
-    ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
+    What is queued or being written can be read with ``get``, so that a chunk never disappears in
+    between. At most ``max_bytes`` are queued, except that one chunk of any size is taken while
+    nothing else is queued.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def add(self, key: str, kv: ChunkKV, *, adds_scores: bool = False) -> bool:
-        """Queue a write, unless the key is queued already; return False where the queue is full or closed. Never
-        waits. With ``adds_scores``, the KV takes the place of what is queued, and of a copy in the tier that has no
-        scores."""
+        """Queue a write, unless the key is queued already; return False where the queue is full or
+        closed. Never waits. With ``adds_scores``, the KV takes the place of what is queued, and of
+        a copy in the tier that has no scores."""
         nbytes = kv.nbytes
         with self._changed:
             if key in self._queued and not adds_scores:
@@ -87,7 +89,8 @@ class BackgroundWriter:
             return tuple(self._queued)
 
     def cancel(self, key: str) -> None:
-        """Drop the key's write; where it has begun, wait for its end. ``get`` does not see it from the start."""
+        """Drop the key's write; where it has begun, wait for its end. ``get`` does not see it from
+        the start."""
         with self._changed:
             self._queued.pop(key, None)
             self._changed.notify_all()
@@ -99,8 +102,8 @@ class BackgroundWriter:
             self._changed.wait_for(lambda: not self._queued and self._writing is None)
 
     def close(self, deadline: float | None = None) -> None:
-        """Write what is queued, then end the thread. What is not written at ``deadline``, on the monotonic clock, is
-        dropped. Idempotent."""
+        """Write what is queued, then end the thread. What is not written at ``deadline``, on the
+        monotonic clock, is dropped. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -109,11 +112,16 @@ class BackgroundWriter:
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         with self._changed:
             if self._queued:
-                logger.warning("%d chunks were not written to tier %s in time", len(self._queued), self._tier.name)
+                logger.warning(
+                    "%d chunks were not written to tier %s in time",
+                    len(self._queued),
+                    self._tier.name,
+                )
                 self._queued.clear()
 
     def _takes(self, nbytes: int, key: str | None = None) -> bool:
-        """Return whether there is room for so many bytes beside what is queued under other keys; the lock is held."""
+        """Return whether there is room for so many bytes beside what is queued under other keys;
+        the lock is held."""
         queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
         return not self._closed and (not queued_bytes or queued_bytes + nbytes <= self._max_bytes)
 

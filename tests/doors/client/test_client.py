@@ -42,15 +42,27 @@ def client(served: Served) -> Iterator[Client]:
 
 
 def question(caches: Any) -> Any:
-    return [{"role": "user", "content": ["Look: ", caches[1], caches[0], "What do the two have in common?"]}]
+    return [
+        {
+            "role": "user",
+            "content": ["Look: ", caches[1], caches[0], "What do the two have in common?"],
+        }
+    ]
 
 
 def test_context_caches_are_what_was_asked_for(client: Client) -> None:
-    caches = client.generate_context_cache(CHUNKS, ttl=100, name="pair", metadata={"a": "b"}, context="alone")
+    caches = client.generate_context_cache(
+        CHUNKS, ttl=100, name="pair", metadata={"a": "b"}, context="alone"
+    )
     assert [type(cache) for cache in caches] == [RemoteContextCache] * 2
     assert caches[0].tokens != caches[1].tokens
     for cache in caches:
-        assert (cache.model, cache.name, cache.metadata, cache.tier) == (MODEL_NAME, "pair", {"a": "b"}, "host")
+        assert (cache.model, cache.name, cache.metadata, cache.tier) == (
+            MODEL_NAME,
+            "pair",
+            {"a": "b"},
+            "host",
+        )
         assert cache.bytes > 0
         assert cache.expires_at is not None
         assert abs(cache.expires_at - time.time() - 100) < 5
@@ -63,11 +75,18 @@ def test_a_string_is_one_chunk(client: Client) -> None:
 
 
 def test_context_caches_tell_whether_a_prompt_brought_them(client: Client) -> None:
-    marked = {"type": "text", "text": "A marked text of its own.", "cache_control": {"type": "ephemeral"}}
+    marked = {
+        "type": "text",
+        "text": "A marked text of its own.",
+        "cache_control": {"type": "ephemeral"},
+    }
     client.chat_completion([{"role": "user", "content": [marked, "What?"]}], **GREEDY)
     (named,) = client.generate_context_cache(["A named text of its own."])
     listed = client.list_caches(limit=2).items
-    assert [(cache.id == named.id, cache.implicit) for cache in listed] == [(True, False), (False, True)]
+    assert [(cache.id == named.id, cache.implicit) for cache in listed] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_fields_of_newer_servers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,20 +97,26 @@ def test_fields_of_newer_servers_are_passed_over(monkeypatch: pytest.MonkeyPatch
 
     with Client("http://server") as client:
         monkeypatch.setattr(
-            client, "_http", httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+            client,
+            "_http",
+            httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)),
         )
         assert client.search("a") == (SearchHit("cc_1", 1.0, "a", 1, {}),)
 
 
 def test_explanation_is_that_of_llm(served: Served, client: Client) -> None:
     remote = client.explain(question(client.generate_context_cache(CHUNKS)), policy="query-10")
-    local = served.llm.explain(question(served.llm.generate_context_cache(CHUNKS)), policy="query-10").to_json()
+    local = served.llm.explain(
+        question(served.llm.generate_context_cache(CHUNKS)), policy="query-10"
+    ).to_json()
     for part in ("layers", "scores", "cost", "policy", "tokens"):
         assert remote[part] == local[part]
 
 
 def test_answer_is_that_of_llm(served: Served, client: Client) -> None:
-    remote = client.chat_completion(question(client.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY)
+    remote = client.chat_completion(
+        question(client.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY
+    )
     local = served.llm.chat_completion(
         question(served.llm.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY
     )
@@ -107,7 +132,8 @@ def test_text_is_split_by_the_server(served: Served, client: Client) -> None:
     text = "\n\n".join(f"Paragraph {number} about a dog." for number in range(4))
     caches = client.cache_text(text, method="paragraph", max_tokens=64, name="text")
     assert [cache.tokens for cache in caches] == [
-        len(served.llm.builder.encoder.encode_data(piece)) for piece in served.llm.split(text, method="paragraph")
+        len(served.llm.builder.encoder.encode_data(piece))
+        for piece in served.llm.split(text, method="paragraph")
     ]
     assert len(caches) == 4
     assert {cache.name for cache in caches} == {"text"}
@@ -122,7 +148,12 @@ def test_stream(client: Client) -> None:
 
 def test_calls_and_reasoning_are_told() -> None:
     call = {"id": "call-1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
-    message = {"role": "assistant", "content": None, "reasoning_content": "Where?", "tool_calls": [call]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Where?",
+        "tool_calls": [call],
+    }
     details = {"cached_tokens": 0, "exact_cached_tokens": 0, "recomputed_tokens": 0}
     usage = {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": details}
     body = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
@@ -157,9 +188,16 @@ async def test_async_client(served: Served) -> None:
     async with AsyncClient(f"{served.url}/v1/") as client:
         caches = await client.generate_context_cache(CHUNKS)
         answer = await client.chat_completion(question(caches), policy="naive", **GREEDY)
-        streamed = [piece async for piece in client.stream_chat_completion(question(caches), policy="naive", **GREEDY)]
+        streamed = [
+            piece
+            async for piece in client.stream_chat_completion(
+                question(caches), policy="naive", **GREEDY
+            )
+        ]
         assert "".join(streamed) == answer.text
-        again = await client.chat_completion(question(caches), policy="naive", stream=True, **GREEDY)
+        again = await client.chat_completion(
+            question(caches), policy="naive", stream=True, **GREEDY
+        )
         assert [piece async for piece in again] == streamed
         (piece,) = await client.cache_text("One dog.")
         await client.expire_cache(piece)
@@ -169,7 +207,9 @@ async def test_async_client(served: Served) -> None:
             await client.chat_completion(HELLO, policy="nope")
         with pytest.raises(PolicyError):
             await anext(client.stream_chat_completion(HELLO, policy="nope"))
-    local = served.llm.chat_completion(question(served.llm.generate_context_cache(CHUNKS)), policy="naive", **GREEDY)
+    local = served.llm.chat_completion(
+        question(served.llm.generate_context_cache(CHUNKS)), policy="naive", **GREEDY
+    )
     assert answer.text == local.text
 
 
@@ -185,7 +225,9 @@ async def test_async_client(served: Served) -> None:
         ({"stop": ["\ud800"]}, InvalidRequestError, "invalid_value", None),
     ],
 )
-def test_mistakes(client: Client, fields: Any, error: type[KVLinkerError], code: str, param: str | None) -> None:
+def test_mistakes(
+    client: Client, fields: Any, error: type[KVLinkerError], code: str, param: str | None
+) -> None:
     with pytest.raises(error) as caught:
         client.chat_completion(HELLO, **fields)
     assert type(caught.value) is error
@@ -194,7 +236,11 @@ def test_mistakes(client: Client, fields: Any, error: type[KVLinkerError], code:
 
 
 def test_keys(keyed: Served) -> None:
-    with Client(keyed.url, "key-alpha") as alpha, Client(keyed.url, "key-beta") as beta, Client(keyed.url) as nobody:
+    with (
+        Client(keyed.url, "key-alpha") as alpha,
+        Client(keyed.url, "key-beta") as beta,
+        Client(keyed.url) as nobody,
+    ):
         (cache,) = alpha.generate_context_cache(["alpha's"])
         with pytest.raises(ContextCacheNotFoundError):
             beta.expire_cache(cache)
@@ -209,7 +255,9 @@ def test_no_server(url: str) -> None:
         client.chat_completion(HELLO)
 
 
-@pytest.mark.parametrize("url", ["http://[::", "nonsense", "localhost:8000", "ftp://x", "http://", "", None])
+@pytest.mark.parametrize(
+    "url", ["http://[::", "nonsense", "localhost:8000", "ftp://x", "http://", "", None]
+)
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 def test_what_is_no_address(client: Any, url: Any) -> None:
     with pytest.raises(InvalidRequestError, match="'http://localhost:8000'") as refused:
@@ -221,7 +269,9 @@ def test_what_is_no_address(client: Any, url: Any) -> None:
 def answering(status: int, content: bytes, **headers: str) -> Client:
     """A client whose server always gives this answer."""
     client = Client("http://server")
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=content, headers=headers))
+    transport = httpx.MockTransport(
+        lambda _: httpx.Response(status, content=content, headers=headers)
+    )
     client._http = httpx.Client(base_url="http://server", transport=transport)
     return client
 
@@ -245,10 +295,13 @@ def test_answers_of_strangers(status: int, error: type[KVLinkerError]) -> None:
 def test_failure_within_a_stream() -> None:
     chunk = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
     error = (
-        b'data: {"error": {"message": "broke", "type": "server_error", "param": null, "code": "internal_error"}}\n\n'
+        b'data: {"error": {"message": "broke", "type": "server_error", "param": null, '
+        b'"code": "internal_error"}}\n\n'
     )
     content = chunk + error + b"data: [DONE]\n\n"
-    stream = answering(200, content, **{"Content-Type": "text/event-stream"}).stream_chat_completion(HELLO)
+    stream = answering(
+        200, content, **{"Content-Type": "text/event-stream"}
+    ).stream_chat_completion(HELLO)
     assert next(stream) == "a"
     with pytest.raises(KVLinkerError, match="broke"):
         next(stream)
@@ -256,7 +309,11 @@ def test_failure_within_a_stream() -> None:
 
 def test_an_answer_that_is_no_stream() -> None:
     with pytest.raises(ServerUnreachableError, match="text/event-stream"):
-        next(answering(200, b"<html>Hello</html>", **{"Content-Type": "text/html"}).stream_chat_completion(HELLO))
+        next(
+            answering(
+                200, b"<html>Hello</html>", **{"Content-Type": "text/html"}
+            ).stream_chat_completion(HELLO)
+        )
 
 
 def test_both_clients_have_the_same_calls() -> None:
@@ -269,7 +326,10 @@ def test_both_clients_have_the_same_calls() -> None:
     for name in set(sync) - {"chat_completion", "stream_chat_completion"}:
         assert sync[name] == asynchronous[name]
         assert sync[name][1]
-    assert sync["expire_caches"][0] == "(self, metadata: 'Mapping[str, str]', *, scope: 'str' = 'private') -> 'int'"
+    assert (
+        sync["expire_caches"][0]
+        == "(self, metadata: 'Mapping[str, str]', *, scope: 'str' = 'private') -> 'int'"
+    )
 
 
 def test_clients_need_no_torch() -> None:
@@ -283,7 +343,6 @@ def test_clients_need_no_torch() -> None:
         "kvlinker.store",
         "kvlinker.prompting.splitting",
     }
-    code = (
-        f"import sys; from kvlinker import Client, AsyncClient, SamplingParams; assert not {heavy} & set(sys.modules)"
-    )
+    imports = "import sys; from kvlinker import Client, AsyncClient, SamplingParams"
+    code = f"{imports}; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

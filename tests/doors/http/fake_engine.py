@@ -1,4 +1,5 @@
-"""An engine without a model: it says one numbered word per step, or what it is told to, when the test lets it."""
+"""An engine without a model: it says one numbered word per step, or what it is told to, when the
+test lets it."""
 
 from __future__ import annotations
 
@@ -12,13 +13,21 @@ from functools import partial
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.engines.contract.contract import EngineLoad, Failed, Finished, GenerationEvent, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import (
+    EngineLoad,
+    Failed,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    Sink,
+)
 from kvlinker.linking import Policy
 from tests.waiting import PATIENCE
 
 
 class FakeEngine:
-    """``Engine``. Requests speak while ``flowing`` is set; more than ``capacity`` at a time are refused.
+    """``Engine``. Requests speak while ``flowing`` is set; more than ``capacity`` at a time are
+    refused.
 
     A request whose turn it is to say word number ``fails_at`` fails by ``failure`` instead.
     """
@@ -56,7 +65,11 @@ class FakeEngine:
             if len(self._active) + request.n > self.capacity:
                 raise OverloadedError("busy", retry_after=7)
             speakers = [
-                _Speaker(self, replace(request, n=1, sampling=request.sampling_of(choice)), partial(sink, choice))
+                _Speaker(
+                    self,
+                    replace(request, n=1, sampling=request.sampling_of(choice)),
+                    partial(sink, choice),
+                )
                 for choice in range(request.n)
             ]
             self._active.update(speakers)
@@ -113,7 +126,12 @@ class _Choices:
 class _Speaker:
     """One choice."""
 
-    def __init__(self, engine: FakeEngine, request: GenerationRequest, sink: Callable[[GenerationEvent], None]) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        request: GenerationRequest,
+        sink: Callable[[GenerationEvent], None],
+    ) -> None:
         self.request = request
         self._engine = engine
         self._sink = sink

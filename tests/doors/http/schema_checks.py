@@ -1,4 +1,5 @@
-"""Hooks for schemathesis: short answers, and which requests a server may refuse although the document allows them."""
+"""Hooks for schemathesis: short answers, and which requests a server may refuse although the
+document allows them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LIMITS = {
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
-"""The fields that limit answers, by path: what has none may fill the context window, up to 128 times."""
+"""The fields that limit answers, by path: what has none may fill the context window, up to 128
+times."""
 
 BEYOND_SCHEMAS = {
     "Input should be a valid integer": "1.0 is an integer in JSON schemas.",
@@ -31,14 +33,18 @@ BEYOND_SCHEMAS = {
 
 
 @schemathesis.hook
-def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwargs: dict[str, Any]) -> None:
+def before_call(
+    context: schemathesis.HookContext, case: schemathesis.Case, kwargs: dict[str, Any]
+) -> None:
     """Ask for few tokens where the request would be answered with many."""
     field = LIMITS.get(case.operation.path)
     if field is None or not isinstance(case.body, dict):
         return
     for name in (field, "max_completion_tokens", "min_tokens"):
         limit = case.body.get(name)
-        if (limit is None and name == field) or (type(limit) is int and MOST_TOKENS < limit < 2**31):
+        if (limit is None and name == field) or (
+            type(limit) is int and MOST_TOKENS < limit < 2**31
+        ):
             case.body[name] = MOST_TOKENS
 
 

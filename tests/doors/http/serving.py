@@ -1,6 +1,7 @@
 """A server in a thread, on a free port, over a tiny random model; for tests that speak HTTP.
 
-What loads torch or the server is imported inside the functions: tests of the client are collected without either.
+What loads torch or the server is imported inside the functions: tests of the client are collected
+without either.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def tiny_settings(state_dir: Path, **options: Any) -> Settings:
 def serving(
     llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None, closes: bool = True
 ) -> Iterator[Served]:
-    """Serve until the block ends; closes the LLM, unless another server has it. Every answer is checked against the
-    server's OpenAPI document."""
+    """Serve until the block ends; closes the LLM, unless another server has it. Every answer is
+    checked against the server's OpenAPI document."""
     from kvlinker.doors.http.app import create_app
     from tests.doors.http.openapi_contract import Contract
 

@@ -51,9 +51,17 @@ def hosted(served: Served) -> Iterator[Served]:
 )
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", CACHES), ("POST", "/v1/chat/completions"), ("GET", "/metrics"), ("GET", "/status"), ("GET", "/nowhere")],
+    [
+        ("GET", CACHES),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/metrics"),
+        ("GET", "/status"),
+        ("GET", "/nowhere"),
+    ],
 )
-def test_no_entry_without_a_known_key(keyed: Served, headers: dict[str, str], method: str, path: str) -> None:
+def test_no_entry_without_a_known_key(
+    keyed: Served, headers: dict[str, str], method: str, path: str
+) -> None:
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     answer = keyed.http.request(method, path, headers=raw)  # type: ignore[arg-type]
     assert answer.status_code == 401
@@ -82,7 +90,9 @@ def test_body_is_not_read_for_strangers(keyed: Served) -> None:
 
 
 def test_tenants_do_not_see_each_other(keyed: Served, served: Served) -> None:
-    created = keyed.post(CACHES, {"chunks": ["a secret of alpha's"]}, headers=ALPHA).json()["data"][0]
+    created = keyed.post(CACHES, {"chunks": ["a secret of alpha's"]}, headers=ALPHA).json()["data"][
+        0
+    ]
     cache_id = created["id"]
     url = f"{CACHES}/{cache_id}"
     prompt = {"prompt": [{"type": "context_cache", "id": cache_id}], "max_tokens": 1}
@@ -108,9 +118,12 @@ def test_tenants_do_not_see_each_other(keyed: Served, served: Served) -> None:
 
 
 def test_tenants_share_no_kv(keyed: Served) -> None:
-    """The same text of two tenants is computed and stored twice, so that nobody can time what others cached."""
+    """The same text of two tenants is computed and stored twice, so that nobody can time what
+    others cached."""
     ids = [
-        keyed.post(CACHES, {"chunks": ["the same for both"]}, headers=headers).json()["data"][0]["id"]
+        keyed.post(CACHES, {"chunks": ["the same for both"]}, headers=headers).json()["data"][0][
+            "id"
+        ]
         for headers in (ALPHA, BETA)
     ]
     records = [
@@ -137,7 +150,9 @@ def test_loopback_needs_no_key(host: str) -> None:
     check_address(host, ())
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "", "localhost.example.org"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "", "localhost.example.org"]
+)
 def test_other_addresses_need_keys(host: str) -> None:
     with pytest.raises(InvalidRequestError, match="loopback"):
         check_address(host, ())
@@ -154,7 +169,15 @@ def test_taken_port_is_told() -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:8000", "friend.example", "Friend.Example:80"],
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1",
+        "127.9.9.9:1",
+        "[::1]:8000",
+        "friend.example",
+        "Friend.Example:80",
+    ],
 )
 def test_known_hosts_are_answered(hosted: Served, host: str) -> None:
     assert hosted.get("/v1/models", headers={"Host": host}).status_code == 200
@@ -186,7 +209,9 @@ def test_foreign_hosts_are_refused(served: Served, hosted: Served, host: str, pa
 
 
 def test_any_host_may_be_allowed(served: Served, keyed: Served) -> None:
-    assert keyed.get("/health", headers={"Host": "any.example"}).status_code == 200, "keys protect it"
+    assert keyed.get("/health", headers={"Host": "any.example"}).status_code == 200, (
+        "keys protect it"
+    )
 
 
 @pytest.mark.parametrize(

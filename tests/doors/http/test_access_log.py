@@ -1,4 +1,5 @@
-"""The access log: one line per request, with figures and without content, written by a thread that nobody waits for."""
+"""The access log: one line per request, with figures and without content, written by a thread that
+nobody waits for."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SECRET = "a secret text"
 
 
 class Lines(logging.Handler):
-    """Keeps records, and waits for the one of a request: it is logged when the client has its answer already."""
+    """Keeps records, and waits for the one of a request: it is logged when the client has its
+    answer already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,12 @@ def lines() -> Iterator[Lines]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_per_request(served: Served, lines: Lines, stream: bool) -> None:
-    body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "ignore_eos": True, "stream": stream}
+    body = {
+        "messages": [{"role": "user", "content": SECRET}],
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     answer = served.post(CHAT, body)
     prompt = served.post("/tokenize", {"messages": body["messages"]})
     request_id = answer.headers["x-request-id"]
@@ -80,21 +87,35 @@ def test_a_line_per_request(served: Served, lines: Lines, stream: bool) -> None:
         ("POST", CHAT, f"POST {CHAT} 400"),
     ],
 )
-def test_routes_without_content(served: Served, lines: Lines, method: str, path: str, said: str) -> None:
+def test_routes_without_content(
+    served: Served, lines: Lines, method: str, path: str, said: str
+) -> None:
     line = lines.of(served.http.request(method, path).headers["x-request-id"])
     assert line.startswith(f"{said} prompt_tokens=0 output_tokens=0 ms=")
     assert "secret" not in line
 
 
 @pytest.mark.parametrize(
-    ("path", "route", "status"), [("/v1/context_caches/none", "/v1/context_caches/{cache_id}", 404), ("/x", None, 404)]
+    ("path", "route", "status"),
+    [("/v1/context_caches/none", "/v1/context_caches/{cache_id}", 404), ("/x", None, 404)],
 )
-def test_a_request_as_json(served: Served, lines: Lines, path: str, route: str | None, status: int) -> None:
+def test_a_request_as_json(
+    served: Served, lines: Lines, path: str, route: str | None, status: int
+) -> None:
     request_id = served.get(path).headers["x-request-id"]
     record = lines.record_of(request_id)
     fields = json.loads(JsonLines().format(record))
-    assert (fields["level"], fields["logger"], fields["message"]) == ("info", LOGGER, record.getMessage())
-    assert (fields["method"], fields["route"], fields["status"], fields["id"]) == ("GET", route, status, request_id)
+    assert (fields["level"], fields["logger"], fields["message"]) == (
+        "info",
+        LOGGER,
+        record.getMessage(),
+    )
+    assert (fields["method"], fields["route"], fields["status"], fields["id"]) == (
+        "GET",
+        route,
+        status,
+        request_id,
+    )
     assert (fields["prompt_tokens"], fields["output_tokens"]) == (0, 0)
     assert f" ms={fields['ms']} " in fields["message"]
 
@@ -115,9 +136,16 @@ def test_creation_and_splitting_tell_their_tokens(served: Served, lines: Lines) 
 
 @pytest.mark.parametrize(
     ("level", "written"),
-    [("debug", ["info", "warning"]), ("info", ["info", "warning"]), ("warning", ["warning"]), ("error", [])],
+    [
+        ("debug", ["info", "warning"]),
+        ("info", ["info", "warning"]),
+        ("warning", ["warning"]),
+        ("error", []),
+    ],
 )
-def test_the_level_says_what_is_written(capfd: pytest.CaptureFixture[str], level: str, written: list[str]) -> None:
+def test_the_level_says_what_is_written(
+    capfd: pytest.CaptureFixture[str], level: str, written: list[str]
+) -> None:
     with logging_to_stderr(level):
         logging.getLogger("kvlinker.any").info("info")
         logging.getLogger("uvicorn.error").info("uvicorn's info")
@@ -125,9 +153,13 @@ def test_the_level_says_what_is_written(capfd: pytest.CaptureFixture[str], level
     assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == written
 
 
-def test_each_line_is_json(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_json(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A traceback, too, stays on the line of its message, and no character can break it."""
-    monkeypatch.setattr(logging.getLogger("kvlinker"), "propagate", False)  # pytest cannot report half a character
+    monkeypatch.setattr(
+        logging.getLogger("kvlinker"), "propagate", False
+    )  # pytest cannot report half a character
     began = datetime.now(UTC)
     with logging_to_stderr("info", "json"):
         logging.getLogger("kvlinker.any").info("two\nlines of %s \ud800", "text")
@@ -141,9 +173,15 @@ def test_each_line_is_json(capfd: pytest.CaptureFixture[str], monkeypatch: pytes
         "logger": "kvlinker.any",
         "message": "two\nlines of text \ud800",
     }
-    assert timedelta(seconds=-0.001) <= datetime.fromisoformat(first["time"]) - began < timedelta(minutes=1)
+    assert (
+        timedelta(seconds=-0.001)
+        <= datetime.fromisoformat(first["time"]) - began
+        < timedelta(minutes=1)
+    )
     assert second["level"] == "error"
-    assert re.fullmatch(r"It failed\.\nTraceback .*ValueError: a cause", second["message"], re.DOTALL)
+    assert re.fullmatch(
+        r"It failed\.\nTraceback .*ValueError: a cause", second["message"], re.DOTALL
+    )
 
 
 def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,21 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(served: Served, key: str, policy: str) -> None:
-    created = served.post("/v1/context_caches", {"chunks": ["a text that is a chunk", "another"]}, headers=bearer(key))
+    created = served.post(
+        "/v1/context_caches", {"chunks": ["a text that is a chunk", "another"]}, headers=bearer(key)
+    )
     ids = [entry["id"] for entry in created.json()["data"]]
-    prompt = [*({"type": "context_cache", "id": each} for each in ids), {"type": "text", "text": "So what?"}]
-    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "link": {"policy": policy}}
+    prompt = [
+        *({"type": "context_cache", "id": each} for each in ids),
+        {"type": "text", "text": "So what?"},
+    ]
+    body = {
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "link": {"policy": policy},
+    }
     answer = served.post("/v1/completions", body, headers=bearer(key))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["logprobs"] is None
@@ -55,9 +66,19 @@ def audit(served: Served, key: str) -> dict[str, Any]:
 
 def test_admins_see_all_and_tenants_themselves(audited: Served) -> None:
     told = audit(audited, "root")
-    assert (told["object"], told["share"], told["pending"], told["skipped"]) == ("audit", 1.0, 0, {})
-    assert [(row["policy"], row["samples"]) for row in told["policies"]] == [("legolink-4", 1), ("naive", 1)]
-    assert {row["tenant"]: [each["policy"] for each in row["policies"]] for row in told["tenants"]} == {
+    assert (told["object"], told["share"], told["pending"], told["skipped"]) == (
+        "audit",
+        1.0,
+        0,
+        {},
+    )
+    assert [(row["policy"], row["samples"]) for row in told["policies"]] == [
+        ("legolink-4", 1),
+        ("naive", 1),
+    ]
+    assert {
+        row["tenant"]: [each["policy"] for each in row["policies"]] for row in told["tenants"]
+    } == {
         tenant_of_key("anna"): ["naive"],
         tenant_of_key("bert"): ["legolink-4"],
     }
@@ -93,7 +114,11 @@ def test_the_default_policy_is_told_with_what_changed_it(audited: Served) -> Non
     assert told["bert"]["decisions"] == []
     (decision,) = told["anna"]["decisions"]
     assert told["root"]["decisions"] == [decision]
-    assert (decision["before"], decision["after"], decision["reason"]) == ("legolink-4", "legolink-8", "below target")
+    assert (decision["before"], decision["after"], decision["reason"]) == (
+        "legolink-4",
+        "legolink-8",
+        "below target",
+    )
     assert audited.get("/v1/policies", headers=bearer("anna")).json()["default"] == "legolink-8"
 
 

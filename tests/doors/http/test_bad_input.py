@@ -37,7 +37,15 @@ class Case:
 
 
 def chat(name: str, code: str, param: str | None, /, *, status: int = 400, **fields: Any) -> Case:
-    return Case(f"chat {name}", "POST", CHAT, {"messages": HELLO, "max_tokens": 1, **fields}, status, code, param)
+    return Case(
+        f"chat {name}",
+        "POST",
+        CHAT,
+        {"messages": HELLO, "max_tokens": 1, **fields},
+        status,
+        code,
+        param,
+    )
 
 
 def said(name: str, code: str, param: str, content: Any, /, *, status: int = 400) -> Case:
@@ -45,7 +53,15 @@ def said(name: str, code: str, param: str, content: Any, /, *, status: int = 400
 
 
 def text(name: str, code: str, param: str | None, /, *, status: int = 400, **fields: Any) -> Case:
-    return Case(f"completion {name}", "POST", TEXT, {"prompt": "a", "max_tokens": 1, **fields}, status, code, param)
+    return Case(
+        f"completion {name}",
+        "POST",
+        TEXT,
+        {"prompt": "a", "max_tokens": 1, **fields},
+        status,
+        code,
+        param,
+    )
 
 
 def caches(name: str, code: str, param: str | None, /, *, status: int = 400, **fields: Any) -> Case:
@@ -57,11 +73,23 @@ def change(name: str, code: str, param: str, /, **fields: Any) -> Case:
     return Case(f"change {name}", "PATCH", f"{CACHES}/{UNKNOWN_ID}", fields, 400, code, param)
 
 
-def raw(name: str, code: str, body: bytes, /, *, path: str = CHAT, content_type: str = "application/json") -> Case:
-    return Case(f"raw {name}", "POST", path, body, 400, code, None, (("Content-Type", content_type),))
+def raw(
+    name: str,
+    code: str,
+    body: bytes,
+    /,
+    *,
+    path: str = CHAT,
+    content_type: str = "application/json",
+) -> Case:
+    return Case(
+        f"raw {name}", "POST", path, body, 400, code, None, (("Content-Type", content_type),)
+    )
 
 
-def route(name: str, method: str, path: str, status: int, code: str, param: str | None = None, /) -> Case:
+def route(
+    name: str, method: str, path: str, status: int, code: str, param: str | None = None, /
+) -> Case:
     return Case(name, method, path, None, status, code, param)
 
 
@@ -69,11 +97,18 @@ CASES = [
     # bodies
     raw("not JSON", "invalid_json", b"{"),
     raw("nothing", "missing_required_parameter", b""),
-    raw("invalid UTF-8", "invalid_json", b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}'),
+    raw(
+        "invalid UTF-8", "invalid_json", b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}'
+    ),
     raw("a list", "invalid_type", b"[]"),
     raw("a number", "invalid_type", b"3", path=TEXT),
     raw("null", "invalid_type", b"null", path=CACHES),
-    raw("a form", "invalid_type", b'{"messages": []}', content_type="application/x-www-form-urlencoded"),
+    raw(
+        "a form",
+        "invalid_type",
+        b'{"messages": []}',
+        content_type="application/x-www-form-urlencoded",
+    ),
     raw("nested without end", "invalid_json", b"[" * 100_000),
     raw("a number of 5000 digits", "invalid_json", b'{"n": ' + b"9" * 5000 + b"}"),
     # messages
@@ -81,9 +116,19 @@ CASES = [
     chat("no message", "invalid_value", "messages", messages=[]),
     chat("messages of text", "invalid_type", "messages", messages="Hello"),
     chat("a message of text", "invalid_type", "messages.0", messages=["Hello"]),
-    chat("unknown role", "invalid_value", "messages.0.role", messages=[{"role": "robot", "content": "a"}]),
+    chat(
+        "unknown role",
+        "invalid_value",
+        "messages.0.role",
+        messages=[{"role": "robot", "content": "a"}],
+    ),
     chat("no role", "missing_required_parameter", "messages.0.role", messages=[{"content": "a"}]),
-    chat("no content", "missing_required_parameter", "messages.0.content", messages=[{"role": "user"}]),
+    chat(
+        "no content",
+        "missing_required_parameter",
+        "messages.0.content",
+        messages=[{"role": "user"}],
+    ),
     chat(
         "tool calls",
         "missing_required_parameter",
@@ -95,10 +140,27 @@ CASES = [
     said("content an object", "invalid_type", "messages.0.content", {"type": "text", "text": "a"}),
     said("content without parts", "invalid_value", "messages.0.content", []),
     said("a part of text", "invalid_type", "messages.0.content.0", ["Hello"]),
-    said("a part without type", "missing_required_parameter", "messages.0.content.0.type", [{"text": "a"}]),
-    said("an image", "invalid_value", "messages.0.content.0.type", [{"type": "image_url", "image_url": {"url": "x"}}]),
-    said("text a number", "invalid_type", "messages.0.content.0.text", [{"type": "text", "text": 5}]),
-    said("text missing", "missing_required_parameter", "messages.0.content.0.text", [{"type": "text"}]),
+    said(
+        "a part without type",
+        "missing_required_parameter",
+        "messages.0.content.0.type",
+        [{"text": "a"}],
+    ),
+    said(
+        "an image",
+        "invalid_value",
+        "messages.0.content.0.type",
+        [{"type": "image_url", "image_url": {"url": "x"}}],
+    ),
+    said(
+        "text a number", "invalid_type", "messages.0.content.0.text", [{"type": "text", "text": 5}]
+    ),
+    said(
+        "text missing",
+        "missing_required_parameter",
+        "messages.0.content.0.text",
+        [{"type": "text"}],
+    ),
     said(
         "a part with citations",
         "unsupported_parameter",
@@ -111,9 +173,24 @@ CASES = [
         "messages.0.content.0.weight",
         [{"type": "text", "text": "a", "weight": 2}],
     ),
-    said("thoughts", "invalid_value", "messages.0.content.0.type", [{"type": "thinking", "thinking": "a"}]),
-    said("id missing", "missing_required_parameter", "messages.0.content.0.id", [{"type": "context_cache"}]),
-    said("id a number", "invalid_type", "messages.0.content.0.id", [{"type": "context_cache", "id": 1}]),
+    said(
+        "thoughts",
+        "invalid_value",
+        "messages.0.content.0.type",
+        [{"type": "thinking", "thinking": "a"}],
+    ),
+    said(
+        "id missing",
+        "missing_required_parameter",
+        "messages.0.content.0.id",
+        [{"type": "context_cache"}],
+    ),
+    said(
+        "id a number",
+        "invalid_type",
+        "messages.0.content.0.id",
+        [{"type": "context_cache", "id": 1}],
+    ),
     said(
         "unknown id",
         "context_cache_not_found",
@@ -130,7 +207,10 @@ CASES = [
     ),
     said("lone surrogate", "invalid_value", "messages.0.content", "a \ud800 b"),
     said(
-        "lone surrogate in a part", "invalid_value", "messages.0.content.0.text", [{"type": "text", "text": "\udfff"}]
+        "lone surrogate in a part",
+        "invalid_value",
+        "messages.0.content.0.text",
+        [{"type": "text", "text": "\udfff"}],
     ),
     said(
         "an id of a lone surrogate",
@@ -158,7 +238,12 @@ CASES = [
     chat("n text", "invalid_type", "n", n="2"),
     chat("max_tokens 0", "invalid_value", "max_tokens", max_tokens=0),
     chat("max_tokens -5", "invalid_value", "max_tokens", max_tokens=-5),
-    chat("max_tokens over the window", "context_length_exceeded", "max_tokens", max_tokens=CONTEXT_WINDOW),
+    chat(
+        "max_tokens over the window",
+        "context_length_exceeded",
+        "max_tokens",
+        max_tokens=CONTEXT_WINDOW,
+    ),
     chat(
         "max_completion_tokens over the window",
         "context_length_exceeded",
@@ -166,7 +251,9 @@ CASES = [
         max_tokens=1,
         max_completion_tokens=CONTEXT_WINDOW,
     ),
-    chat("max_completion_tokens 0", "invalid_value", "max_completion_tokens", max_completion_tokens=0),
+    chat(
+        "max_completion_tokens 0", "invalid_value", "max_completion_tokens", max_completion_tokens=0
+    ),
     chat("17 stop texts", "invalid_value", "stop", stop=["x"] * 17),
     chat("stop empty", "invalid_value", "stop", stop=""),
     chat("stop of numbers", "invalid_type", "stop.0", stop=[1]),
@@ -175,7 +262,12 @@ CASES = [
     chat("top_logprobs 21", "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21),
     chat("top_logprobs alone", "invalid_value", "top_logprobs", top_logprobs=2),
     chat("stream text", "invalid_type", "stream", stream="yes"),
-    chat("stream_options without stream", "invalid_value", "stream_options", stream_options={"include_usage": True}),
+    chat(
+        "stream_options without stream",
+        "invalid_value",
+        "stream_options",
+        stream_options={"include_usage": True},
+    ),
     # linking
     chat("unknown policy", "invalid_policy", "link.policy", link={"policy": "wishful-3"}),
     chat("legolink-0", "invalid_policy", "link.policy", link={"policy": "legolink-0"}),
@@ -190,12 +282,24 @@ CASES = [
     # what OpenAI has and this has not
     chat("wrong model", "model_not_found", "model", status=404, model="gpt-4"),
     chat("model a lone surrogate", "invalid_value", "model", model="\ud800"),
-    chat("a field named by a lone surrogate", "unknown_parameter", "\ufffd\ufffd\ufffd", **{"\ud800": 1}),
+    chat(
+        "a field named by a lone surrogate",
+        "unknown_parameter",
+        "\ufffd\ufffd\ufffd",
+        **{"\ud800": 1},
+    ),
     chat("model a number", "invalid_type", "model", model=4),
     chat("tools of another kind", "invalid_value", "tools.0.type", tools=[{"type": "web_search"}]),
     chat("functions", "unsupported_parameter", "functions", functions=[{"name": "f"}]),
-    chat("an unknown form", "invalid_value", "response_format.type", response_format={"type": "xml"}),
-    chat("no schema", "invalid_value", "response_format.json_schema", response_format={"type": "json_schema"}),
+    chat(
+        "an unknown form", "invalid_value", "response_format.type", response_format={"type": "xml"}
+    ),
+    chat(
+        "no schema",
+        "invalid_value",
+        "response_format.json_schema",
+        response_format={"type": "json_schema"},
+    ),
     chat(
         "a schema that is none",
         "invalid_type",
@@ -206,12 +310,32 @@ CASES = [
         "a schema that cannot be enforced",
         "invalid_value",
         "response_format.json_schema.schema",
-        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"not": {}}},
+        },
     ),
-    chat("a regex that is none", "invalid_value", "structured_outputs.regex", structured_outputs={"regex": "("}),
-    chat("a text that is no schema", "invalid_value", "structured_outputs.json", structured_outputs={"json": "{"}),
-    chat("no choice", "invalid_value", "structured_outputs.choice", structured_outputs={"choice": []}),
-    chat("two grammars", "invalid_value", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
+    chat(
+        "a regex that is none",
+        "invalid_value",
+        "structured_outputs.regex",
+        structured_outputs={"regex": "("},
+    ),
+    chat(
+        "a text that is no schema",
+        "invalid_value",
+        "structured_outputs.json",
+        structured_outputs={"json": "{"},
+    ),
+    chat(
+        "no choice", "invalid_value", "structured_outputs.choice", structured_outputs={"choice": []}
+    ),
+    chat(
+        "two grammars",
+        "invalid_value",
+        "structured_outputs",
+        structured_outputs={"regex": "a", "choice": ["a"]},
+    ),
     chat("no grammar", "invalid_value", "structured_outputs", structured_outputs={}),
     chat(
         "a structural tag",
@@ -228,18 +352,41 @@ CASES = [
     ),
     chat("logit_bias of words", "invalid_value", "logit_bias.cat", logit_bias={"cat": 1}),
     chat("logit_bias of 101", "invalid_value", "logit_bias.5", logit_bias={"5": 101}),
-    chat("logit_bias of a token that there is not", "invalid_value", "logit_bias", logit_bias={"99999": 1}),
-    chat("stop_token_ids that there are not", "invalid_value", "stop_token_ids", stop_token_ids=[99999]),
-    chat("logit_bias of 71 bits", "invalid_value", f"logit_bias.{2**70}", logit_bias={str(2**70): 1}),
+    chat(
+        "logit_bias of a token that there is not",
+        "invalid_value",
+        "logit_bias",
+        logit_bias={"99999": 1},
+    ),
+    chat(
+        "stop_token_ids that there are not",
+        "invalid_value",
+        "stop_token_ids",
+        stop_token_ids=[99999],
+    ),
+    chat(
+        "logit_bias of 71 bits", "invalid_value", f"logit_bias.{2**70}", logit_bias={str(2**70): 1}
+    ),
     chat("stop_token_ids of 71 bits", "invalid_value", "stop_token_ids", stop_token_ids=[2**70]),
     chat("stop_token_ids of text", "invalid_type", "stop_token_ids.0", stop_token_ids=["a"]),
     chat("bad_words empty", "invalid_value", "bad_words.0", bad_words=[""]),
     chat("min_tokens over max_tokens", "invalid_value", "min_tokens", min_tokens=2),
     chat("prompt_logprobs 21", "invalid_value", "prompt_logprobs", prompt_logprobs=21),
-    chat("prompt_logprobs of a stream", "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
+    chat(
+        "prompt_logprobs of a stream",
+        "invalid_value",
+        "prompt_logprobs",
+        prompt_logprobs=1,
+        stream=True,
+    ),
     chat("service_tier bogus", "invalid_value", "service_tier", service_tier="bogus"),
     chat("beams", "unsupported_parameter", "use_beam_search", use_beam_search=True),
-    chat("an unknown variable", "invalid_value", "chat_template_kwargs", chat_template_kwargs={"mood": "sad"}),
+    chat(
+        "an unknown variable",
+        "invalid_value",
+        "chat_template_kwargs",
+        chat_template_kwargs={"mood": "sad"},
+    ),
     chat(
         "an answer to the last message and its continuation",
         "invalid_value",
@@ -247,22 +394,41 @@ CASES = [
         continue_final_message=True,
         add_generation_prompt=True,
     ),
-    chat("a name that is no text", "invalid_type", "messages.0.name", messages=[HELLO[0] | {"name": 1}]),
+    chat(
+        "a name that is no text",
+        "invalid_type",
+        "messages.0.name",
+        messages=[HELLO[0] | {"name": 1}],
+    ),
     chat(
         "a tool_call_id of a user",
         "unsupported_parameter",
         "messages.0.tool_call_id",
         messages=[HELLO[0] | {"tool_call_id": "call_1"}],
     ),
-    chat("a refusal", "unsupported_parameter", "messages.0.refusal", messages=[HELLO[0] | {"refusal": "No."}]),
-    chat("annotations", "unsupported_parameter", "messages.0.annotations", messages=[HELLO[0] | {"annotations": [1]}]),
+    chat(
+        "a refusal",
+        "unsupported_parameter",
+        "messages.0.refusal",
+        messages=[HELLO[0] | {"refusal": "No."}],
+    ),
+    chat(
+        "annotations",
+        "unsupported_parameter",
+        "messages.0.annotations",
+        messages=[HELLO[0] | {"annotations": [1]}],
+    ),
     chat("misspelt", "unknown_parameter", "temprature", temprature=1),
     text("best_of", "unsupported_parameter", "best_of", best_of=3),
-    text("echo of logprobs in a stream", "invalid_value", "echo", echo=True, logprobs=1, stream=True),
+    text(
+        "echo of logprobs in a stream", "invalid_value", "echo", echo=True, logprobs=1, stream=True
+    ),
     text("max_tokens -1", "invalid_value", "max_tokens", max_tokens=-1),
     text("suffix", "unsupported_parameter", "suffix", suffix="end"),
     # prompts
-    Case("completion without prompt", "POST", TEXT, {}, 400, "missing_required_parameter", "prompt"),
+    Case(
+        "completion without prompt", "POST", TEXT, {}, 400, "missing_required_parameter", "prompt"
+    ),
     text("prompt null", "invalid_type", "prompt", prompt=None),
     text("prompt a number", "invalid_type", "prompt", prompt=5),
     text("prompt empty", "invalid_value", "prompt", prompt=""),
@@ -271,11 +437,15 @@ CASES = [
     text("token ids of 71 bits", "invalid_value", "prompt", prompt=[2**70]),
     text("token ids negative", "invalid_value", "prompt", prompt=[-1]),
     text("token ids and text", "invalid_type", "prompt.1", prompt=[1, "a"]),
-    text("texts and parts", "invalid_type", "prompt.1", prompt=["a", {"type": "text", "text": "b"}]),
+    text(
+        "texts and parts", "invalid_type", "prompt.1", prompt=["a", {"type": "text", "text": "b"}]
+    ),
     text("token ids of fractions", "invalid_type", "prompt.0", prompt=[0.5]),
     text("over the window", "context_length_exceeded", "prompt", prompt=[5] * CONTEXT_WINDOW),
     text("many ids over the window", "context_length_exceeded", "prompt", prompt=[5] * 100_000),
-    text("a second prompt over the window", "context_length_exceeded", "prompt.1", prompt=["a", LONG]),
+    text(
+        "a second prompt over the window", "context_length_exceeded", "prompt.1", prompt=["a", LONG]
+    ),
     text("a second prompt empty", "invalid_value", "prompt.1", prompt=["a", ""]),
     text("a second prompt of wrong ids", "invalid_value", "prompt.1", prompt=[[1], [10**7]]),
     text("129 choices", "invalid_value", "n", prompt=["a", "b", "c"], n=43),
@@ -305,15 +475,40 @@ CASES = [
         input=LONG,
         split={"max_tokens": 9999},
     ),
-    caches("an input too long to split", "invalid_value", "input", input="a" * (MAX_INPUT_CHARACTERS + 1)),
-    caches("an input of too many pieces", "invalid_value", "input", input="a " * 10_001, split={"max_tokens": 1}),
+    caches(
+        "an input too long to split",
+        "invalid_value",
+        "input",
+        input="a" * (MAX_INPUT_CHARACTERS + 1),
+    ),
+    caches(
+        "an input of too many pieces",
+        "invalid_value",
+        "input",
+        input="a " * 10_001,
+        split={"max_tokens": 1},
+    ),
     caches("chunks and input", "invalid_value", "chunks", chunks=["a"], input="b"),
     caches("split without input", "invalid_value", "split", split={"method": "fixed"}),
     caches("empty input", "invalid_value", "input", input=""),
     caches("blank input", "invalid_value", "input", input=" \n "),
-    caches("unknown split", "invalid_value", "split.method", input="a", split={"method": "chapter"}),
-    caches("split max_tokens 0", "invalid_value", "split.max_tokens", input="a", split={"max_tokens": 0}),
-    caches("split max_tokens huge", "invalid_value", "split.max_tokens", input="a", split={"max_tokens": 10**9}),
+    caches(
+        "unknown split", "invalid_value", "split.method", input="a", split={"method": "chapter"}
+    ),
+    caches(
+        "split max_tokens 0",
+        "invalid_value",
+        "split.max_tokens",
+        input="a",
+        split={"max_tokens": 0},
+    ),
+    caches(
+        "split max_tokens huge",
+        "invalid_value",
+        "split.max_tokens",
+        input="a",
+        split={"max_tokens": 10**9},
+    ),
     caches("ttl -1", "invalid_value", "ttl", ttl=-1),
     caches("ttl 0", "invalid_value", "ttl", ttl=0),
     caches("ttl NaN", "invalid_value", "ttl", ttl=float("nan")),
@@ -324,12 +519,24 @@ CASES = [
     caches("ttl and expires_at", "invalid_value", "expires_at", ttl=5, expires_at=4_000_000_000),
     caches("expires_at past", "invalid_value", "expires_at", expires_at=1_600_000_000),
     caches("expires_at beyond all years", "invalid_value", "expires_at", expires_at=1e15),
-    caches("17 pairs of metadata", "invalid_value", "metadata", metadata={str(i): "v" for i in range(17)}),
-    caches("metadata key too long", "invalid_value", "metadata." + "k" * 65, metadata={"k" * 65: "v"}),
+    caches(
+        "17 pairs of metadata",
+        "invalid_value",
+        "metadata",
+        metadata={str(i): "v" for i in range(17)},
+    ),
+    caches(
+        "metadata key too long", "invalid_value", "metadata." + "k" * 65, metadata={"k" * 65: "v"}
+    ),
     caches("metadata value too long", "invalid_value", "metadata.k", metadata={"k": "v" * 513}),
     caches("metadata value a number", "invalid_type", "metadata.k", metadata={"k": 1}),
     caches("metadata of a lone surrogate", "invalid_value", "metadata.k", metadata={"k": "\ud800"}),
-    caches("metadata key of a surrogate", "invalid_value", "metadata.\ufffd\ufffd\ufffd", metadata={"\ud800": "v"}),
+    caches(
+        "metadata key of a surrogate",
+        "invalid_value",
+        "metadata.\ufffd\ufffd\ufffd",
+        metadata={"\ud800": "v"},
+    ),
     caches("name empty", "invalid_value", "name", name=""),
     caches("name too long", "invalid_value", "name", name="n" * 257),
     caches("unknown context", "invalid_value", "context", context="between"),
@@ -338,9 +545,18 @@ CASES = [
     change("ttl -1", "invalid_value", "ttl", ttl=-1),
     change("chunks", "unknown_parameter", "chunks", chunks=["b"]),
     change("metadata of text", "invalid_type", "metadata", metadata="m"),
-    route("change unknown id", "PATCH", f"{CACHES}/{UNKNOWN_ID}", 400, "missing_required_parameter"),
+    route(
+        "change unknown id", "PATCH", f"{CACHES}/{UNKNOWN_ID}", 400, "missing_required_parameter"
+    ),
     route("read unknown id", "GET", f"{CACHES}/{UNKNOWN_ID}", 404, "context_cache_not_found", "id"),
-    route("delete unknown id", "DELETE", f"{CACHES}/{UNKNOWN_ID}", 404, "context_cache_not_found", "id"),
+    route(
+        "delete unknown id",
+        "DELETE",
+        f"{CACHES}/{UNKNOWN_ID}",
+        404,
+        "context_cache_not_found",
+        "id",
+    ),
     route("list limit 0", "GET", f"{CACHES}?limit=0", 400, "invalid_value", "limit"),
     route("list limit 101", "GET", f"{CACHES}?limit=101", 400, "invalid_value", "limit"),
     route("list limit a word", "GET", f"{CACHES}?limit=all", 400, "invalid_value", "limit"),
@@ -348,13 +564,53 @@ CASES = [
     route("list cursor", "GET", f"{CACHES}?after={UNKNOWN_ID}", 400, "invalid_value", "after"),
     # tokenize
     Case("tokenize nothing", "POST", TOKENS, {}, 400, "invalid_value", "text"),
-    Case("tokenize two", "POST", TOKENS, {"text": "a", "prompt": "b"}, 400, "invalid_value", "prompt"),
-    Case("tokenize several prompts", "POST", TOKENS, {"prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
-    Case("tokenize too many ids", "POST", TOKENS, {"prompt": [5] * 9999}, 400, "context_length_exceeded", "prompt"),
-    Case("tokenize a lone surrogate", "POST", TOKENS, {"text": "\ud800"}, 400, "invalid_value", "text"),
+    Case(
+        "tokenize two", "POST", TOKENS, {"text": "a", "prompt": "b"}, 400, "invalid_value", "prompt"
+    ),
+    Case(
+        "tokenize several prompts",
+        "POST",
+        TOKENS,
+        {"prompt": ["a", "b"]},
+        400,
+        "invalid_value",
+        "prompt",
+    ),
+    Case(
+        "tokenize too many ids",
+        "POST",
+        TOKENS,
+        {"prompt": [5] * 9999},
+        400,
+        "context_length_exceeded",
+        "prompt",
+    ),
+    Case(
+        "tokenize a lone surrogate",
+        "POST",
+        TOKENS,
+        {"text": "\ud800"},
+        400,
+        "invalid_value",
+        "text",
+    ),
     # routes
-    route("a name of bytes that are no UTF-8", "GET", f"{CACHES}/%ff%ed%a0%80", 404, "context_cache_not_found", "id"),
-    route("a cursor of bytes that are no UTF-8", "GET", f"{CACHES}?after=%ed%a0%80", 400, "invalid_value", "after"),
+    route(
+        "a name of bytes that are no UTF-8",
+        "GET",
+        f"{CACHES}/%ff%ed%a0%80",
+        404,
+        "context_cache_not_found",
+        "id",
+    ),
+    route(
+        "a cursor of bytes that are no UTF-8",
+        "GET",
+        f"{CACHES}?after=%ed%a0%80",
+        400,
+        "invalid_value",
+        "after",
+    ),
     route("an unknown route of such bytes", "GET", "/%ed%a0%80", 404, "not_found"),
     route("unknown route", "GET", "/v1/assistants", 404, "not_found"),
     route("unknown route, POST", "POST", "/v1/embeddings", 404, "not_found"),
@@ -367,10 +623,16 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_mistake_is_answered(served: Served, case: Case) -> None:
     content = case.body if isinstance(case.body, bytes | None) else json.dumps(case.body).encode()
-    answer = served.http.request(case.method, case.path, content=content, headers=dict(case.headers))
+    answer = served.http.request(
+        case.method, case.path, content=content, headers=dict(case.headers)
+    )
 
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (case.status, case.code, case.param), error
+    assert (answer.status_code, error["code"], error["param"]) == (
+        case.status,
+        case.code,
+        case.param,
+    ), error
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["message"]
@@ -384,7 +646,9 @@ def test_there_are_enough_cases() -> None:
 def test_server_is_healthy_after_all_mistakes(served: Served) -> None:
     """Runs behind the table, in the same file and on the same server."""
     assert served.get("/health").json() == {"status": "ok"}
-    answer = served.post(CHAT, {"model": MODEL_NAME, "messages": HELLO, "max_tokens": 2, "ignore_eos": True})
+    answer = served.post(
+        CHAT, {"model": MODEL_NAME, "messages": HELLO, "max_tokens": 2, "ignore_eos": True}
+    )
     assert answer.json()["usage"]["completion_tokens"] == 2
     served.wait_until_idle()
 
@@ -403,7 +667,14 @@ def test_expired_and_deleted_ids_are_unknown(served: Served) -> None:
             served.get(f"{CACHES}/{cache_id}"),
             served.http.delete(f"{CACHES}/{cache_id}"),
             served.http.patch(f"{CACHES}/{cache_id}", json={"name": "n"}),
-            served.post(CHAT, {"messages": [{"role": "user", "content": [{"type": "context_cache", "id": cache_id}]}]}),
+            served.post(
+                CHAT,
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "context_cache", "id": cache_id}]}
+                    ]
+                },
+            ),
             served.post(TEXT, {"prompt": [{"type": "context_cache", "id": cache_id}]}),
         ]
         assert [answer.status_code for answer in answers] == [404] * 5
@@ -433,7 +704,9 @@ def test_harmless_fields_of_openai_are_ignored(served: Served) -> None:
     }
     answer = served.post(CHAT, {"messages": HELLO, "max_completion_tokens": 1, **harmless})
     assert answer.status_code == 200, answer.text
-    answer = served.post(TEXT, {"prompt": "a", "max_tokens": 1, "best_of": 1, "echo": False, "suffix": None})
+    answer = served.post(
+        TEXT, {"prompt": "a", "max_tokens": 1, "best_of": 1, "echo": False, "suffix": None}
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -441,7 +714,9 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_names_of_all_roles_mean_nothing_to_a_template_without_them(served: Served, stream: bool) -> None:
+def test_names_of_all_roles_mean_nothing_to_a_template_without_them(
+    served: Served, stream: bool
+) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -480,6 +755,8 @@ def test_same_cache_twice_in_one_prompt_is_fine(served: Served) -> None:
     (cache_id,) = served.cache("a cat and a dog")
     part = {"type": "context_cache", "id": cache_id}
     content = [part, {"type": "text", "text": "and"}, part]
-    answer = served.post(CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+    answer = served.post(
+        CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    )
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -27,7 +27,11 @@ def test_too_large(served: Served, path: str, announced: bool) -> None:
     answer = served.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
     error = answer.json()["error"]
-    assert (error["code"], error["type"], error["param"]) == ("body_too_large", "invalid_request_error", None)
+    assert (error["code"], error["type"], error["param"]) == (
+        "body_too_large",
+        "invalid_request_error",
+        None,
+    )
     assert f"{LIMITS[path]:,} bytes" in error["message"]
     assert served.get("/health").status_code == 200
 

@@ -16,7 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvlinker.doors.http.edge import connections
 from kvlinker.doors.http.edge.address import bind, url_of
-from kvlinker.doors.http.edge.connections import LEAST_BYTES_PER_SECOND, BodyTimeout, EngineServer, server_config
+from kvlinker.doors.http.edge.connections import (
+    LEAST_BYTES_PER_SECOND,
+    BodyTimeout,
+    EngineServer,
+    server_config,
+)
 from kvlinker.doors.http.edge.draining import Drain
 from tests.doors.http.serving import Served, serving
 
@@ -90,7 +95,11 @@ def test_half_sent_bodies_are_answered_408_and_closed(client: socket.socket, sen
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head.lower()
     error = json.loads(body)["error"]
-    assert (error["code"], error["type"], error["param"]) == ("request_timeout", "invalid_request_error", None)
+    assert (error["code"], error["type"], error["param"]) == (
+        "request_timeout",
+        "invalid_request_error",
+        None,
+    )
     assert f"{sent} bytes" in error["message"]
 
 
@@ -149,14 +158,23 @@ async def _nowhere(_: Message) -> None:
     raise AssertionError("nothing is sent")
 
 
-def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those on open connections are answered, and new connections wait for the server that follows."""
+def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those on open connections are answered, and new connections wait for the server that
+    follows."""
     monkeypatch.setattr(connections, "FAILED_SECONDS", 0.5)
     engines = [True, True]
 
     def begin(number: int) -> threading.Thread:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-length", b"1")],
+                }
+            )
             await send({"type": "http.response.body", "body": str(number).encode()})
 
         config = server_config(answer, request_timeout=WAIT)

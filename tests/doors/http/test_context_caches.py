@@ -31,8 +31,13 @@ def create(served: Served, **fields: Any) -> list[dict[str, Any]]:
 
 def test_creation(served: Served) -> None:
     before = int(time.time())
-    first, second = create(served, chunks=["The cat sat on the mat.", "A dog"], name="pets", metadata={"k": "v"})
-    assert first["tokens"] == served.post("/tokenize", {"text": "The cat sat on the mat."}).json()["count"]
+    first, second = create(
+        served, chunks=["The cat sat on the mat.", "A dog"], name="pets", metadata={"k": "v"}
+    )
+    assert (
+        first["tokens"]
+        == served.post("/tokenize", {"text": "The cat sat on the mat."}).json()["count"]
+    )
     assert first["tokens"] > second["tokens"]
     assert before <= first["created_at"] <= time.time()
     assert first == {
@@ -60,7 +65,10 @@ def test_same_content_is_stored_once(served: Served) -> None:
     one, two = create(served, chunks=["the same words"] * 2)
     (three,) = create(served, chunks=["the same words"])
     assert len({one["id"], two["id"], three["id"]}) == 3
-    (key,) = {served.llm.caches.get(entry["id"], tenant="default").chunk_key for entry in (one, two, three)}
+    (key,) = {
+        served.llm.caches.get(entry["id"], tenant="default").chunk_key
+        for entry in (one, two, three)
+    }
     for entry in (one, two):
         served.http.delete(f"{PATH}/{entry['id']}")
         assert served.llm.store.tier_of(key) == "host"
@@ -133,7 +141,9 @@ def test_change(served: Served) -> None:
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_pages(served: Served, order: str) -> None:
-    ids = [entry["id"] for entry in create(served, chunks=[f"chunk {number}" for number in range(7)])]
+    ids = [
+        entry["id"] for entry in create(served, chunks=[f"chunk {number}" for number in range(7)])
+    ]
     seen: list[str] = []
     page: dict[str, Any] = {"has_more": True}
     while page["has_more"]:
@@ -166,7 +176,9 @@ def test_evicted_kv_is_seen_as_such_and_heals(served: Served) -> None:
     assert served.get(f"{PATH}/{entry['id']}").json() == entry | {"bytes": 0, "tier": None}
     after = served.post("/v1/completions", ask).json()
     assert after["choices"] == before["choices"]
-    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "it was computed for this request"
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, (
+        "it was computed for this request"
+    )
     assert served.get(f"{PATH}/{entry['id']}").json() == entry
     again = served.post("/v1/completions", ask).json()
     assert (again["choices"], again["usage"]) == (before["choices"], before["usage"])

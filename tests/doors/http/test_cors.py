@@ -11,7 +11,10 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.settings import load_settings
 from tests.doors.http.serving import Served, serving
 
-ASKED = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type, x-api-key"}
+ASKED = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "content-type, x-api-key",
+}
 FRIEND = {"Origin": "https://friend.example"}
 STRANGER = {"Origin": "https://stranger.example"}
 ALLOWED = "access-control-allow-origin"
@@ -21,7 +24,9 @@ ALLOWED = "access-control-allow-origin"
 def opened(served: Served) -> Iterator[Served]:
     """The same LLM behind keys, for the pages of one origin."""
     changes = {"api_keys": ("key-alpha",), "cors_origins": ("https://friend.example",)}
-    with serving(served.llm, served.llm.settings.model_copy(update=changes), closes=False) as running:
+    with serving(
+        served.llm, served.llm.settings.model_copy(update=changes), closes=False
+    ) as running:
         yield running
 
 
@@ -46,8 +51,13 @@ def test_strangers_pages_may_not(opened: Served, served: Served) -> None:
     assert ALLOWED not in served.get("/v1/models", headers=FRIEND).headers
 
 
-@pytest.mark.parametrize("origin", ["friend.example", "https://friend.example/", "https://a b", "https://u@f.example"])
+@pytest.mark.parametrize(
+    "origin", ["friend.example", "https://friend.example/", "https://a b", "https://u@f.example"]
+)
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         load_settings(cors_origins=origin)
-    assert load_settings(cors_origins="*, http://localhost:3000").cors_origins == ("*", "http://localhost:3000")
+    assert load_settings(cors_origins="*, http://localhost:3000").cors_origins == (
+        "*",
+        "http://localhost:3000",
+    )

@@ -13,7 +13,14 @@ from transformers import GenerationConfig
 from kvlinker.doors.http.answers.completions import DEFAULT_MAX_TOKENS
 from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine
-from tests.doors.http.serving import CONTEXT_WINDOW, MODEL_NAME, Served, serving, tiny_model, tiny_settings
+from tests.doors.http.serving import (
+    CONTEXT_WINDOW,
+    MODEL_NAME,
+    Served,
+    serving,
+    tiny_model,
+    tiny_settings,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -27,7 +34,12 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> openai.types.chat.ChatCompletion:
-    fields: dict[str, Any] = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    fields: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 8,
+    }
     return client.chat.completions.create(**(fields | options))
 
 
@@ -61,7 +73,12 @@ def test_min_tokens_and_stop_tokens(served: Served, client: openai.OpenAI) -> No
 
 
 def test_an_echo_stands_before_the_answer(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL_NAME, "prompt": "The cat sat", "temperature": 0, "max_tokens": 4}
+    options: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "prompt": "The cat sat",
+        "temperature": 0,
+        "max_tokens": 4,
+    }
     plain = client.completions.create(**options).choices[0].text
     echoed = client.completions.create(echo=True, **options).choices[0]
     assert echoed.text == "The cat sat" + plain
@@ -81,7 +98,13 @@ def test_an_echo_of_tokens_and_of_caches_is_their_text(served: Served) -> None:
 
 def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
     """The way in which evaluation harnesses score texts."""
-    body = {"prompt": "The cat sat on the mat.", "echo": True, "max_tokens": 1, "ignore_eos": True, "logprobs": 1}
+    body = {
+        "prompt": "The cat sat on the mat.",
+        "echo": True,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
     answer = served.post(TEXT, body)
     logprobs = answer.json()["choices"][0]["logprobs"]
     scored = served.llm.score("The cat sat on the mat.")
@@ -93,20 +116,40 @@ def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
     assert "".join(logprobs["tokens"][1:-1]) == "The cat sat on the mat."
 
 
-def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(served: Served) -> None:
-    body: dict[str, Any] = {"prompt": "The cat sat", "echo": True, "max_tokens": 0, "logprobs": 3, "prompt_logprobs": 1}
+def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(
+    served: Served,
+) -> None:
+    body: dict[str, Any] = {
+        "prompt": "The cat sat",
+        "echo": True,
+        "max_tokens": 0,
+        "logprobs": 3,
+        "prompt_logprobs": 1,
+    }
     for given in (body, body | {"logprobs": 1, "prompt_logprobs": 3}):
         (choice,) = served.post(TEXT, given).json()["choices"]
-        told = {"logprobs": choice["logprobs"]["top_logprobs"], "prompt_logprobs": choice["prompt_logprobs"]}
+        told = {
+            "logprobs": choice["logprobs"]["top_logprobs"],
+            "prompt_logprobs": choice["prompt_logprobs"],
+        }
         for field, entries in told.items():
             assert entries[0] is None
-            assert {len(entry) - given[field] for entry in entries[1:]} <= {0, 1}, "the token itself may be one of them"
+            assert {len(entry) - given[field] for entry in entries[1:]} <= {0, 1}, (
+                "the token itself may be one of them"
+            )
 
 
 def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> None:
     (cache_id,) = served.cache("The cat sat on the mat.")
-    content = [{"type": "context_cache", "id": cache_id}, {"type": "text", "text": "Where was the cat?"}]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "prompt_logprobs": 1}
+    content = [
+        {"type": "context_cache", "id": cache_id},
+        {"type": "text", "text": "Where was the cat?"},
+    ]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 1,
+        "prompt_logprobs": 1,
+    }
     answer = served.post(CHAT, body).json()
     told = answer["prompt_logprobs"]
     assert len(told) == answer["usage"]["prompt_tokens"]
@@ -114,9 +157,15 @@ def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> 
     assert told[-len(known) :] == known
     assert len(known) > 5
     for entry in known:
-        assert all(value["logprob"] <= 0 and math.isfinite(value["logprob"]) for value in entry.values())
-    assert served.post(CHAT, {"messages": QUESTION, "max_tokens": 1}).json()["prompt_logprobs"] is None
-    both = served.post(TEXT, {"prompt": ["The cat", "a dog sat"], "max_tokens": 0, "prompt_logprobs": 0}).json()
+        assert all(
+            value["logprob"] <= 0 and math.isfinite(value["logprob"]) for value in entry.values()
+        )
+    assert (
+        served.post(CHAT, {"messages": QUESTION, "max_tokens": 1}).json()["prompt_logprobs"] is None
+    )
+    both = served.post(
+        TEXT, {"prompt": ["The cat", "a dog sat"], "max_tokens": 0, "prompt_logprobs": 0}
+    ).json()
     assert [len(choice["prompt_logprobs"]) for choice in both["choices"]] == [
         len(served.llm.token_ids(text)) + 1 for text in ("The cat", "a dog sat")
     ]
@@ -156,7 +205,9 @@ class TestTemplates:
 
     def test_an_answer_that_was_begun_goes_on(self, templated: Served) -> None:
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
-        assert self.prompt(templated, *messages, continue_final_message=True).endswith("assistantI think")
+        assert self.prompt(templated, *messages, continue_final_message=True).endswith(
+            "assistantI think"
+        )
         assert self.prompt(templated, *messages).endswith("I think;>")
 
     def test_names_and_reasoning_are_shown(self, templated: Served) -> None:
@@ -177,11 +228,15 @@ class TestRecommendations:
     """Sampling parameters of ``generation_config.json`` hold where a request leaves them out."""
 
     @pytest.fixture(params=["auto", "off"])
-    def recommending(self, request, tmp_path, monkeypatch) -> Iterator[tuple[Served, FakeEngine, bool]]:
+    def recommending(
+        self, request, tmp_path, monkeypatch
+    ) -> Iterator[tuple[Served, FakeEngine, bool]]:
         engine = FakeEngine()
         monkeypatch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
         monkeypatch.setattr(
-            tiny_model().model, "generation_config", GenerationConfig(temperature=0.6, top_p=0.95, do_sample=True)
+            tiny_model().model,
+            "generation_config",
+            GenerationConfig(temperature=0.6, top_p=0.95, do_sample=True),
         )
         settings = tiny_settings(tmp_path, generation_config=request.param)
         with serving(LLM.from_model(tiny_model(), settings), settings) as running:
@@ -192,8 +247,12 @@ class TestRecommendations:
         served.post(CHAT, {"messages": QUESTION, "max_tokens": 1})
         served.post(CHAT, {"messages": QUESTION, "max_tokens": 1, "temperature": 0, "top_p": None})
         served.llm.completion("a", max_tokens=1, top_p=0.5)
-        found = [(request.sampling.temperature, request.sampling.top_p) for request in engine.requests]
-        assert found == ([(0.6, 0.95), (0.0, 0.95), (0.6, 0.5)] if followed else [(1, 1), (0, 1), (1, 0.5)])
+        found = [
+            (request.sampling.temperature, request.sampling.top_p) for request in engine.requests
+        ]
+        assert found == (
+            [(0.6, 0.95), (0.0, 0.95), (0.6, 0.5)] if followed else [(1, 1), (0, 1), (1, 0.5)]
+        )
 
 
 def test_answers_take_the_rest_of_the_window(faked: Served, engine: FakeEngine) -> None:

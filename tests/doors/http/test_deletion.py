@@ -1,4 +1,5 @@
-"""What is deleted or expired is gone from every tier: bytes on disk, memory, writes that still wait, and variants."""
+"""What is deleted or expired is gone from every tier: bytes on disk, memory, writes that still
+wait, and variants."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def files(state: Path) -> list[Path]:
 
 def nothing_left(llm: LLM, state: Path) -> bool:
     llm.store.flush()
-    return not (files(state) or llm.store.keys() or any(tier.used_bytes for tier in llm.store.usage()))
+    return not (
+        files(state) or llm.store.keys() or any(tier.used_bytes for tier in llm.store.usage())
+    )
 
 
 def with_variants(llm: LLM) -> tuple[ContextCache, ...]:
@@ -72,7 +75,9 @@ def test_deletion_by_metadata(llm: LLM, state: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_deletion_overtakes_writes_that_wait(llm: LLM, state: Path) -> None:
-    for caches in [llm.generate_context_cache([f"text {number} {n}" for n in range(20)]) for number in range(3)]:
+    for caches in [
+        llm.generate_context_cache([f"text {number} {n}" for n in range(20)]) for number in range(3)
+    ]:
         for cache in caches:
             llm.expire_cache(cache)
     assert nothing_left(llm, state)
@@ -97,7 +102,9 @@ def test_a_deletion_that_a_crash_broke_off_is_finished_at_the_start(state: Path)
         assert nothing_left(llm, state)
 
 
-def test_what_a_running_request_stored_again_goes_with_the_next_sweep(llm: LLM, state: Path) -> None:
+def test_what_a_running_request_stored_again_goes_with_the_next_sweep(
+    llm: LLM, state: Path
+) -> None:
     (cache,) = llm.generate_context_cache(TEXTS[:1])
     llm.expire_cache(cache)
     llm.engine.cache_chunk(cache.chunk, tenant="default").result()
@@ -109,11 +116,16 @@ def test_what_a_running_request_stored_again_goes_with_the_next_sweep(llm: LLM, 
     assert llm.store.tier_of(again.chunk_key) == "host"
 
 
-def test_a_running_server_follows_what_another_process_deletes_and_pins(llm: LLM, state: Path) -> None:
+def test_a_running_server_follows_what_another_process_deletes_and_pins(
+    llm: LLM, state: Path
+) -> None:
     first, second = llm.generate_context_cache(TEXTS)
     llm.store.flush()
     for arguments in (["rm", first.id], ["pin", second.id]):
-        assert CliRunner().invoke(app, ["caches", *arguments, "--state-dir", str(state)]).exit_code == 0
+        assert (
+            CliRunner().invoke(app, ["caches", *arguments, "--state-dir", str(state)]).exit_code
+            == 0
+        )
     assert llm.store.keys() == {first.chunk_key, second.chunk_key}
     llm.caches.sweep()
     assert llm.store.keys() == {second.chunk_key}
@@ -123,7 +135,9 @@ def test_a_running_server_follows_what_another_process_deletes_and_pins(llm: LLM
 
 def test_pins_last_through_a_restart(state: Path) -> None:
     with started(state) as llm:
-        pinned, _ = (llm.generate_context_cache([text], pinned=text == TEXTS[0])[0] for text in TEXTS)
+        pinned, _ = (
+            llm.generate_context_cache([text], pinned=text == TEXTS[0])[0] for text in TEXTS
+        )
         size = llm.store.nbytes(pinned.chunk_key) or 0
     small = tiny_settings(state, disk_space=4 * size)
     with LLM.from_model(tiny_model(), small) as llm:
@@ -139,11 +153,15 @@ def test_variants_of_shared_chunks_are_each_tenants_own(llm: LLM, state: Path) -
     (shared,) = llm.generate_context_cache(["A corpus for all of us."], scope="shared")
     for tenant in ("anna", "bert"):
         content = [{"type": "text", "text": f"{tenant}'s secret"}, shared, "So?"]
-        llm.chat_completion([{"role": "user", "content": content}], policy="prefix", tenant=tenant, max_tokens=1)
+        llm.chat_completion(
+            [{"role": "user", "content": content}], policy="prefix", tenant=tenant, max_tokens=1
+        )
     wait_until(lambda: len(llm.catalog.chunk_keys()) >= 3)
     variants = llm.catalog.chunk_keys().keys() - {shared.chunk_key}
     assert len(variants) == 2
     assert all(len(llm.catalog.keys_of(tenant)) == 1 for tenant in ("anna", "bert", "shared"))
-    assert chunk_key(shared.chunk, fingerprint=shared.fingerprint, tenant="anna") == shared.chunk_key
+    assert (
+        chunk_key(shared.chunk, fingerprint=shared.fingerprint, tenant="anna") == shared.chunk_key
+    )
     llm.expire_cache(shared)
     assert nothing_left(llm, state)

@@ -19,7 +19,12 @@ from tests.engines.embedded.held import Held
 from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
-ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True, "max_tokens": 1500, "n": 2}
+ENDLESS = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "ignore_eos": True,
+    "max_tokens": 1500,
+    "n": 2,
+}
 
 
 @contextmanager
@@ -49,7 +54,9 @@ def test_a_client_that_leaves_frees_the_engine(served: Served, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_leave_before_the_first_token_are_noticed(faked: Served, engine: FakeEngine, stream: bool) -> None:
+def test_clients_that_leave_before_the_first_token_are_noticed(
+    faked: Served, engine: FakeEngine, stream: bool
+) -> None:
     engine.flowing.clear()
     with asked(faked, stream=stream):
         engine.wait_until_running(2)

@@ -1,5 +1,6 @@
-"""A server that is told to stop: what it refuses, what it finishes, and how it cuts off what takes too long. The fake
-engine lets each test say when a request goes on. ``test_sigterm.py`` does the same to real processes."""
+"""A server that is told to stop: what it refuses, what it finishes, and how it cuts off what takes
+too long. The fake engine lets each test say when a request goes on. ``test_sigterm.py`` does the
+same to real processes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def stopping(faked: Served, engine: FakeEngine) -> Iterator[Callable[[float], St
     servers: list[tuple[EngineServer, Stopping]] = []
 
     def start(timeout: float) -> Stopping:
-        app = create_app(faked.llm, faked.llm.settings.model_copy(update={"drain_timeout": timeout}))
+        app = create_app(
+            faked.llm, faked.llm.settings.model_copy(update={"drain_timeout": timeout})
+        )
         server, running = started(app, engine)
         servers.append((server, running))
         return running
@@ -143,7 +146,10 @@ def test_what_runs_is_finished_while_new_requests_are_refused(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_what_takes_too_long_ends_with_an_error_of_its_api(
-    stopping: Callable[[float], Stopping], engine: FakeEngine, path: str, caplog: pytest.LogCaptureFixture
+    stopping: Callable[[float], Stopping],
+    engine: FakeEngine,
+    path: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A 503, or the last event of a stream that had begun."""
     server = stopping(0.0)
@@ -151,7 +157,9 @@ def test_what_takes_too_long_ends_with_an_error_of_its_api(
     with ThreadPoolExecutor() as threads:
         answers = [asked(server, threads, path, stream=stream) for stream in (False, True)]
         server.drain.begin()
-        (status, headers, text), (streamed, _, events) = (answered.result(WAIT) for answered in answers)
+        (status, headers, text), (streamed, _, events) = (
+            answered.result(WAIT) for answered in answers
+        )
     assert server.ended()
     assert (status, headers["connection"], streamed) == (503, "close", 200)
     error, told = json.loads(text)["error"], events_of(events)
@@ -202,7 +210,9 @@ async def test_an_answer_that_begins_when_all_are_cut_off_fails_at_once() -> Non
     assert [type(error) for error in errors] == [EngineClosedError] * 2
 
 
-async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As threads do not. What it sends later goes nowhere."""
     monkeypatch.setattr("kvlinker.doors.http.edge.draining.LAST_SECONDS", 0.0)
     sent: list[Message] = []
@@ -236,7 +246,10 @@ async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(monkeypatc
 async def test_a_body_is_read_before_its_request_is_refused() -> None:
     """Or a client that is still sending finds its connection reset, and does not see the answer."""
     order: list[str] = []
-    bodies = [{"type": "http.request", "more_body": True}, {"type": "http.request", "more_body": False}]
+    bodies = [
+        {"type": "http.request", "more_body": True},
+        {"type": "http.request", "more_body": False},
+    ]
 
     async def receive() -> Message:
         order.append("read")

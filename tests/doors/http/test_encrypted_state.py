@@ -1,4 +1,5 @@
-"""A server whose state directory is encrypted: nothing in it can be read, and nothing works differently."""
+"""A server whose state directory is encrypted: nothing in it can be read, and nothing works
+differently."""
 
 from __future__ import annotations
 
@@ -44,13 +45,19 @@ def test_encrypted_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         answer = llm.completion((cache, "So?"), policy="naive", **GREEDY)
         assert all(secret in content(state) for secret in secrets)
     with started(state) as llm:
-        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer.token_ids
+        assert (
+            llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer.token_ids
+        )
         llm.store.flush()
         assert llm.store.usage()[1].chunks == 1
-        assert not any(secret in content(state) for secret in secrets), "the plain file was damage, and made again"
+        assert not any(secret in content(state) for secret in secrets), (
+            "the plain file was damage, and made again"
+        )
     with started(state) as llm:
         assert llm.store.tier_of(cache.chunk_key) == "disk"
-        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer.token_ids
+        assert (
+            llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer.token_ids
+        )
     for key, message in ((None, "is encrypted. Give its key"), ("11" * 32, "is not the key")):
         with pytest.raises(StoreError, match=message):
             started(state, key)

@@ -1,4 +1,5 @@
-"""What error bodies tell: the caller's mistakes in full, of the server's own failures only where to read of them."""
+"""What error bodies tell: the caller's mistakes in full, of the server's own failures only where to
+read of them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import pytest
 from starlette.types import Scope
 
 import kvlinker
-from kvlinker.base.errors import ContextCacheModelError, ContextCacheNotFoundError, KVLinkerError, OverloadedError
+from kvlinker.base.errors import (
+    ContextCacheModelError,
+    ContextCacheNotFoundError,
+    KVLinkerError,
+    OverloadedError,
+)
 from kvlinker.doors.http.edge.errors import error_body, error_response
 from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine
@@ -79,7 +85,10 @@ def test_every_answer_names_its_request(keyed: Served) -> None:
 
 
 def test_a_stream_that_fails_says_nothing_of_the_inside(
-    faked: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    faked: Served,
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine.fails_at = 1
     with caplog.at_level(logging.ERROR):
@@ -91,7 +100,9 @@ def test_a_stream_that_fails_says_nothing_of_the_inside(
     assert f"Request {request_id} failed: " in caplog.text
 
 
-def test_a_store_that_fails_names_no_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails_names_no_paths(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = tiny_settings(tmp_path / "private")
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
         (kept,) = served.cache("The cat sat on the mat.")
@@ -110,7 +121,9 @@ def test_a_store_that_fails_names_no_paths(tmp_path: Path, caplog: pytest.LogCap
         assert "private" not in answer.text
         request_id = answer.headers["x-request-id"]
         assert request_id in error["message"]
-        (logged,) = [record.getMessage() for record in caplog.records if request_id in record.getMessage()]
+        (logged,) = [
+            record.getMessage() for record in caplog.records if request_id in record.getMessage()
+        ]
         assert str(settings.state_dir) in logged
 
 

@@ -51,7 +51,9 @@ def test_two_lengths_of_one_body_are_refused_and_the_connection_closed(served: S
     assert received.count(b"HTTP/1.1 ") == 1
 
 
-@pytest.mark.parametrize("target", ["http://localhost/health", "HTTP://127.0.0.1:80/health", "http://[::1]/health"])
+@pytest.mark.parametrize(
+    "target", ["http://localhost/health", "HTTP://127.0.0.1:80/health", "http://[::1]/health"]
+)
 def test_absolute_targets(served: Served, target: str) -> None:
     assert answered(served, target, "localhost").startswith(b"HTTP/1.1 200 ")
 
@@ -64,7 +66,14 @@ def test_an_absolute_target_names_the_host(served: Served) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["[::1]evil.com", "[::1]:80evil.com", "localhost:80@evil.com", "evil.com@localhost", "localhost/evil", "[::1"],
+    [
+        "[::1]evil.com",
+        "[::1]:80evil.com",
+        "localhost:80@evil.com",
+        "evil.com@localhost",
+        "localhost/evil",
+        "[::1",
+    ],
 )
 def test_hosts_that_only_begin_or_end_like_ones_own(served: Served, host: str) -> None:
     assert answered(served, "/health", host).startswith(b"HTTP/1.1 421 ")

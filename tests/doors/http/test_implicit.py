@@ -19,7 +19,8 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 QUESTION = "\nWhere is the cat?"
 TEMPLATE_WITH_DOCUMENTS = (
-    "{% for d in documents or [] %}[{{ d.title }}|{{ d.source }}|{{ d.text }}]{% endfor %}" + TEMPLATE
+    "{% for d in documents or [] %}[{{ d.title }}|{{ d.source }}|{{ d.text }}]{% endfor %}"
+    + TEMPLATE
 )
 
 
@@ -40,7 +41,11 @@ def body(*parts: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
 
 def turns(*parts: Any, call_id: str = "c1") -> list[dict[str, Any]]:
     """A call of a tool, and its result, of these parts."""
-    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": '{"at": "cats"}'}}
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "look", "arguments": '{"at": "cats"}'},
+    }
     return [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -48,7 +53,9 @@ def turns(*parts: Any, call_id: str = "c1") -> list[dict[str, Any]]:
     ]
 
 
-def ask(served: Served, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+def ask(
+    served: Served, *parts: Any, headers: dict[str, str] | None = None, **fields: Any
+) -> dict[str, Any]:
     answer = served.post(CHAT, body(*parts, **fields), headers=headers)
     assert answer.status_code == 200, answer.text
     told: dict[str, Any] = answer.json()
@@ -87,9 +94,13 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("mark", [EPHEMERAL, BREAKPOINT, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}])
+@pytest.mark.parametrize(
+    "mark", [EPHEMERAL, BREAKPOINT, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+)
 @pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
-def test_marked_parts_are_found_by_content_in_any_order(apart: Served, mark: dict[str, Any], role: str) -> None:
+def test_marked_parts_are_found_by_content_in_any_order(
+    apart: Served, mark: dict[str, Any], role: str
+) -> None:
     a, b = text(f"{role[0]}a{len(str(mark))}"), text(f"{role[0]}b{len(str(mark))}")
     first = ask(apart, part(a, mark), part(b, mark), role=role)
     second = ask(apart, part("Listen: "), part(b, mark), part(a, mark), role=role)
@@ -169,8 +180,14 @@ def test_completions_take_marks(apart: Served) -> None:
 def test_streams_tell_of_the_link_once(apart: Served, path: str) -> None:
     a = text(f"s{len(path)}")
     asked: dict[str, Any] = {"max_tokens": 3, "stream": True, "ignore_eos": True}
-    asked |= {"prompt": [part(a, EPHEMERAL)]} if path != CHAT else {"messages": body(part(a, EPHEMERAL))["messages"]}
-    events = [line[6:] for line in apart.post(path, asked).text.splitlines() if line.startswith("data: {")]
+    asked |= (
+        {"prompt": [part(a, EPHEMERAL)]}
+        if path != CHAT
+        else {"messages": body(part(a, EPHEMERAL))["messages"]}
+    )
+    events = [
+        line[6:] for line in apart.post(path, asked).text.splitlines() if line.startswith("data: {")
+    ]
     links = [chunk["link"] for event in events if "link" in (chunk := json.loads(event))]
     assert "link" in json.loads(events[0])
     assert [[cache["created"] for cache in link["context_caches"]] for link in links] == [[True]]
@@ -200,7 +217,11 @@ LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look",
-        "parameters": {"type": "object", "properties": {"at": {"enum": ["cats", "dogs"]}}, "required": ["at"]}
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": ["cats", "dogs"]}},
+            "required": ["at"],
+        }
         | {"additionalProperties": False},
     },
 }
@@ -208,19 +229,28 @@ FORM: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {
         "name": "seen",
-        "schema": {"type": "object", "properties": {"cats": {"type": "boolean"}}, "required": ["cats"]}
+        "schema": {
+            "type": "object",
+            "properties": {"cats": {"type": "boolean"}},
+            "required": ["cats"],
+        }
         | {"additionalProperties": False},
     },
 }
-TEMPLATE_WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE_WITH_DOCUMENTS.replace(
-    "{{ message['content'] }}",
-    "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
-    "{{ message.tool_call_id }}",
+TEMPLATE_WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    + TEMPLATE_WITH_DOCUMENTS.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+        "{{ message.tool_call_id }}",
+    )
 )
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE_WITH_TOOLS])
-def test_results_of_tools_are_chunks_beside_documents_and_forms(tmp_path: Path, template: str) -> None:
+def test_results_of_tools_are_chunks_beside_documents_and_forms(
+    tmp_path: Path, template: str
+) -> None:
     """Whether the chat template shows tools and documents or not."""
     a, b = text("ra"), text("rb")
     asked: dict[str, Any] = {
@@ -230,7 +260,9 @@ def test_results_of_tools_are_chunks_beside_documents_and_forms(tmp_path: Path, 
         "tool_choice": "none",
     }
     with server(tmp_path, chat_template=template, prefix_cache="off") as served:
-        first, second = (ask(served, part(a, EPHEMERAL), role="tool", max_tokens=100, **asked) for _ in range(2))
+        first, second = (
+            ask(served, part(a, EPHEMERAL), role="tool", max_tokens=100, **asked) for _ in range(2)
+        )
         plain = ask(served, part(a), role="tool", max_tokens=100, link={"implicit": "off"}, **asked)
     assert (created(first), created(second)) == ([True, True], [False, False])
     assert "link" not in plain
@@ -248,7 +280,9 @@ def test_calls_follow_marked_results(apart: Served, stream: bool) -> None:
     asked = body(part(a, EPHEMERAL), role="tool", **fields) | {"max_tokens": 200, "stream": stream}
     answer = apart.post(CHAT, asked)
     assert answer.status_code == 200, answer.text
-    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     told = chunks if stream else [answer.json()]
     said = [chunk["choices"][0]["delta" if stream else "message"] for chunk in told]
     (call,) = (call for piece in said for call in piece.get("tool_calls") or ())
@@ -278,7 +312,12 @@ def test_an_echo_says_marked_texts_as_they_are(apart: Served) -> None:
 
 
 def test_implicit_off(apart: Served) -> None:
-    answer = ask(apart, part(text("of"), EPHEMERAL), documents=[{"text": text("og")}], link={"implicit": "off"})
+    answer = ask(
+        apart,
+        part(text("of"), EPHEMERAL),
+        documents=[{"text": text("og")}],
+        link={"implicit": "off"},
+    )
     assert "link" not in answer
     assert apart.post(CHAT, body(part("a"), link={"implicit": "some"})).status_code == 400
 
@@ -319,9 +358,13 @@ def test_the_quota_never_makes_a_request_fail(tmp_path: Path) -> None:
         assert served.get(f"/v1/context_caches/{ids(first)[0]}").status_code == 404
         refused = served.post("/v1/context_caches", {"chunks": [text("qx"), text("qy")]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota_exceeded")
-        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 200, "nothing goes for what cannot fit"
+        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 200, (
+            "nothing goes for what cannot fit"
+        )
         served.cache(text("qe"))
-        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 404, "names come first"
+        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 404, (
+            "names come first"
+        )
         third = ask(served, part(text("qf"), EPHEMERAL))
         assert "link" not in third
         assert served.post("/v1/context_caches", {"chunks": ["a"]}).status_code == 403
@@ -359,7 +402,8 @@ def test_one_computation_for_all_who_bring_the_same_text(tmp_path: Path) -> None
 
 
 def test_chunks_bear_no_traces_of_the_prompt_they_came_in(tmp_path: Path) -> None:
-    """An implicit chunk's KV is the same bits as that of one which was created by name, whatever stood before it."""
+    """An implicit chunk's KV is the same bits as that of one which was created by name, whatever
+    stood before it."""
     import torch
 
     a = text("ha")
@@ -369,10 +413,14 @@ def test_chunks_bear_no_traces_of_the_prompt_they_came_in(tmp_path: Path) -> Non
             (cache_id,) = ids(ask(served, part(before), part(a, EPHEMERAL)))
             cache = served.llm.caches.get(cache_id, tenant="default")
             kvs.append(served.llm.store.get(cache.chunk_key))
-            assert cache.chunk.prefix == served.llm.builder.prefix, "the header, not the conversation"
+            assert cache.chunk.prefix == served.llm.builder.prefix, (
+                "the header, not the conversation"
+            )
     with server(tmp_path / "three") as served:
         (cache_id,) = served.cache(a)
-        kvs.append(served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key))
+        kvs.append(
+            served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key)
+        )
     for kv in kvs[1:]:
         assert kv is not None
         for mine, theirs in zip(kvs[0].layers, kv.layers, strict=True):
@@ -452,7 +500,10 @@ def test_a_template_that_drops_a_marked_text_answers_all_the_same(tmp_path: Path
     with server(tmp_path, chat_template=template) as served:
         answer = ask(served, part(text("va"), EPHEMERAL))
         assert "link" not in answer
-        assert answer["usage"]["prompt_tokens"] == served.post("/tokenize", {"text": QUESTION}).json()["count"]
+        assert (
+            answer["usage"]["prompt_tokens"]
+            == served.post("/tokenize", {"text": QUESTION}).json()["count"]
+        )
 
 
 def test_python_says_the_same(apart: Served) -> None:
@@ -470,7 +521,9 @@ AUTO: dict[str, Any] = {"link": {"implicit": "auto"}}
 
 
 def lines(name: str) -> str:
-    return "\n".join(f"Line {number} of document {name}, as it is retrieved." for number in range(8))
+    return "\n".join(
+        f"Line {number} of document {name}, as it is retrieved." for number in range(8)
+    )
 
 
 def joined(*documents: str, question: str = "Who?") -> str:
@@ -493,7 +546,11 @@ def test_unmarked_texts_become_chunks_at_their_second_sight(apart: Served) -> No
 def test_known_texts_are_recognised_inside_strings(apart: Served) -> None:
     a = text("known")
     (cache_id,) = apart.cache(a)
-    asked = {"messages": [{"role": "user", "content": f"Read this: {a}\nWho?"}], "max_tokens": 2, **AUTO}
+    asked = {
+        "messages": [{"role": "user", "content": f"Read this: {a}\nWho?"}],
+        "max_tokens": 2,
+        **AUTO,
+    }
     answer = apart.post(CHAT, asked).json()
     assert (ids(answer), created(answer)) == ([cache_id], [False])
     prompt = {"prompt": f"Read this: {a}\nWho?", "max_tokens": 2, **AUTO}
@@ -530,10 +587,14 @@ def test_recognised_chunks_bear_no_traces_either(tmp_path: Path) -> None:
     with server(tmp_path / "one") as served:
         ask(served, part(joined("A secret about Anna.", a)), **AUTO)
         told = ask(served, part(joined(a, "Something else entirely.")), **AUTO)
-        kvs.append(served.llm.store.get(served.llm.caches.get(ids(told)[0], tenant="default").chunk_key))
+        kvs.append(
+            served.llm.store.get(served.llm.caches.get(ids(told)[0], tenant="default").chunk_key)
+        )
     with server(tmp_path / "two") as served:
         (cache_id,) = served.cache(a)
-        kvs.append(served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key))
+        kvs.append(
+            served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key)
+        )
     mine, theirs = kvs
     assert mine is not None
     assert theirs is not None
@@ -582,14 +643,21 @@ def test_metrics_tell_of_texts_and_of_what_they_take_up(tmp_path: Path) -> None:
             if line.startswith("kvlinker:implicit")
         )
         return {
-            name.removeprefix("kvlinker:implicit_"): float(value) for name, value in shown if "_created" not in name
+            name.removeprefix("kvlinker:implicit_"): float(value)
+            for name, value in shown
+            if "_created" not in name
         }
 
     with server(tmp_path, implicit_caches=2) as served:
         assert set(figures(served).values()) == {0.0}
         a, b = text("ma"), lines("metrics")
         ask(served, part(a, EPHEMERAL))
-        ask(served, part("Listen."), part(a, EPHEMERAL), documents=[{"text": a}, {"text": text("mb")}])
+        ask(
+            served,
+            part("Listen."),
+            part(a, EPHEMERAL),
+            documents=[{"text": a}, {"text": text("mb")}],
+        )
         ask(served, part(b), **AUTO)
         found = ask(served, part(f"Hm.\n{b}"), part(a, EPHEMERAL), **AUTO)
         told = figures(served)
@@ -613,7 +681,9 @@ def test_search_leaves_them_out(apart: Served) -> None:
     assert apart.post(search, {"query": "aardvarks"}).json()["data"] == []
     apart.http.patch(f"/v1/context_caches/{cache_id}", json={"ttl": 60})
     apart.llm.caches.sweep()
-    assert [hit["id"] for hit in apart.post(search, {"query": "aardvarks"}).json()["data"]] == [cache_id]
+    assert [hit["id"] for hit in apart.post(search, {"query": "aardvarks"}).json()["data"]] == [
+        cache_id
+    ]
 
 
 def test_auto_may_be_the_servers_setting(tmp_path: Path) -> None:
@@ -623,9 +693,13 @@ def test_auto_may_be_the_servers_setting(tmp_path: Path) -> None:
         assert created(ask(served, part(joined(b, a)))) == [True, True]
         for name in "cdefgh":
             ask(served, part(joined(lines(f"churn-{name}"))))
-        assert len(served.get("/v1/context_caches").json()["data"]) == 2, "what is seen once is not kept"
+        assert len(served.get("/v1/context_caches").json()["data"]) == 2, (
+            "what is seen once is not kept"
+        )
         ask(served, part("Hi"), link={"implicit": "marked"})
-        count = served.post("/tokenize", {"messages": body(part(joined(a, b)))["messages"]}).json()["count"]
+        count = served.post("/tokenize", {"messages": body(part(joined(a, b)))["messages"]}).json()[
+            "count"
+        ]
         assert count == ask(served, part(joined(a, b)))["usage"]["prompt_tokens"]
     with server(tmp_path, implicit="auto") as served:
         told = ask(served, part(joined(b, a)))

@@ -10,12 +10,20 @@ import pytest
 from kvlinker.linking import known_policies
 from tests.doors.http.serving import MODEL_NAME, Served
 
-TEXTS = ("the first chunk of this text, about plums", "and the second one, which speaks of pears and more pears")
+TEXTS = (
+    "the first chunk of this text, about plums",
+    "and the second one, which speaks of pears and more pears",
+)
 
 
 def messages(*ids: str) -> list[dict[str, Any]]:
     parts = [{"type": "context_cache", "id": cache_id} for cache_id in ids]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What do the two have in common?"}]}]
+    return [
+        {
+            "role": "user",
+            "content": [*parts, {"type": "text", "text": "What do the two have in common?"}],
+        }
+    ]
 
 
 def test_all_policies_are_listed_with_their_parameters(served: Served) -> None:
@@ -40,7 +48,15 @@ def test_all_policies_are_listed_with_their_parameters(served: Served) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    ["naive", "legolink-3", "cacheblend-20", "cachecraft-1-focus-w1", "query-10", "h2o-20", "query-5+legolink-1"],
+    [
+        "naive",
+        "legolink-3",
+        "cacheblend-20",
+        "cachecraft-1-focus-w1",
+        "query-10",
+        "h2o-20",
+        "query-5+legolink-1",
+    ],
 )
 def test_an_explanation_tells_what_a_completion_does(served: Served, policy: str) -> None:
     first, second = served.cache(*TEXTS)
@@ -52,7 +68,11 @@ def test_an_explanation_tells_what_a_completion_does(served: Served, policy: str
     assert details.pop("exact_cached_tokens") == 0, "an explanation reuses nothing"
     assert {name: cost[name] for name in details} == details
     assert explained["tokens"] == answer["usage"]["prompt_tokens"]
-    assert (explained["object"], explained["policy"], explained["model"]) == ("link.explanation", policy, MODEL_NAME)
+    assert (explained["object"], explained["policy"], explained["model"]) == (
+        "link.explanation",
+        policy,
+        MODEL_NAME,
+    )
     chunks = [segment for segment in explained["segments"] if segment["type"] == "chunk"]
     assert [chunk["context_cache"] for chunk in chunks] == [second, first]
     assert [chunk["exact"] for chunk in chunks] == [True, False]
@@ -61,10 +81,16 @@ def test_an_explanation_tells_what_a_completion_does(served: Served, policy: str
         assert one["end"] == next_one["start"]
     assert explained["layers"][0]["first"] == 0
     assert explained["layers"][-1]["last"] == 1
-    recomputed = sum(layer["recomputed_tokens"] * (layer["last"] - layer["first"] + 1) for layer in explained["layers"])
+    recomputed = sum(
+        layer["recomputed_tokens"] * (layer["last"] - layer["first"] + 1)
+        for layer in explained["layers"]
+    )
     assert round(recomputed / 2) == cost["recomputed_tokens"]
     for layer in explained["layers"]:
-        assert all(chunks[0]["start"] <= begin < end <= chunks[1]["end"] for begin, end in layer["recomputed"])
+        assert all(
+            chunks[0]["start"] <= begin < end <= chunks[1]["end"]
+            for begin, end in layer["recomputed"]
+        )
     assert 0 < cost["flops"] < 2 * cost["full_flops"]
     for score in explained["scores"]:
         expected = len(chunks) if score["of"] == "chunks" else len(score["positions"])
@@ -88,7 +114,10 @@ def test_an_answer_explains_its_own_prompt(served: Served, policy: str) -> None:
     assert answer["explanation"] == explained
     assert [cache["id"] for cache in answer["context_caches"]] == [second, first]
     told = [chunk["link"] for chunk in streamed(served, body) if "link" in chunk]
-    assert [("explanation" in link, link["policy"]) for link in told] == [(False, policy), (True, policy)]
+    assert [("explanation" in link, link["policy"]) for link in told] == [
+        (False, policy),
+        (True, policy),
+    ]
     assert told[1]["explanation"] == explained
     assert explained["token_ids"] == served.post("/tokenize", asked).json()["tokens"]
     assert TEXTS[1] + TEXTS[0] in "".join(explained["token_texts"])
@@ -107,7 +136,11 @@ def test_an_answer_without_chunks_is_explained_where_that_is_asked_for(served: S
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/chat/completions", {"messages": messages(), "link": {"attention": True}}, "link.attention"),
+        (
+            "/v1/chat/completions",
+            {"messages": messages(), "link": {"attention": True}},
+            "link.attention",
+        ),
         ("/v1/completions", {"prompt": ["one", "two"], "link": {"explain": True}}, "link.explain"),
         ("/v1/responses", {"input": "hello", "link": {"explain": True}}, "link.explain"),
     ],
@@ -127,13 +160,17 @@ def test_scores_say_why(served: Served) -> None:
     (layer,) = explained["layers"]
     by_position = dict(zip(score["positions"], score["values"], strict=True))
     chosen = {position for begin, end in layer["recomputed"] for position in range(begin, end)}
-    assert min(by_position[p] for p in chosen) >= max(v for p, v in by_position.items() if p not in chosen)
+    assert min(by_position[p] for p in chosen) >= max(
+        v for p, v in by_position.items() if p not in chosen
+    )
 
 
 def test_a_completions_prompt_can_be_explained(served: Served) -> None:
     (first,) = served.cache(TEXTS[0])
     prompt = [{"type": "text", "text": "So: "}, {"type": "context_cache", "id": first}]
-    explained = served.post("/v1/link/explain", {"prompt": prompt, "link": {"policy": "naive"}}).json()
+    explained = served.post(
+        "/v1/link/explain", {"prompt": prompt, "link": {"policy": "naive"}}
+    ).json()
     assert [segment["type"] for segment in explained["segments"]] == ["fresh", "chunk"]
     assert explained["segments"][1]["context_cache"] == first
     without = served.post("/v1/link/explain", {"prompt": "nothing is cached here"}).json()
@@ -146,10 +183,18 @@ def test_a_completions_prompt_can_be_explained(served: Served) -> None:
         ({}, "messages", "invalid_value"),
         ({"messages": messages(), "prompt": "both"}, "messages", "invalid_value"),
         ({"prompt": ["one", "two"]}, "prompt", "invalid_value"),
-        ({"messages": messages("cc_unknown")}, "messages.0.content.0.id", "context_cache_not_found"),
+        (
+            {"messages": messages("cc_unknown")},
+            "messages.0.content.0.id",
+            "context_cache_not_found",
+        ),
         ({"prompt": "x", "link": {"policy": "nonsense"}}, "link.policy", "invalid_policy"),
         ({"prompt": "x", "link": {"policy": "query-101"}}, "link.policy", "invalid_policy"),
-        ({"prompt": "x", "link": {"policy": "cachecraft-1-focus-w0"}}, "link.policy", "invalid_policy"),
+        (
+            {"prompt": "x", "link": {"policy": "cachecraft-1-focus-w0"}},
+            "link.policy",
+            "invalid_policy",
+        ),
         ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
         ({"prompt": "x", "model": "another"}, "model", "model_not_found"),
         ({"prompt": "x", "max_tokens": 3}, "max_tokens", "unknown_parameter"),
@@ -165,6 +210,8 @@ def test_bad_requests_are_answered_with_the_parameter(
 
 
 def test_an_out_of_range_parameter_is_answered_with_the_range(served: Served) -> None:
-    error = served.post("/v1/link/explain", {"prompt": "x", "link": {"policy": "query-101"}}).json()["error"]
+    error = served.post(
+        "/v1/link/explain", {"prompt": "x", "link": {"policy": "query-101"}}
+    ).json()["error"]
     assert "101" in error["message"]
     assert "from 0 to 100" in error["message"]

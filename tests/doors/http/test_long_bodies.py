@@ -1,4 +1,5 @@
-"""Long bodies are read beside the event loop, and those with far too much in them are refused unread."""
+"""Long bodies are read beside the event loop, and those with far too much in them are refused
+unread."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_what_a_body_holds_is_counted_without_parsing(value: Any, piece: int) ->
         patch.setattr(long_bodies, "MOST_JSON_VALUES", counted(value)[0])
         patch.setattr(long_bodies, "MOST_JSON_NODES", counted(value)[1])
         check_json(json.dumps(value).encode())
-        for name, count in zip(("MOST_JSON_VALUES", "MOST_JSON_NODES"), counted(value), strict=True):
+        for name, count in zip(
+            ("MOST_JSON_VALUES", "MOST_JSON_NODES"), counted(value), strict=True
+        ):
             if count:
                 with patch.context() as lower:
                     lower.setattr(long_bodies, name, count - 1)
@@ -56,7 +59,10 @@ def test_what_a_body_holds_is_counted_without_parsing(value: Any, piece: int) ->
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b'{"messages": [' + b"[]," * limits.MOST_JSON_NODES + b"[]]}", "objects, lists and fields"),
+        (
+            b'{"messages": [' + b"[]," * limits.MOST_JSON_NODES + b"[]]}",
+            "objects, lists and fields",
+        ),
         (b'{"messages": ' + b"[" * 200_000, "objects, lists and fields"),
         (b'{"user": [' + b"1," * limits.MOST_JSON_VALUES + b"1, 2]}", "values"),
     ],
@@ -71,7 +77,9 @@ def test_a_body_with_far_too_much_is_not_parsed(
     assert told in answer.json()["error"]["message"]
 
 
-def test_long_bodies_are_read_in_another_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_bodies_are_read_in_another_thread(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
     original = long_bodies.check_json
 
@@ -98,7 +106,9 @@ def test_long_bodies_are_read_in_another_thread(served: Served, monkeypatch: pyt
         ("/v1/responses", {"input": 5}),
     ],
 )
-def test_errors_of_long_bodies_are_those_of_short_ones(served: Served, path: str, body: dict[str, Any]) -> None:
+def test_errors_of_long_bodies_are_those_of_short_ones(
+    served: Served, path: str, body: dict[str, Any]
+) -> None:
     short = served.post(path, body)
     headers = {"Content-Type": "application/json"}
     long = served.http.post(path, content=json.dumps(body) + PADDING, headers=headers)
@@ -106,7 +116,9 @@ def test_errors_of_long_bodies_are_those_of_short_ones(served: Served, path: str
     assert {**long.json(), "request_id": 0} == {**short.json(), "request_id": 0}
 
 
-@pytest.mark.parametrize("content", [b"{" + PADDING.encode(), ("\x00".join('{"user": 1}') + PADDING).encode()])
+@pytest.mark.parametrize(
+    "content", [b"{" + PADDING.encode(), ("\x00".join('{"user": 1}') + PADDING).encode()]
+)
 def test_long_bodies_that_are_no_json(served: Served, content: bytes) -> None:
     answer = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
@@ -114,21 +126,37 @@ def test_long_bodies_that_are_no_json(served: Served, content: bytes) -> None:
 
 LISTS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER] * (limits.MOST_MESSAGES + 1)}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [PART] * (limits.MOST_PARTS + 1)}]}, "messages.0.content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [PART] * (limits.MOST_PARTS + 1)}]},
+        "messages.0.content",
+    ),
     (
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [CALL] * (limits.MOST_CALLS + 1)}]},
         "messages.0.tool_calls",
     ),
-    (CHAT, {"messages": [USER], "documents": [{"text": "a"}] * (limits.MOST_DOCUMENTS + 1)}, "documents"),
+    (
+        CHAT,
+        {"messages": [USER], "documents": [{"text": "a"}] * (limits.MOST_DOCUMENTS + 1)},
+        "documents",
+    ),
     ("/tokenize", {"messages": [USER] * (limits.MOST_MESSAGES + 1)}, "messages"),
     ("/v1/link/explain", {"messages": [USER], "documents": [{"text": "a"}] * 1025}, "documents"),
     ("/v1/completions", {"prompt": [PART] * (limits.MOST_PARTS + 1)}, "prompt"),
     ("/v1/completions", {"prompt": ["a"] * (limits.MAX_CHOICES + 1)}, "prompt"),
     ("/v1/completions", {"prompt": [[5]] * (limits.MAX_CHOICES + 1)}, "prompt"),
     ("/v1/responses", {"input": [USER] * (limits.MOST_MESSAGES + 1)}, "input"),
-    ("/v1/messages", {"max_tokens": 1, "messages": [USER] * (limits.MOST_MESSAGES + 1)}, "messages"),
-    ("/v1/messages", {"max_tokens": 1, "messages": [USER], "system": [PART] * (limits.MOST_PARTS + 1)}, "system"),
+    (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [USER] * (limits.MOST_MESSAGES + 1)},
+        "messages",
+    ),
+    (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [USER], "system": [PART] * (limits.MOST_PARTS + 1)},
+        "system",
+    ),
 ]
 
 

@@ -29,11 +29,27 @@ def described(text: str) -> dict[str, Any]:
 
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONG}]}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a", "name": LONG}]},
+        "messages",
+    ),
     ("/v1/chat/completions", {"messages": [USER], "documents": [{"text": LONG}]}, "messages"),
-    ("/v1/chat/completions", {"messages": [USER], "documents": [{"text": LONG[:60_000]}] * 100}, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG)]}]}, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG[:60_000])] * 100}]}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "documents": [{"text": LONG[:60_000]}] * 100},
+        "messages",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [marked(LONG)]}]},
+        "messages",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [marked(LONG[:60_000])] * 100}]},
+        "messages",
+    ),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], **AUTO}, "messages"),
     ("/v1/chat/completions", {"messages": [USER], "tools": [described(LONG)]}, "tools"),
     ("/v1/chat/completions", {"messages": [USER], "tools": [described(LONG)], **AUTO}, "tools"),
@@ -59,14 +75,20 @@ def test_what_cannot_fit_is_refused_without_being_encoded(
     for name in ("encode_data", "encode_prompt", "count_roughly"):
         original = getattr(TextEncoder, name)
 
-        def noting(self: TextEncoder, text: str, *, original: Any = original, **options: Any) -> Any:
+        def noting(
+            self: TextEncoder, text: str, *, original: Any = original, **options: Any
+        ) -> Any:
             encoded.append(len(text))
             return original(self, text, **options)
 
         monkeypatch.setattr(TextEncoder, name, noting)
     answer = served.post(path, body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert (answer.status_code, error["code"], error["param"]) == (
+        400,
+        "context_length_exceeded",
+        param,
+    )
     assert f"{served.llm.max_model_len:,}" in error["message"]
     assert max(encoded, default=0) < 100
 
@@ -99,7 +121,9 @@ class Gate:
         return self._count
 
 
-def test_long_texts_wait_for_each_other_and_nobody_for_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_wait_for_each_other_and_nobody_for_them(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     body = b'{"text": "wait"' + b" " * LONG_BODY_BYTES + b"}"
     asked: list[Future[Any]] = []
@@ -107,15 +131,22 @@ def test_long_texts_wait_for_each_other_and_nobody_for_them(served: Served, monk
         try:
             asked = [
                 clients.submit(
-                    served.http.post, "/tokenize", content=body, headers={"Content-Type": "application/json"}
+                    served.http.post,
+                    "/tokenize",
+                    content=body,
+                    headers={"Content-Type": "application/json"},
                 )
                 for _ in range(45)
             ]
             gate.wait_for(LONG_AT_ONCE)
             assert served.get("/health").status_code == 200
-            assert served.get("/status").status_code == 200, "the threads that all routes share are free"
+            assert served.get("/status").status_code == 200, (
+                "the threads that all routes share are free"
+            )
             assert served.post("/tokenize", {"text": "short"}).status_code == 200
-            assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert (
+                served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+            )
             assert gate.count == LONG_AT_ONCE
         finally:
             gate.open.set()

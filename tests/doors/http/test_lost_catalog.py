@@ -1,4 +1,5 @@
-"""A catalog that is deleted under a running server: it goes on, and accepts nothing that would be lost."""
+"""A catalog that is deleted under a running server: it goes on, and accepts nothing that would be
+lost."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ def test_a_deleted_catalog(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         assert refused.json()["error"]["code"] == "store_unusable"
         assert "removed or replaced" in caplog.text
         content = [{"type": "context_cache", "id": kept}, {"type": "text", "text": "Why?"}]
-        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 2,
+        }
         assert served.post("/v1/chat/completions", body).status_code == 200
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
         assert served.get(f"/v1/context_caches/{kept}").status_code == 404

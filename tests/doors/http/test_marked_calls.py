@@ -1,4 +1,5 @@
-"""Calls that special tokens mark, as in Mistral's models, pass through engine, grammar and reader."""
+"""Calls that special tokens mark, as in Mistral's models, pass through engine, grammar and
+reader."""
 
 from __future__ import annotations
 
@@ -45,8 +46,15 @@ def test_the_mark_is_seen(marking: Served) -> None:
 
 
 def test_required_calls(marking: Served) -> None:
-    body = {"messages": [{"role": "user", "content": "Time?"}], "tools": [TOOL], "tool_choice": "required", "n": 8}
-    choices = marking.post("/v1/chat/completions", body | {"seed": 1, "max_tokens": 120}).json()["choices"]
+    body = {
+        "messages": [{"role": "user", "content": "Time?"}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "n": 8,
+    }
+    choices = marking.post("/v1/chat/completions", body | {"seed": 1, "max_tokens": 120}).json()[
+        "choices"
+    ]
     ended = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
     assert ended
     for choice in ended:
@@ -60,8 +68,16 @@ def test_required_calls(marking: Served) -> None:
 def test_text_has_no_special_tokens(marking: Served) -> None:
     """Neither where tools are offered nor where they are not, though random weights say some."""
     llm = marking.llm
-    others = {str(llm.tokenizer.convert_tokens_to_ids(name)): 9 for name in ("[/INST]", "<s>", "<|start|>")}
-    body = {"messages": [{"role": "user", "content": "Time?"}], "logit_bias": others, "max_tokens": 20, "seed": 1}
+    others = {
+        str(llm.tokenizer.convert_tokens_to_ids(name)): 9
+        for name in ("[/INST]", "<s>", "<|start|>")
+    }
+    body = {
+        "messages": [{"role": "user", "content": "Time?"}],
+        "logit_bias": others,
+        "max_tokens": 20,
+        "seed": 1,
+    }
     for tools in ([], [TOOL]):
         answer = marking.post("/v1/chat/completions", body | {"tools": tools, "n": 4}).json()
         for choice in answer["choices"]:

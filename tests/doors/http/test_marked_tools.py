@@ -11,7 +11,14 @@ import openai
 import pytest
 
 from kvlinker.llm import LLM
-from tests.doors.http.serving import MODEL_NAME, TEMPLATE, Served, serving, tiny_model, tiny_settings
+from tests.doors.http.serving import (
+    MODEL_NAME,
+    TEMPLATE,
+    Served,
+    serving,
+    tiny_model,
+    tiny_settings,
+)
 
 CHAT = "/v1/chat/completions"
 MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
@@ -26,7 +33,8 @@ TEMPLATE_WITH_TOOLS = (
 def function(name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "description": f"Tells the {name}: " + " ".join(f"{name}{number:03d}" for number in range(40)),
+        "description": f"Tells the {name}: "
+        + " ".join(f"{name}{number:03d}" for number in range(40)),
         "parameters": {
             "type": "object",
             "properties": {"city": {"enum": ["Oslo", "Varna"]}},
@@ -55,7 +63,13 @@ def either(request: pytest.FixtureRequest) -> Any:
 
 
 def ask(served: Served, *tools: Any, **fields: Any) -> dict[str, Any]:
-    body = {"messages": QUESTION, "tools": list(tools), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    body = {
+        "messages": QUESTION,
+        "tools": list(tools),
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = served.post(CHAT, body | fields)
     assert answer.status_code == 200, answer.text
     told: dict[str, Any] = answer.json()
@@ -98,11 +112,16 @@ def test_prompts_are_counted_and_explained_with_their_chunks(templated: Served) 
     assert templated.post("/tokenize", body).json()["count"] == asked["usage"]["prompt_tokens"]
     explained = templated.post("/v1/link/explain", body).json()
     (segment,) = (each for each in explained["segments"] if each["type"] == "chunk")
-    assert ([segment["context_cache"]], [segment["tokens"]]) == (linked(asked, "id"), linked(asked, "tokens"))
+    assert ([segment["context_cache"]], [segment["tokens"]]) == (
+        linked(asked, "id"),
+        linked(asked, "tokens"),
+    )
 
 
 def test_calls_of_marked_tools_are_valid(templated: Served) -> None:
-    called = ask(templated, tool("hail"), tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    called = ask(
+        templated, tool("hail"), tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    )
     (call,) = called["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Varna")
     assert linked(called, "created") == [True]
@@ -113,7 +132,12 @@ def test_calls_of_marked_tools_are_valid(templated: Served) -> None:
 
 def test_what_is_not_there_just_once_is_computed(templated: Served) -> None:
     quoted = json.dumps({"type": "function", "function": function("dew")})
-    asked = ask(templated, tool("dew"), tool("mist"), messages=[{"role": "user", "content": f"What is {quoted}?"}])
+    asked = ask(
+        templated,
+        tool("dew"),
+        tool("mist"),
+        messages=[{"role": "user", "content": f"What is {quoted}?"}],
+    )
     (tokens,) = linked(asked, "tokens")
     shown = json.dumps({"type": "function", "function": function("mist")})
     assert tokens == templated.post("/tokenize", {"text": shown}).json()["count"]
@@ -124,7 +148,9 @@ def test_definitions_are_recognised(templated: Served) -> None:
     auto = {"link": {"implicit": "auto"}}
     a, b, known = tool("storm", {}), tool("gale", {}), tool("breeze")
     assert "link" not in ask(templated, a, b, **auto)
-    assert "link" not in ask(templated, a, b, **auto), "what begins alike is reused as it was computed"
+    assert "link" not in ask(templated, a, b, **auto), (
+        "what begins alike is reused as it was computed"
+    )
     assert linked(ask(templated, b, a, **auto), "created") == [True, True]
     marked = ask(templated, known)
     assert linked(ask(templated, tool("breeze", {}), **auto), "id") == linked(marked, "id")
@@ -138,19 +164,28 @@ def test_definitions_are_recognised(templated: Served) -> None:
         ({"prompt_cache_breakpoint": {"mode": "auto"}}, "prompt_cache_breakpoint.mode"),
     ],
 )
-def test_marks_of_other_forms_are_refused(templated: Served, mark: dict[str, Any], param: str) -> None:
+def test_marks_of_other_forms_are_refused(
+    templated: Served, mark: dict[str, Any], param: str
+) -> None:
     refused = templated.post(CHAT, {"messages": QUESTION, "tools": [tool("f", mark)]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"tools.0.{param}")
 
 
 def test_anthropics_client_marks_tools(templated: Served) -> None:
     described = function("frost")
-    marked: Any = {"name": "frost", "description": described["description"], "input_schema": described["parameters"]}
+    marked: Any = {
+        "name": "frost",
+        "description": described["description"],
+        "input_schema": described["parameters"],
+    }
     fields: Any = {"model": MODEL_NAME, "messages": QUESTION, "tools": [marked | MARK]}
     with anthropic.Anthropic(base_url=templated.url, api_key="none", max_retries=0) as client:
         first, second = (client.messages.create(max_tokens=1, **fields).usage for _ in range(2))
         counted = client.messages.count_tokens(**fields).input_tokens
-    assert first.cache_creation_input_tokens == ask(templated, tool("frost"))["link"]["context_caches"][0]["tokens"]
+    assert (
+        first.cache_creation_input_tokens
+        == ask(templated, tool("frost"))["link"]["context_caches"][0]["tokens"]
+    )
     assert (first.cache_read_input_tokens, second.cache_creation_input_tokens) == (0, 0)
     assert second.cache_read_input_tokens > 100
     assert counted == first.input_tokens + first.cache_creation_input_tokens
@@ -159,8 +194,16 @@ def test_anthropics_client_marks_tools(templated: Served) -> None:
 def test_responses_take_marked_tools(templated: Served) -> None:
     marked: Any = {"type": "function", "strict": None, **function("thaw"), **MARK}
     with openai.OpenAI(base_url=f"{templated.url}/v1", api_key="none", max_retries=0) as client:
-        fields: Any = {"model": MODEL_NAME, "input": "Weather?", "tools": [marked], "max_output_tokens": 1}
+        fields: Any = {
+            "model": MODEL_NAME,
+            "input": "Weather?",
+            "tools": [marked],
+            "max_output_tokens": 1,
+        }
         first, second = (client.responses.create(**fields).usage for _ in range(2))
     assert first is not None
     assert second is not None
-    assert (first.input_tokens_details.cached_tokens, second.input_tokens_details.cached_tokens > 100) == (0, True)
+    assert (
+        first.input_tokens_details.cached_tokens,
+        second.input_tokens_details.cached_tokens > 100,
+    ) == (0, True)

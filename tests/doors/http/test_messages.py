@@ -22,17 +22,33 @@ from tests.schemas import check
 PATH = "/v1/messages"
 GREEDY = {"temperature": 0}  # which Anthropic's client does not send by itself
 QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
-HANDBOOK = "\n".join(f"Rule {number}: whoever is late brings {number} cakes for all." for number in range(12))
+HANDBOOK = "\n".join(
+    f"Rule {number}: whoever is late brings {number} cakes for all." for number in range(12)
+)
 MARK: Any = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
 SCHEMA: Any = {
     "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Varna"]}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "properties": {
+        "city": {"enum": ["Oslo", "Varna"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-WEATHER: Any = {"name": "get_weather", "description": "The weather of a city.", "input_schema": SCHEMA}
-A_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
-CALLED: Any = {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Oslo", "days": 3}}
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": SCHEMA,
+}
+A_CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+)
+CALLED: Any = {
+    "type": "tool_use",
+    "id": "c1",
+    "name": "get_weather",
+    "input": {"city": "Oslo", "days": 3},
+}
 RESULT: Any = {"type": "tool_result", "tool_use_id": "c1", "content": "Sunny."}
 
 
@@ -50,18 +66,30 @@ def speaking(faked: Served) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, **options: Any) -> Any:
-    fields: dict[str, Any] = {"model": MODEL_NAME, "messages": QUESTION, "max_tokens": 300, "extra_body": GREEDY}
+    fields: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "messages": QUESTION,
+        "max_tokens": 300,
+        "extra_body": GREEDY,
+    }
     return client.messages.create(**(fields | options))
 
 
-def test_the_answer_is_that_of_chat_completions(served: Served, client: anthropic.Anthropic) -> None:
+def test_the_answer_is_that_of_chat_completions(
+    served: Served, client: anthropic.Anthropic
+) -> None:
     answer = ask(client, system="Be brief.", max_tokens=6)
     messages = [{"role": "system", "content": "Be brief."}, *QUESTION]
-    chat = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6, "temperature": 0}).json()
+    chat = served.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 6, "temperature": 0}
+    ).json()
     assert answer.content[0].text == chat["choices"][0]["message"]["content"]
     assert (answer.type, answer.role, answer.model) == ("message", "assistant", MODEL_NAME)
     assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat["usage"]["prompt_tokens"], 6)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (
+        chat["usage"]["prompt_tokens"],
+        6,
+    )
 
 
 def test_marks_become_chunks_in_system_and_content(client: anthropic.Anthropic) -> None:
@@ -70,7 +98,9 @@ def test_marks_become_chunks_in_system_and_content(client: anthropic.Anthropic) 
     content = [{"type": "text", "text": "Letter."}, {"type": "text", "text": rules[:400], **MARK}]
     usages = []
     for name in ("Ann", "Bo"):
-        messages = [{"role": "user", "content": [{"type": "text", "text": f"I am {name}."}, *content]}]
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": f"I am {name}."}, *content]}
+        ]
         answer = ask(client, system=system, messages=messages, max_tokens=2)
         usages.append(answer.usage)
     first, second = usages
@@ -79,10 +109,14 @@ def test_marks_become_chunks_in_system_and_content(client: anthropic.Anthropic) 
     assert second.cache_creation_input_tokens == 0
     assert second.cache_read_input_tokens > 0.9 * first.cache_creation_input_tokens
     totals = [
-        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens for usage in usages
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        for usage in usages
     ]
     assert totals[0] == totals[1] + 1, "a name of three letters and one of two"
-    assert [cache["created"] for cache in answer.model_extra["link"]["context_caches"]] == [False, False]
+    assert [cache["created"] for cache in answer.model_extra["link"]["context_caches"]] == [
+        False,
+        False,
+    ]
 
 
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
@@ -98,7 +132,11 @@ def test_a_tool_is_called_and_its_result_taken(client: anthropic.Anthropic) -> N
     (call,) = answer.content
     assert (answer.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "get_weather")
     check(SCHEMA, call.input)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": HANDBOOK, **MARK}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": HANDBOOK, **MARK}],
+    }
     messages = [
         *QUESTION,
         {"role": "assistant", "content": answer.content},
@@ -121,8 +159,16 @@ def test_a_form_is_enforced(client: anthropic.Anthropic) -> None:
 
 
 def test_streams_say_what_whole_answers_do(client: anthropic.Anthropic) -> None:
-    fields: Any = {"model": MODEL_NAME, "messages": QUESTION, "max_tokens": 300, "extra_body": GREEDY}
-    fields |= {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    fields: Any = {
+        "model": MODEL_NAME,
+        "messages": QUESTION,
+        "max_tokens": 300,
+        "extra_body": GREEDY,
+    }
+    fields |= {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
     with client.messages.stream(**fields) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
@@ -140,10 +186,14 @@ def test_streams_say_what_whole_answers_do(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_and_calls_are_blocks_in_order(speaking: anthropic.Anthropic, engine: FakeEngine, stream: bool) -> None:
+def test_text_and_calls_are_blocks_in_order(
+    speaking: anthropic.Anthropic, engine: FakeEngine, stream: bool
+) -> None:
     engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", A_CALL]
     if stream:
-        with speaking.messages.stream(model=MODEL_NAME, messages=QUESTION, max_tokens=50, tools=[WEATHER]) as streaming:
+        with speaking.messages.stream(
+            model=MODEL_NAME, messages=QUESTION, max_tokens=50, tools=[WEATHER]
+        ) as streaming:
             answer: Any = streaming.get_final_message()
     else:
         answer = ask(speaking, tools=[WEATHER])
@@ -156,12 +206,23 @@ def test_text_and_calls_are_blocks_in_order(speaking: anthropic.Anthropic, engin
 def test_the_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
     form = {"format": {"type": "json_schema", "schema": {"const": "one END two"}}}
     answer = ask(client, output_config=form, stop_sequences=["never said", "END"])
-    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "END", '"one ')
+    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == (
+        "stop_sequence",
+        "END",
+        '"one ',
+    )
 
 
 def test_turns_are_those_of_chat_completions(served: Served) -> None:
-    """Results become messages of role ``tool``, turns of one role are one, and the last of the assistant's goes on."""
-    calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}]
+    """Results become messages of role ``tool``, turns of one role are one, and the last of the
+    assistant's goes on."""
+    calls = [
+        {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
+        }
+    ]
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello. What is the weather?"},
@@ -179,7 +240,10 @@ def test_turns_are_those_of_chat_completions(served: Served) -> None:
         {"role": "user", "content": [{"type": "text", "text": "What is the weather?"}]},
         {
             "role": "assistant",
-            "content": [{"type": "text", "text": "Let me see."}, CALLED | {"input": {"city": "Oslo"}}],
+            "content": [
+                {"type": "text", "text": "Let me see."},
+                CALLED | {"input": {"city": "Oslo"}},
+            ],
         },
         {
             "role": "user",
@@ -190,19 +254,29 @@ def test_turns_are_those_of_chat_completions(served: Served) -> None:
             ],
         },
     ]
-    counted = served.post(f"{PATH}/count_tokens", {"system": "Be brief.", "messages": mine}).json()["input_tokens"]
+    counted = served.post(f"{PATH}/count_tokens", {"system": "Be brief.", "messages": mine}).json()[
+        "input_tokens"
+    ]
     assert counted == served.post("/tokenize", {"messages": chat}).json()["count"]
     begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
     shorter = served.post(f"{PATH}/count_tokens", {"messages": begun}).json()["input_tokens"]
-    assert shorter < served.post("/tokenize", {"messages": begun}).json()["count"], "no end of turn, and no header"
+    assert shorter < served.post("/tokenize", {"messages": begun}).json()["count"], (
+        "no end of turn, and no header"
+    )
 
 
 def test_a_results_mark_is_for_texts_without_one() -> None:
     own: Any = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     openais: Any = {"type": "text", "text": "c", "prompt_cache_breakpoint": {"mode": "explicit"}}
-    block = ToolResultBlock.model_validate(RESULT | MARK | {"content": [{"type": "text", "text": "a"}, own, openais]})
+    block = ToolResultBlock.model_validate(
+        RESULT | MARK | {"content": [{"type": "text", "text": "a"}, own, openais]}
+    )
     marks = [part.marks() for part in block.parts() if isinstance(part, TextPart)]
-    assert marks == [MARK, {"cache_control": own["cache_control"]}, {"prompt_cache_breakpoint": {"mode": "explicit"}}]
+    assert marks == [
+        MARK,
+        {"cache_control": own["cache_control"]},
+        {"prompt_cache_breakpoint": {"mode": "explicit"}},
+    ]
     (whole,) = ToolResultBlock.model_validate(RESULT | MARK).parts()
     assert isinstance(whole, TextPart)
     assert whole.marks() == MARK
@@ -210,19 +284,28 @@ def test_a_results_mark_is_for_texts_without_one() -> None:
 
 @pytest.mark.parametrize("empty", [None, "", []])
 def test_what_is_empty_may_be_an_empty_list(served: Served, empty: Any) -> None:
-    turns = [*QUESTION, {"role": "assistant", "content": [CALLED]}, {"role": "user", "content": [RESULT]}]
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": [CALLED]},
+        {"role": "user", "content": [RESULT]},
+    ]
     turns[-1]["content"] = [RESULT | {"content": empty}]
     answer = served.post(f"{PATH}/count_tokens", {"messages": turns, "system": empty})
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 100_000])
-def test_an_answer_is_as_long_as_there_is_room(faked: Served, engine: FakeEngine, beyond: int) -> None:
+def test_an_answer_is_as_long_as_there_is_room(
+    faked: Served, engine: FakeEngine, beyond: int
+) -> None:
     window = engine.max_model_len
     body: dict[str, Any] = {"messages": QUESTION, "max_tokens": window + beyond}
     answer = faked.post(PATH, body).json()
     usage = answer["usage"]
-    assert (answer["stop_reason"], usage["input_tokens"] + usage["output_tokens"]) == ("max_tokens", window)
+    assert (answer["stop_reason"], usage["input_tokens"] + usage["output_tokens"]) == (
+        "max_tokens",
+        window,
+    )
 
 
 def test_answers_are_no_longer_than_the_server_allows(
@@ -238,17 +321,28 @@ def test_answers_are_no_longer_than_the_server_allows(
 def test_a_prompt_without_room_for_an_answer_is_refused(served: Served) -> None:
     """By the real engine, which cuts nothing itself."""
     window = served.llm.max_model_len
-    answer = served.post(PATH, {"messages": [{"role": "user", "content": "a" * window}], "max_tokens": window})
+    answer = served.post(
+        PATH, {"messages": [{"role": "user", "content": "a" * window}], "max_tokens": window}
+    )
     assert answer.status_code == 400
     assert "Shorten" in answer.json()["error"]["message"]
-    assert served.post(PATH, {"messages": QUESTION, "max_tokens": window, "temperature": 0}).status_code == 200
+    assert (
+        served.post(
+            PATH, {"messages": QUESTION, "max_tokens": window, "temperature": 0}
+        ).status_code
+        == 200
+    )
 
 
-ALWAYS_REASONING = REASONING_TEMPLATE.replace("enable_thinking is defined and not enable_thinking", "false")
+ALWAYS_REASONING = REASONING_TEMPLATE.replace(
+    "enable_thinking is defined and not enable_thinking", "false"
+)
 
 
 @pytest.mark.parametrize(
-    ("template", "ends"), [(REASONING_TEMPLATE, True), (ALWAYS_REASONING, False)], ids=["can", "cannot"]
+    ("template", "ends"),
+    [(REASONING_TEMPLATE, True), (ALWAYS_REASONING, False)],
+    ids=["can", "cannot"],
 )
 def test_reasoning_is_turned_off_where_the_chat_template_can(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, ends: bool
@@ -273,7 +367,10 @@ class TestMistakes:
         [
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+                "messages.0.content.0.type",
+            ),
             ({"messages": [{"role": "user", "content": [RESULT]}]}, "'c1'"),
             ({"messages": [{"role": "user", "content": [CALLED]}]}, "tool_use"),
             ({"max_tokens": None}, "max_tokens"),
@@ -299,7 +396,12 @@ class TestMistakes:
 
     def test_as_the_client_raises_them(self, keyed: Served, client: anthropic.Anthropic) -> None:
         with pytest.raises(anthropic.NotFoundError) as missing:
-            ask(client, messages=[{"role": "user", "content": [{"type": "context_cache", "id": "cc_none"}]}])
+            ask(
+                client,
+                messages=[
+                    {"role": "user", "content": [{"type": "context_cache", "id": "cc_none"}]}
+                ],
+            )
         assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
         with (
             anthropic.Anthropic(base_url=keyed.url, api_key="wrong", max_retries=0) as stranger,
@@ -317,7 +419,9 @@ class TestMistakes:
             "request_id": answer.headers["x-request-id"],
         }
 
-    def test_half_way_as_the_client_raises_it(self, speaking: anthropic.Anthropic, engine: FakeEngine) -> None:
+    def test_half_way_as_the_client_raises_it(
+        self, speaking: anthropic.Anthropic, engine: FakeEngine
+    ) -> None:
         engine.fails_at = 1
         with (
             pytest.raises(anthropic.APIStatusError, match="log says why"),
@@ -329,4 +433,6 @@ class TestMistakes:
 def test_keys_may_come_as_anthropics_client_sends_them(keyed: Served) -> None:
     with anthropic.Anthropic(base_url=keyed.url, api_key="key-alpha", max_retries=0) as client:
         assert ask(client, max_tokens=1).usage.output_tokens == 1
-        assert client.beta.messages.count_tokens(model=MODEL_NAME, messages=QUESTION).input_tokens > 0
+        assert (
+            client.beta.messages.count_tokens(model=MODEL_NAME, messages=QUESTION).input_tokens > 0
+        )

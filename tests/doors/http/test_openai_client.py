@@ -53,7 +53,11 @@ def test_limits(client: openai.OpenAI, limit: str) -> None:
 
 def test_streamed_chat_is_the_whole_answer(served: Served, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        messages=QUESTION, max_tokens=12, stream=True, stream_options={"include_usage": True}, **GREEDY
+        messages=QUESTION,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -70,7 +74,9 @@ def test_streamed_chat_is_the_whole_answer(served: Served, client: openai.OpenAI
 async def test_async_client(served: Served) -> None:
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
         whole = await client.chat.completions.create(messages=QUESTION, max_tokens=6, **GREEDY)
-        stream = await client.chat.completions.create(messages=QUESTION, max_tokens=6, stream=True, **GREEDY)
+        stream = await client.chat.completions.create(
+            messages=QUESTION, max_tokens=6, stream=True, **GREEDY
+        )
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == whole.choices[0].message.content == python_answer(served, max_tokens=6).text
 
@@ -78,7 +84,9 @@ async def test_async_client(served: Served) -> None:
 def test_several_choices(client: openai.OpenAI) -> None:
     def ask(seed: int) -> list[str | None]:
         options = GREEDY | {"temperature": 1.5}
-        answer = client.chat.completions.create(messages=QUESTION, max_tokens=8, n=3, seed=seed, **options)
+        answer = client.chat.completions.create(
+            messages=QUESTION, max_tokens=8, n=3, seed=seed, **options
+        )
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 24
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
@@ -92,7 +100,9 @@ def test_several_choices(client: openai.OpenAI) -> None:
 
 
 def test_several_streamed_choices_are_told_apart(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"messages": QUESTION, "max_tokens": 8, "n": 2, "seed": 5} | GREEDY | {"temperature": 1.5}
+    options: dict[str, Any] = (
+        {"messages": QUESTION, "max_tokens": 8, "n": 2, "seed": 5} | GREEDY | {"temperature": 1.5}
+    )
     whole = client.chat.completions.create(**options)
     texts = ["", ""]
     for chunk in client.chat.completions.create(stream=True, **options):
@@ -101,7 +111,9 @@ def test_several_streamed_choices_are_told_apart(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(served: Served, client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(messages=QUESTION, max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY)
+    answer = client.chat.completions.create(
+        messages=QUESTION, max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY
+    )
     expected = python_answer(served, max_tokens=5, logprobs=3).logprobs
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
@@ -141,9 +153,13 @@ def test_completion_logprobs(served: Served, client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs is not None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs or ()) == 4
     assert logprobs.text_offset == [len("".join(logprobs.tokens[:index])) for index in range(4)]
-    expected = served.llm.completion("The cat", max_tokens=4, logprobs=2, temperature=0, ignore_eos=True).logprobs
+    expected = served.llm.completion(
+        "The cat", max_tokens=4, logprobs=2, temperature=0, ignore_eos=True
+    ).logprobs
     for alternatives, entry in zip(logprobs.top_logprobs, expected, strict=True):
-        assert alternatives == pytest.approx({one.text: one.logprob for one in (entry, *entry.top)}, abs=1e-5)
+        assert alternatives == pytest.approx(
+            {one.text: one.logprob for one in (entry, *entry.top)}, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -152,13 +168,17 @@ def test_stop(client: openai.OpenAI, as_list: bool) -> None:
     text = client.chat.completions.create(**options).choices[0].message.content
     assert text
     stop = text[4:7]
-    answer = client.chat.completions.create(stop=[stop, "never said"] if as_list else stop, **options)
+    answer = client.chat.completions.create(
+        stop=[stop, "never said"] if as_list else stop, **options
+    )
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content == text[: text.index(stop)]
 
 
 def test_linked_chat(served: Served, client: openai.OpenAI) -> None:
-    ids = served.cache("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words: alpha, beta, gamma")
+    ids = served.cache(
+        "The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words: alpha, beta, gamma"
+    )
     content: Any = [
         {"type": "text", "text": "Two texts: "},
         {"type": "context_cache", "id": ids[1]},
@@ -170,20 +190,29 @@ def test_linked_chat(served: Served, client: openai.OpenAI) -> None:
     for policy, recomputed in (("full", None), ("naive", 0), ("legolink-2", 4)):
         extra = {"ignore_eos": True, "link": {"policy": policy}}
         answer = client.chat.completions.create(
-            messages=[{"role": "user", "content": content}], max_tokens=4, **GREEDY | {"extra_body": extra}
+            messages=[{"role": "user", "content": content}],
+            max_tokens=4,
+            **GREEDY | {"extra_body": extra},
         )
         assert answer.usage is not None
         details: Any = answer.usage.prompt_tokens_details
-        chunk_tokens = sum(served.get(f"/v1/context_caches/{cache_id}").json()["tokens"] for cache_id in ids)
+        chunk_tokens = sum(
+            served.get(f"/v1/context_caches/{cache_id}").json()["tokens"] for cache_id in ids
+        )
         expected = chunk_tokens if recomputed is None else recomputed
-        assert (details.recomputed_tokens, details.cached_tokens) == (expected, chunk_tokens - expected), policy
+        assert (details.recomputed_tokens, details.cached_tokens) == (
+            expected,
+            chunk_tokens - expected,
+        ), policy
         lengths[policy] = answer.usage.prompt_tokens
     assert len(set(lengths.values())) == 1
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(messages=QUESTION, extra_body={"link": {"policy": "nope"}}, model=MODEL_NAME)
+        client.chat.completions.create(
+            messages=QUESTION, extra_body={"link": {"policy": "nope"}}, model=MODEL_NAME
+        )
     assert (caught.value.code, caught.value.param) == ("invalid_policy", "link.policy")
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(messages=QUESTION, model="other")

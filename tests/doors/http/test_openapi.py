@@ -1,5 +1,5 @@
-"""What the OpenAPI document says is what the server does. Answers of all other tests are checked against it, too
-(see ``openapi_contract``)."""
+"""What the OpenAPI document says is what the server does. Answers of all other tests are checked
+against it, too (see ``openapi_contract``)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_every_answer_has_a_schema(document: dict[str, Any]) -> None:
                 assert "$ref" in content["schema"], f"{path} does not say what it answers"
 
 
-def test_keys_are_told_where_they_are_needed(document: dict[str, Any], keyed_document: dict[str, Any]) -> None:
+def test_keys_are_told_where_they_are_needed(
+    document: dict[str, Any], keyed_document: dict[str, Any]
+) -> None:
     assert "securitySchemes" not in document["components"]
     assert keyed_document["components"]["securitySchemes"] == {
         "key": {"type": "http", "scheme": "bearer"},
@@ -124,18 +126,34 @@ CALLING_ONE: dict[str, Any] = {
     ("path", "schema", "fields"),
     [
         (CHAT, "ChatCompletionChunk", {"messages": HELLO}),
-        (CHAT, "ChatCompletionChunk", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}),
-        (CHAT, "ChatCompletionChunk", {"messages": HELLO, "stream_options": {"include_usage": True}}),
+        (
+            CHAT,
+            "ChatCompletionChunk",
+            {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2},
+        ),
+        (
+            CHAT,
+            "ChatCompletionChunk",
+            {"messages": HELLO, "stream_options": {"include_usage": True}},
+        ),
         (TEXT, "CompletionChunk", {"prompt": "a"}),
-        (TEXT, "CompletionChunk", {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}}),
+        (
+            TEXT,
+            "CompletionChunk",
+            {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}},
+        ),
     ],
 )
 def test_streams_have_the_chunks_that_are_described(
     served: Served, document: dict[str, Any], path: str, schema: str, fields: dict[str, Any]
 ) -> None:
-    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"][
+        "schema"
+    ]
     assert described == {"$ref": f"#/components/schemas/{schema}"}
-    answer = served.post(path, {"stream": True, "max_tokens": 12, "seed": 0, "ignore_eos": True, **fields})
+    answer = served.post(
+        path, {"stream": True, "max_tokens": 12, "seed": 0, "ignore_eos": True, **fields}
+    )
     *chunks, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert done == "[DONE]"
     assert len(chunks) > 3
@@ -154,7 +172,9 @@ def test_streams_have_the_chunks_that_are_described(
 def test_named_events_are_those_that_are_described(
     served: Served, document: dict[str, Any], path: str, schema: str, fields: dict[str, Any]
 ) -> None:
-    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"][
+        "schema"
+    ]
     assert described == {"$ref": f"#/components/schemas/{schema}"}
     events = served.post(path, {"stream": True, "temperature": 0, **fields}).text.split("\n\n")
     assert events.pop() == ""
@@ -184,25 +204,103 @@ def test_a_failed_engine_is_told_as_described(faked: Served, engine: FakeEngine)
 
 
 PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": None}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}, "strict": None},
+}
 CALLING = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
 }
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "logit_bias": {}}),
-    (CHAT, {"messages": HELLO, "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}),
-    (CHAT, {"messages": [{"role": "developer", "content": PARTS, "tool_calls": [], "tool_call_id": None}]}),
-    (CHAT, {"messages": HELLO, "stop": ["a", "b"], "link": {"policy": "full"}, "seed": None, "top_k": -1}),
-    (CHAT, {"messages": [{"role": "assistant", "content": None, "annotations": None}], "logit_bias": {"5": 1.5}}),
-    (CHAT, {"messages": HELLO, "something": None, "service_tier": "auto", "bad_words": ["a"], "stop_token_ids": [5]}),
-    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}),
-    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    (CHAT, {"messages": [*HELLO, CALLING, {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "x"}]}),
-    (CHAT, {"messages": HELLO, "prompt_logprobs": 1, "chat_template_kwargs": {}, "add_generation_prompt": False}),
+    (
+        CHAT,
+        {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "logit_bias": {}},
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "tool_choice": "none",
+            "response_format": {"type": "text"},
+            "audio": None,
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "developer", "content": PARTS, "tool_calls": [], "tool_call_id": None}
+            ]
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "stop": ["a", "b"],
+            "link": {"policy": "full"},
+            "seed": None,
+            "top_k": -1,
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "assistant", "content": None, "annotations": None}],
+            "logit_bias": {"5": 1.5},
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "something": None,
+            "service_tier": "auto",
+            "bad_words": ["a"],
+            "stop_token_ids": [5],
+        },
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                *HELLO,
+                CALLING,
+                {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "x"},
+            ]
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "prompt_logprobs": 1,
+            "chat_template_kwargs": {},
+            "add_generation_prompt": False,
+        },
+    ),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+        },
+    ),
     (TEXT, {"prompt": "a", "structured_outputs": {"choice": ["a", "b"]}}),
     (TEXT, {"prompt": "a", "structured_outputs": {"json": {"type": "integer"}, "regex": None}}),
     (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 0}),
@@ -210,21 +308,61 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": [5, 6]}),
     (TEXT, {"prompt": [[5, 6], [7]]}),
     (TEXT, {"prompt": ["a", "b"], "stop": "x"}),
-    (CACHES, {"chunks": ["a"], "ttl": "600s", "metadata": {"a": "b"}, "name": "n", "context": "alone"}),
+    (
+        CACHES,
+        {"chunks": ["a"], "ttl": "600s", "metadata": {"a": "b"}, "name": "n", "context": "alone"},
+    ),
     (CACHES, {"chunks": ["a"], "ttl": 60, "scope": "shared"}),
     (CACHES, {"input": "a b c", "split": {"method": "sentence", "max_tokens": 5}, "ttl": None}),
     (CACHES, {"chunks": ["a"], "input": None, "ttl": "0.5s"}),
     ("/tokenize", {"messages": HELLO, "text": None}),
     ("/v1/link/explain", {"prompt": "a"}),
-    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "system": PARTS, "metadata": {"user_id": "me"}, "top_k": 5}),
-    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "thinking": {"type": "disabled"}, "container": None}),
-    (RESPONSES, {"input": "a", "max_output_tokens": 1, "store": False, "include": [], "truncation": "disabled"}),
-    (RESPONSES, {"input": HELLO, "max_output_tokens": 1, "text": {"format": {"type": "text"}}, "tools": []}),
+    (
+        MESSAGES,
+        {
+            "messages": HELLO,
+            "max_tokens": 1,
+            "system": PARTS,
+            "metadata": {"user_id": "me"},
+            "top_k": 5,
+        },
+    ),
+    (
+        MESSAGES,
+        {"messages": HELLO, "max_tokens": 1, "thinking": {"type": "disabled"}, "container": None},
+    ),
+    (
+        RESPONSES,
+        {
+            "input": "a",
+            "max_output_tokens": 1,
+            "store": False,
+            "include": [],
+            "truncation": "disabled",
+        },
+    ),
+    (
+        RESPONSES,
+        {"input": HELLO, "max_output_tokens": 1, "text": {"format": {"type": "text"}}, "tools": []},
+    ),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "max_output_tokens": 1, "top_logprobs": False}),
-    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}, "defer_loading": 0}]}),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_tokens": 1}),
+    (
+        MESSAGES,
+        {
+            "messages": HELLO,
+            "max_tokens": 1,
+            "tools": [{"name": "f", "input_schema": {}, "defer_loading": 0}],
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+            "max_tokens": 1,
+        },
+    ),
     (TEXT, {"prompt": "a", "best_of": True}),
     (CACHES, {"chunks": ["a"], "ttl": 60, "expires_at": 4e9}),
     (CACHES, {"chunks": ["a"], "split": {}}),
@@ -307,15 +445,21 @@ def test_bodies_that_are_refused_are_not_described(
 def test_answers_that_are_not_described_are_noticed(
     document: dict[str, Any], status: int, body: dict[str, Any]
 ) -> None:
-    answer = httpx.Response(status, json=body, request=httpx.Request("GET", "http://localhost/health"))
+    answer = httpx.Response(
+        status, json=body, request=httpx.Request("GET", "http://localhost/health")
+    )
     with pytest.raises((AssertionError, ValidationError)):
         Contract(document).check(answer)
 
 
-def test_parameters_of_listings_are_those_that_are_taken(served: Served, document: dict[str, Any]) -> None:
+def test_parameters_of_listings_are_those_that_are_taken(
+    served: Served, document: dict[str, Any]
+) -> None:
     def schema_of(method: str, name: str) -> dict[str, Any]:
         parameters = document["paths"][CACHES][method]["parameters"]
-        found: dict[str, Any] = next(parameter for parameter in parameters if parameter["name"] == name)
+        found: dict[str, Any] = next(
+            parameter for parameter in parameters if parameter["name"] == name
+        )
         return found
 
     after = Draft202012Validator(schema_of("get", "after")["schema"])

@@ -1,4 +1,5 @@
-"""The files of the pages for people, as they are served; tests/doors/page has what they do in a browser."""
+"""The files of the pages for people, as they are served; tests/doors/page has what they do in a
+browser."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ MEDIA_TYPES = {"js": "text/javascript", "css": "text/css"}
 def test_files_load_nothing_from_elsewhere(keyed: Served, path: str) -> None:
     answer = keyed.get(path)
     assert answer.status_code == 200, "it needs no key"
-    assert answer.headers["content-type"].startswith(MEDIA_TYPES.get(path.rpartition(".")[2], "text/html"))
+    assert answer.headers["content-type"].startswith(
+        MEDIA_TYPES.get(path.rpartition(".")[2], "text/html")
+    )
     assert answer.headers["x-content-type-options"] == "nosniff"
     policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+    assert policy.startswith(
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+    )
     assert "unsafe" not in policy
     assert "http" not in policy
-    assert not re.findall(r"(?:src|href|url|from|import)\s*[=(]?\s*[\"']?(?:https?:)?//", answer.text)
+    assert not re.findall(
+        r"(?:src|href|url|from|import)\s*[=(]?\s*[\"']?(?:https?:)?//", answer.text
+    )
 
 
 def test_no_script_writes_markup(served: Served) -> None:
@@ -30,7 +37,9 @@ def test_no_script_writes_markup(served: Served) -> None:
     scripts = [served.get(path).text for path in PAGE_PATHS if path.endswith(".js")]
     assert len(scripts) >= 5
     for script in scripts:
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script
+        )
 
 
 def test_scripts_use_ids_that_the_page_has(served: Served) -> None:

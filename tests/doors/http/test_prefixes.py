@@ -1,4 +1,5 @@
-"""A conversation over HTTP: each turn says what it reused of those before it, and its answer is the same."""
+"""A conversation over HTTP: each turn says what it reused of those before it, and its answer is the
+same."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ import pytest
 from kvlinker.llm import LLM
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 
-QUESTIONS = ["What is the first word of the note?", "And what comes behind it?", "Say all of it once more."]
+QUESTIONS = [
+    "What is the first word of the note?",
+    "And what comes behind it?",
+    "Say all of it once more.",
+]
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def talking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, bool]]:
+def talking(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, bool]]:
     """A server, and whether it reuses prefixes."""
     settings = tiny_settings(tmp_path_factory.mktemp("state"), prefix_cache=request.param)
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
@@ -31,7 +38,9 @@ def turn(served: Served, messages: list[dict[str, Any]], **options: Any) -> dict
     return answer
 
 
-def conversation(served: Served, content: Any, policy: str) -> tuple[list[str], list[dict[str, int]]]:
+def conversation(
+    served: Served, content: Any, policy: str
+) -> tuple[list[str], list[dict[str, int]]]:
     """The answers to all questions, each behind those before it, and what was reused for them."""
     messages: list[dict[str, Any]] = []
     answers, details = [], []
@@ -80,7 +89,9 @@ def test_metrics_tell_what_was_reused(talking: tuple[Served, bool]) -> None:
 def test_streams_tell_it_too(talking: tuple[Served, bool]) -> None:
     served, reuses = talking
     body = {
-        "messages": [{"role": "user", "content": "A question that is streamed, and streamed once more."}],
+        "messages": [
+            {"role": "user", "content": "A question that is streamed, and streamed once more."}
+        ],
         "max_tokens": 2,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -92,7 +103,9 @@ def test_streams_tell_it_too(talking: tuple[Served, bool]) -> None:
 
 def test_other_tenants_reuse_nothing(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, prefix_cache="on", api_keys="one,two")
-    messages = [{"role": "user", "content": "The same question from two who do not know each other."}]
+    messages = [
+        {"role": "user", "content": "The same question from two who do not know each other."}
+    ]
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
         reused = []
         for key in ("one", "two", "one"):

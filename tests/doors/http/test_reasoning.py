@@ -1,4 +1,5 @@
-"""Wishes about reasoning and brevity do what the chat template can, and the rest of them is told."""
+"""Wishes about reasoning and brevity do what the chat template can, and the rest of them is
+told."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ Ask = Callable[..., tuple[str, str | None]]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Served, FakeEngine]]]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple[Served, FakeEngine]]]:
     """A server for each template, with its engine."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -40,14 +43,17 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
             engine.script = ["Hello."]
             patch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
             settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
-            return stack.enter_context(serving(LLM.from_model(tiny_model(), settings), settings)), engine
+            return stack.enter_context(
+                serving(LLM.from_model(tiny_model(), settings), settings)
+            ), engine
 
         yield {name: started(template) for name, template in TEMPLATES.items()}
 
 
 @pytest.fixture
 def ask(servers: dict[str, tuple[Served, FakeEngine]]) -> Ask:
-    """Ask a model with one of the templates; returns the end of the prompt, and the fields that are ignored."""
+    """Ask a model with one of the templates; returns the end of the prompt, and the fields that are
+    ignored."""
     bodies: dict[str, Any] = {
         CHAT: {"messages": QUESTION},
         MESSAGES: {"messages": QUESTION, "max_tokens": 2},
@@ -85,19 +91,33 @@ def test_an_effort_does_what_the_template_can(
 
 
 def test_a_variable_of_the_template_counts_before_the_effort(ask: Ask) -> None:
-    assert ask("effort", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "9"}) == ("effort 9", None)
+    assert ask(
+        "effort", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "9"}
+    ) == ("effort 9", None)
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "ignored"),
     [
-        (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort, reasoning_effort"),
+        (
+            CHAT,
+            {"reasoning": {"effort": "low"}, "reasoning_effort": "low"},
+            "reasoning.effort, reasoning_effort",
+        ),
         (CHAT, {"reasoning": {}, "verbosity": "medium"}, None),
         (CHAT, {"verbosity": "low", "stream": True}, "verbosity"),
         (CHAT, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
-        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort, reasoning.summary"),
+        (
+            RESPONSES,
+            {"reasoning": {"effort": "low", "summary": "auto"}},
+            "reasoning.effort, reasoning.summary",
+        ),
         (RESPONSES, {"text": {"verbosity": "low"}, "stream": True}, "text.verbosity"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        (
+            MESSAGES,
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.budget_tokens",
+        ),
         (MESSAGES, {"thinking": {"type": "disabled"}}, None),
         (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
         (MESSAGES, {"output_config": {"effort": "high"}, "stream": True}, "output_config.effort"),
@@ -122,7 +142,11 @@ def test_of_two_efforts_one_counts(ask: Ask) -> None:
         (CHAT, {"messages": QUESTION, "reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
         (
             MESSAGES,
-            {"messages": QUESTION, "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 9}},
+            {
+                "messages": QUESTION,
+                "max_tokens": 20,
+                "thinking": {"type": "enabled", "budget_tokens": 9},
+            },
             "thinking.budget_tokens",
         ),
     ],
@@ -137,12 +161,16 @@ def test_a_limit_of_reasoning_that_cannot_be_kept_is_refused(
 
 
 @pytest.mark.parametrize("effort", ["lowest", 3, ""])
-def test_an_unknown_effort_is_refused(servers: dict[str, tuple[Served, FakeEngine]], effort: Any) -> None:
+def test_an_unknown_effort_is_refused(
+    servers: dict[str, tuple[Served, FakeEngine]], effort: Any
+) -> None:
     for field in ("reasoning_effort", "verbosity"):
         answer = servers["never"][0].post(CHAT, {"messages": QUESTION, field: effort})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_responses_repeat_what_was_asked(servers: dict[str, tuple[Served, FakeEngine]]) -> None:
-    answer = servers["never"][0].post(RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
+    answer = (
+        servers["never"][0].post(RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
+    )
     assert answer["reasoning"] == {"effort": "low", "summary": None}

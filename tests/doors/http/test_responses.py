@@ -47,8 +47,13 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 
 def test_the_answer_is_that_of_chat_completions(served: Served, client: openai.OpenAI) -> None:
     answer = ask(client, instructions="Be brief.", max_output_tokens=6, metadata={"a": "b"})
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the weather?"}]
-    chat = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6, "temperature": 0}).json()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the weather?"},
+    ]
+    chat = served.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 6, "temperature": 0}
+    ).json()
     assert answer.output_text == chat["choices"][0]["message"]["content"]
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.instructions, answer.metadata, answer.store) == ("Be brief.", {"a": "b"}, False)
@@ -61,7 +66,9 @@ def test_marked_parts_are_chunks(client: openai.OpenAI) -> None:
     for read in (False, True):
         part = {"type": "input_text", "text": text, **MARK}
         question = {"type": "input_text", "text": "Who brings apples?"}
-        answer = ask(client, input=[{"role": "user", "content": [question, part]}], max_output_tokens=1)
+        answer = ask(
+            client, input=[{"role": "user", "content": [question, part]}], max_output_tokens=1
+        )
         details = answer.usage.input_tokens_details
         assert (details.cached_tokens > 300, details.cache_write_tokens > 300) == (read, not read)
     assert answer.model_extra["link"]["context_caches"]
@@ -72,7 +79,11 @@ def test_a_tool_is_called_and_its_result_taken(client: openai.OpenAI) -> None:
     (call,) = first.output
     assert (first.status, call.type, call.name) == ("completed", "function_call", "get_weather")
     check(SCHEMA, json.loads(call.arguments))
-    items = [USER, *first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}]
+    items = [
+        USER,
+        *first.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."},
+    ]
     again = ask(client, input=items, tools=[WEATHER], max_output_tokens=2)
     assert again.usage.input_tokens > first.usage.input_tokens
     assert again.tools[0].name == "get_weather"
@@ -82,7 +93,9 @@ def test_forms_and_the_clients_own_parser(client: openai.OpenAI) -> None:
     class Weather(pydantic.BaseModel):
         city: Literal["Oslo", "Varna"]
 
-    parsed = client.responses.parse(model=MODEL_NAME, input="Where?", text_format=Weather, temperature=0)
+    parsed = client.responses.parse(
+        model=MODEL_NAME, input="Where?", text_format=Weather, temperature=0
+    )
     assert isinstance(parsed.output_parsed, Weather)
     form: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA}}
     check(SCHEMA, json.loads(ask(client, text=form).output_text))
@@ -107,7 +120,9 @@ def test_streams_say_what_whole_answers_do(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_and_calls_are_items_in_order(speaking: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+def test_text_and_calls_are_items_in_order(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
     engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:]]
     fields: Any = {"model": MODEL_NAME, "input": "Weather?", "tools": [WEATHER | {"strict": False}]}
     if stream:
@@ -126,7 +141,10 @@ def test_items_are_the_messages_of_chat_completions(served: Served) -> None:
         {"type": "message", "role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": []},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Hm.", "annotations": [], "logprobs": []}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Hm.", "annotations": [], "logprobs": []}],
+        },
         {"type": "function_call", "id": "fc_1", "call_id": "c1", "status": "completed", **call},
         OUTPUT,
         {"role": "user", "content": "Thanks!"},
@@ -139,7 +157,10 @@ def test_items_are_the_messages_of_chat_completions(served: Served) -> None:
         {"role": "user", "content": "Thanks!"},
     ]
     answer = served.post(PATH, {"input": items, "max_output_tokens": 1}).json()
-    assert answer["usage"]["input_tokens"] == served.post("/tokenize", {"messages": chat}).json()["count"]
+    assert (
+        answer["usage"]["input_tokens"]
+        == served.post("/tokenize", {"messages": chat}).json()["count"]
+    )
 
 
 def test_the_item_of_a_stream_that_is_cut_is_incomplete(speaking: openai.OpenAI) -> None:
@@ -150,13 +171,18 @@ def test_the_item_of_a_stream_that_is_cut_is_incomplete(speaking: openai.OpenAI)
     assert (done.status, done.content[0].text) == ("incomplete", "w0 w1 w2 ")
 
 
-def test_the_item_before_a_call_that_ends_with_the_answer_is_whole(speaking: openai.OpenAI, engine: FakeEngine) -> None:
+def test_the_item_before_a_call_that_ends_with_the_answer_is_whole(
+    speaking: openai.OpenAI, engine: FakeEngine
+) -> None:
     """Also where the answer was cut: its last item is the call."""
     engine.script = [f"See.\n{A_CALL}", " \n"]
     tools: Any = {"tools": [WEATHER | {"strict": False}], "max_output_tokens": 1}
     events = list(ask(speaking, stream=True, **tools))
     done = [event.item for event in events if event.type == "response.output_item.done"]
-    assert [(item.type, item.status) for item in done] == [("message", "completed"), ("function_call", "completed")]
+    assert [(item.type, item.status) for item in done] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+    ]
     assert (events[-1].type, events[-1].response.output) == ("response.incomplete", done)
 
 
@@ -170,7 +196,9 @@ def test_parts_begin_empty(speaking: openai.OpenAI, engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("failure", [KVLinkerError("broken"), EngineClosedError("closed")])
-def test_a_failure_half_way_is_told(speaking: openai.OpenAI, engine: FakeEngine, failure: KVLinkerError) -> None:
+def test_a_failure_half_way_is_told(
+    speaking: openai.OpenAI, engine: FakeEngine, failure: KVLinkerError
+) -> None:
     engine.fails_at, engine.failure = 1, failure
     *_, last = ask(speaking, stream=True)
     code = "server_error" if failure.code == "internal_error" else failure.code
@@ -207,10 +235,17 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
-        ({"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]}, "input.1.content.0.type"),
+        (
+            {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.1.content.0.type",
+        ),
         ({"input": [USER, OUTPUT]}, "input.1.call_id"),
         (
-            {"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": "[1]"}]},
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "[1]"}
+                ]
+            },
             "input.0.arguments",
         ),
         ({"store": True}, "store"),
@@ -225,7 +260,11 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         *(
             (
-                {"tools": [WEATHER | {"parameters": {"a": "\ud800"}}], "tool_choice": "none", "stream": stream},
+                {
+                    "tools": [WEATHER | {"parameters": {"a": "\ud800"}}],
+                    "tool_choice": "none",
+                    "stream": stream,
+                },
                 "tools.0.parameters",
             )
             for stream in (False, True)
@@ -239,14 +278,18 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
     ],
 )
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
-    body = json.dumps({"input": "Hi"} | fields)  # the client's own cannot write halves of surrogate pairs
+    body = json.dumps(
+        {"input": "Hi"} | fields
+    )  # the client's own cannot write halves of surrogate pairs
     answer = served.http.post(PATH, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_an_unknown_context_cache_is_named_by_its_place(served: Served) -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "context_cache", "id": "cc_none"}]
-    answer = served.post(PATH, {"instructions": "b", "input": [USER, {"role": "user", "content": parts}]})
+    answer = served.post(
+        PATH, {"instructions": "b", "input": [USER, {"role": "user", "content": parts}]}
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (
         404,

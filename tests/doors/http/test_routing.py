@@ -11,7 +11,9 @@ from tests.doors.http.serving import Served
 CACHES = "/v1/context_caches"
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/status", "/metrics", "/v1/models", "/v1/models/tiny", CACHES])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/status", "/metrics", "/v1/models", "/v1/models/tiny", CACHES]
+)
 def test_head_is_get_without_a_body(served: Served, path: str) -> None:
     read, head = served.get(path), served.http.head(path)
     assert head.status_code == read.status_code == 200
@@ -57,7 +59,9 @@ def test_files_take_no_query(served: Served) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["PUT", "OPTIONS", "NONSENSE"])
-def test_allow_lists_all_methods_of_the_path(served: Served, path: str, allowed: str, method: str) -> None:
+def test_allow_lists_all_methods_of_the_path(
+    served: Served, path: str, allowed: str, method: str
+) -> None:
     answer = served.http.request(method, path)
     assert answer.status_code == 405
     assert answer.headers["allow"] == allowed
@@ -69,7 +73,11 @@ def test_unknown_query_parameters_are_refused_by_name_on_every_route(served: Ser
     for path, operations in document["paths"].items():
         for method in operations:
             url = re.sub(r"{\w+}", "x", path)
-            body = {"content": b"{}", "headers": {"Content-Type": "application/json"}} if method == "post" else {}
+            body = (
+                {"content": b"{}", "headers": {"Content-Type": "application/json"}}
+                if method == "post"
+                else {}
+            )
             answer = served.http.request(method, url, params={"wrong": "1"}, **body)  # type: ignore[arg-type]
             assert answer.status_code == 400, (method, path, answer.text)
             if "requestBody" not in operations[method]:
@@ -86,7 +94,9 @@ def test_unknown_query_parameters_are_refused_by_name_on_every_route(served: Ser
         ("GET", "=1", ""),
     ],
 )
-def test_the_first_unknown_query_parameter_is_named(served: Served, method: str, query: str, param: str) -> None:
+def test_the_first_unknown_query_parameter_is_named(
+    served: Served, method: str, query: str, param: str
+) -> None:
     error = served.http.request(method, f"{CACHES}?{query}").json()["error"]
     assert (error["code"], error["param"]) == ("unknown_parameter", param)
 

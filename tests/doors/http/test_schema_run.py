@@ -1,4 +1,5 @@
-"""Schemathesis asks a real server all that its OpenAPI document allows, and much that it does not."""
+"""Schemathesis asks a real server all that its OpenAPI document allows, and much that it does
+not."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ EXAMPLES = 10
 """Of each operation and kind of data, besides those that follow from its schema one by one."""
 
 EXCLUDED = "positive_data_acceptance,response_schema_conformance"
-"""The first is done by ``schema_checks`` instead. The other takes an event's envelope for what our schemas describe,
-its data; ``openapi_contract`` checks that."""
+"""The first is done by ``schema_checks`` instead. The other takes an event's envelope for what our
+schemas describe, its data; ``openapi_contract`` checks that."""
 
 REPEATABLE = ["--generation-deterministic", "--no-shrink"]
 PATIENT = ["--request-timeout", "300", "--suppress-health-check", "all"]
@@ -34,8 +35,14 @@ def test_the_server_does_what_its_document_says(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     configuration = tmp_path / "schemathesis.toml"
     configuration.write_text(CONFIGURATION)
-    environment = os.environ | {"KVLINKER_STATE_DIR": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    hooks = {"SCHEMATHESIS_HOOKS": "tests.doors.http.schema_checks", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "KVLINKER_STATE_DIR": str(tmp_path / "state"),
+        "OMP_NUM_THREADS": "1",
+    }
+    hooks = {
+        "SCHEMATHESIS_HOOKS": "tests.doors.http.schema_checks",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     program = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(configuration), "run"]
     extent = ["--mode", "all", "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES)]
     asked = ["--continue-on-failure", "--exclude-checks", EXCLUDED, *extent, *REPEATABLE, *PATIENT]

@@ -1,5 +1,5 @@
-"""``kvlinker serve`` is told to stop by signals, as by an orchestrator or at a terminal: in a process of its own, with
-the model in the box."""
+"""``kvlinker serve`` is told to stop by signals, as by an orchestrator or at a terminal: in a
+process of its own, with the model in the box."""
 
 from __future__ import annotations
 
@@ -34,8 +34,18 @@ def bodies(tokens: int) -> dict[str, dict[str, Any]]:
     """A request of each dialect, whose answer has this many tokens."""
     messages = [{"role": "user", "content": STORY}]
     return {
-        "/v1/chat/completions": {"messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True},
-        "/v1/completions": {"prompt": STORY, "max_tokens": tokens, "temperature": 0, "ignore_eos": True},
+        "/v1/chat/completions": {
+            "messages": messages,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        },
+        "/v1/completions": {
+            "prompt": STORY,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        },
         "/v1/messages": {"messages": messages, "max_tokens": tokens, "temperature": 0},
         "/v1/responses": {"input": STORY, "max_output_tokens": tokens, "temperature": 0},
     }
@@ -78,7 +88,14 @@ class Running:
 def serving(folder: Path, *options: str) -> Iterator[Running]:
     """A server whose state lies in ``folder``."""
     log = folder / "log"
-    arguments = ["serve", "--port=0", f"--state-dir={folder / 'state'}", "--policy=naive", "--threads=1", *options]
+    arguments = [
+        "serve",
+        "--port=0",
+        f"--state-dir={folder / 'state'}",
+        "--policy=naive",
+        "--threads=1",
+        *options,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", "from kvlinker.cli import app; app()", *arguments],
@@ -98,8 +115,11 @@ def serving(folder: Path, *options: str) -> Iterator[Running]:
         process.wait(WAIT)
 
 
-def all_asked(server: Running, threads: ThreadPoolExecutor, tokens: int) -> dict[tuple[str, bool], Future[Any]]:
-    """Status and text of a request of each dialect, streamed (True) and not, all of which the engine has."""
+def all_asked(
+    server: Running, threads: ThreadPoolExecutor, tokens: int
+) -> dict[tuple[str, bool], Future[Any]]:
+    """Status and text of a request of each dialect, streamed (True) and not, all of which the
+    engine has."""
     begun = threading.Semaphore(0)
 
     def ask(path: str, body: dict[str, Any]) -> tuple[int, str]:
@@ -124,7 +144,9 @@ def test_all_that_runs_is_finished_and_written(tmp_path: Path) -> None:
     texts = [f"Chunk {number}. " + "The kettle stands in the kitchen. " * 40 for number in range(8)]
     with serving(tmp_path) as server, ThreadPoolExecutor(16) as threads:
         answers = all_asked(server, threads, 300)
-        created = threads.submit(httpx.post, f"{server.url}{CREATION}", json={"chunks": texts}, timeout=WAIT)
+        created = threads.submit(
+            httpx.post, f"{server.url}{CREATION}", json={"chunks": texts}, timeout=WAIT
+        )
         while server.running() <= len(answers) and not created.done():
             time.sleep(0.01)
         server.stop()
@@ -161,7 +183,8 @@ LAST = {
     ("/v1/responses", False): '"output_tokens":300',
     ("/v1/responses", True): r'"type":"response.incomplete".*\s+$',
 }
-"""What complete answers of 300 tokens end with, or tell, by dialect and whether they are streams."""
+"""What complete answers of 300 tokens end with, or tell, by dialect and whether they are
+streams."""
 
 
 def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
@@ -174,7 +197,10 @@ def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
             assert status == (200 if stream else 503)
             if not stream:
                 kind = json.loads(text)["error"]
-                assert kind["type" if path == "/v1/messages" else "code"] in ("engine_closed", "overloaded_error")
+                assert kind["type" if path == "/v1/messages" else "code"] in (
+                    "engine_closed",
+                    "overloaded_error",
+                )
             else:
                 assert text.endswith("data: [DONE]\n\n") is path.endswith("completions")
         assert "0 requests were finished, 8 were cut off." in server.ended()
@@ -211,7 +237,9 @@ def test_under_load_every_request_is_finished_or_refused(tmp_path: Path) -> None
                 except httpx.TransportError:  # which the server has not seen
                     assert stopped.is_set()
                     return
-                complete = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 20
+                complete = (
+                    answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 20
+                )
                 ends["complete" if complete else f"{answer.status_code}"] += 1
 
     with serving(tmp_path) as server, ThreadPoolExecutor(USERS) as threads:

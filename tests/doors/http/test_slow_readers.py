@@ -1,4 +1,5 @@
-"""Clients that read slowly or not at all are cut off, and take neither memory nor time from others until then."""
+"""Clients that read slowly or not at all are cut off, and take neither memory nor time from others
+until then."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Answers:
-    """An app whose answers are large: in pieces, or at once. Told: how many pieces it could send."""
+    """An app whose answers are large: in pieces, or at once. Told: how many pieces it could
+    send."""
 
     def __init__(self, *, at_once: bool) -> None:
         self.at_once = at_once
@@ -75,7 +77,8 @@ def connected(url: str) -> Iterator[socket.socket]:
 
 
 def drips(client: socket.socket, until: threading.Semaphore) -> bool:
-    """Read a byte now and then until a connection is gone; whether that was within ``WAIT`` seconds."""
+    """Read a byte now and then until a connection is gone; whether that was within ``WAIT``
+    seconds."""
     for _ in range(int(WAIT / 0.02)):
         if until.acquire(timeout=0.02):
             return True
@@ -85,12 +88,17 @@ def drips(client: socket.socket, until: threading.Semaphore) -> bool:
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlinker.doors.http.edge.slow_readers.LEAST_READ_BYTES_PER_SECOND", len(PIECE) * PIECES)
+    monkeypatch.setattr(
+        "kvlinker.doors.http.edge.slow_readers.LEAST_READ_BYTES_PER_SECOND", len(PIECE) * PIECES
+    )
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_clients_that_read_byte_by_byte_are_cut_off(tmp_path: Path, lost: threading.Semaphore, at_once: bool) -> None:
-    """Also those whose answer is complete: nothing but its connection would tell that it is not read."""
+def test_clients_that_read_byte_by_byte_are_cut_off(
+    tmp_path: Path, lost: threading.Semaphore, at_once: bool
+) -> None:
+    """Also those whose answer is complete: nothing but its connection would tell that it is not
+    read."""
     app = Answers(at_once=at_once)
     with impatient(app, tmp_path) as url, connected(url) as client:
         client.sendall(REQUEST)
@@ -117,7 +125,9 @@ def test_what_waits_for_a_slow_client_is_one_piece(
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_clients_that_read_get_all(tmp_path: Path, lost: threading.Semaphore, at_once: bool) -> None:
+def test_clients_that_read_get_all(
+    tmp_path: Path, lost: threading.Semaphore, at_once: bool
+) -> None:
     with impatient(Answers(at_once=at_once), tmp_path) as url:
         assert len(httpx.get(f"{url}/").content) == len(PIECE) * PIECES
     assert not lost.acquire(blocking=False)
@@ -131,7 +141,9 @@ def test_others_are_served_beside_64_that_read_and_64_that_send_a_byte_at_a_time
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     settings = served.llm.settings.model_copy(update={"request_timeout": 1.0})
     with serving(served.llm, settings, closes=False) as running, ExitStack() as stack:
-        readers, senders = ([stack.enter_context(connected(running.url)) for _ in range(64)] for _ in range(2))
+        readers, senders = (
+            [stack.enter_context(connected(running.url)) for _ in range(64)] for _ in range(2)
+        )
         for client in readers:
             client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         for client in senders:

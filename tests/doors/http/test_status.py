@@ -21,20 +21,27 @@ def figures(served: Served) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
 
 def test_metrics_tell_what_requests_did(served: Served) -> None:
     def figure(name: str, **labels: str) -> float:
-        return after.get((name, frozenset(labels.items())), 0.0) - before.get((name, frozenset(labels.items())), 0.0)
+        return after.get((name, frozenset(labels.items())), 0.0) - before.get(
+            (name, frozenset(labels.items())), 0.0
+        )
 
     (cache_id,) = served.cache("a chunk for the metrics, not used by others")
     before = figures(served)
     body = {"prompt": [{"type": "context_cache", "id": cache_id}, {"type": "text", "text": "So?"}]}
     usage = served.post(
-        "/v1/completions", body | {"max_tokens": 3, "ignore_eos": True, "link": {"policy": "legolink-2"}}
+        "/v1/completions",
+        body | {"max_tokens": 3, "ignore_eos": True, "link": {"policy": "legolink-2"}},
     ).json()["usage"]
     after = figures(served)
 
     details = usage["prompt_tokens_details"]
     fresh = usage["prompt_tokens"] - details["cached_tokens"] - details["recomputed_tokens"]
     assert figure("kvlinker:prompt_tokens_total", source="cached") == details["cached_tokens"] > 0
-    assert figure("kvlinker:prompt_tokens_total", source="recomputed") == details["recomputed_tokens"] == 2
+    assert (
+        figure("kvlinker:prompt_tokens_total", source="recomputed")
+        == details["recomputed_tokens"]
+        == 2
+    )
     assert figure("kvlinker:prompt_tokens_total", source="fresh") == fresh > 0
     assert figure("kvlinker:output_tokens_total") == 3
     assert figure("kvlinker:requests_total", reason="length") == 1
@@ -55,19 +62,26 @@ def test_gauges_are_read_when_scraped(served: Served) -> None:
     assert scraped[("kvlinker:requests_running", frozenset())] == 0
     assert scraped[("kvlinker:requests_waiting", frozenset())] == 0
     assert (
-        scraped[("kvlinker:store_bytes", frozenset({("tier", "host")}))] == served.llm.store.usage()[0].used_bytes > 0
+        scraped[("kvlinker:store_bytes", frozenset({("tier", "host")}))]
+        == served.llm.store.usage()[0].used_bytes
+        > 0
     )
     assert ("kvlinker:store_bytes", frozenset({("tier", "disk")})) in scraped
 
 
 def test_measured_speeds_are_shown(served: Served) -> None:
-    served.post("/v1/completions", {"prompt": "a prompt that tells how fast the model is", "max_tokens": 1})
+    served.post(
+        "/v1/completions", {"prompt": "a prompt that tells how fast the model is", "max_tokens": 1}
+    )
     served.llm.store.bandwidths.note("disk", 10**12, 1.0)
     scraped = figures(served)
     status = served.get("/status").json()
     bandwidth = scraped["kvlinker:tier_bandwidth_bytes_per_second", frozenset({("tier", "disk")})]
     assert bandwidth > 0
-    assert {tier["name"]: tier["bytes_per_second"] for tier in status["tiers"]} == {"host": None, "disk": bandwidth}
+    assert {tier["name"]: tier["bytes_per_second"] for tier in status["tiers"]} == {
+        "host": None,
+        "disk": bandwidth,
+    }
     assert scraped["kvlinker:prefill_tokens_per_second", frozenset()] > 0
     assert status["prefill_tokens_per_second"] > 0
 
@@ -91,11 +105,19 @@ def test_status_agrees_with_metrics(served: Served) -> None:
     for source, tokens in status["prompt_tokens"].items():
         assert tokens == scraped["kvlinker:prompt_tokens_total", frozenset({("source", source)})]
     assert status["output_tokens"] == scraped["kvlinker:output_tokens_total", frozenset()]
-    finished = sum(value for (name, _), value in scraped.items() if name == "kvlinker:requests_total")
+    finished = sum(
+        value for (name, _), value in scraped.items() if name == "kvlinker:requests_total"
+    )
     assert status["requests"] == {"running": 0, "waiting": 0, "finished": finished}
     assert [tier["name"] for tier in status["tiers"]] == ["host", "disk"]
 
 
 def test_schema_names_every_route(served: Served) -> None:
     paths = served.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/context_caches", "/v1/models", "/tokenize"} <= set(paths)
+    assert {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/context_caches",
+        "/v1/models",
+        "/tokenize",
+    } <= set(paths)

@@ -1,4 +1,5 @@
-"""Clients that know nothing of kvlinker see in ``usage`` what was reused: OpenAI's, in a chat loop and with marks.
+"""Clients that know nothing of kvlinker see in ``usage`` what was reused: OpenAI's, in a chat loop
+and with marks.
 
 ``tests/test_examples.py`` has LangChain's and LlamaIndex's.
 """
@@ -17,7 +18,9 @@ from kvlinker.llm import LLM
 from tests.doors.http.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
 
 GREEDY: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0, "max_tokens": 6}
-HANDBOOK = "\n".join(f"Rule {number}: whoever is late brings {number} cakes for all." for number in range(12))
+HANDBOOK = "\n".join(
+    f"Rule {number}: whoever is late brings {number} cakes for all." for number in range(12)
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +44,16 @@ def cached(usage: CompletionUsage | None) -> int:
 
 
 def asked(client: openai.OpenAI, messages: Any, **options: Any) -> openai.types.chat.ChatCompletion:
-    answer: openai.types.chat.ChatCompletion = client.chat.completions.create(messages=messages, **GREEDY, **options)
+    answer: openai.types.chat.ChatCompletion = client.chat.completions.create(
+        messages=messages, **GREEDY, **options
+    )
     return answer
 
 
 def test_a_plain_chat_loop(client: openai.OpenAI) -> None:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief, and mind the rules of the house."}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief, and mind the rules of the house."}
+    ]
     usages = []
     for question in ("Who brings cakes?", "How many of them?", "And who is never late?"):
         messages.append({"role": "user", "content": question})
@@ -59,7 +66,9 @@ def test_a_plain_chat_loop(client: openai.OpenAI) -> None:
 
 
 def test_a_streamed_chat_loop(client: openai.OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "A question that is streamed, and then streamed again."}]
+    messages: list[Any] = [
+        {"role": "user", "content": "A question that is streamed, and then streamed again."}
+    ]
     usages = []
     for _ in range(2):
         events = client.chat.completions.create(
@@ -76,14 +85,18 @@ def test_marks_of_openai_and_of_anthropic(client: openai.OpenAI) -> None:
         return asked(client, [{"role": "user", "content": parts}])
 
     first = ask({"cache_control": {"type": "ephemeral"}}, "Once more: ")
-    second = ask({"prompt_cache_breakpoint": {"mode": "explicit"}}, "Hello. What do the rules say? ")
+    second = ask(
+        {"prompt_cache_breakpoint": {"mode": "explicit"}}, "Hello. What do the rules say? "
+    )
     assert cached(first.usage) == 0
     (cache,) = second.model_extra["link"]["context_caches"]  # type: ignore[index]
     assert cached(second.usage) > 0.9 * cache["tokens"]
 
 
 def test_documents_in_another_order(client: openai.OpenAI) -> None:
-    documents = [{"title": f"House {house}", "text": f"{HANDBOOK}\nHouse {house}."} for house in "abc"]
+    documents = [
+        {"title": f"House {house}", "text": f"{HANDBOOK}\nHouse {house}."} for house in "abc"
+    ]
     question = [{"role": "user", "content": "Who brings cakes?"}]
     usages = []
     for order in (documents, documents[::-1]):

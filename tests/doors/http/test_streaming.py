@@ -74,7 +74,9 @@ def test_events_are_compact_json_on_one_line(faked: Served) -> None:
     )
 
 
-def test_comments_keep_a_silent_stream_open(faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_keep_a_silent_stream_open(
+    faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.02)
     engine.flowing.clear()
     fields = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
@@ -86,14 +88,17 @@ def test_comments_keep_a_silent_stream_open(faked: Served, engine: FakeEngine, m
     engine.flowing.clear()
     threading.Timer(0.2, engine.flowing.set).start()
     with openai.OpenAI(base_url=f"{faked.url}/v1", api_key="none") as client:
-        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, stream=True)
+        stream = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=2, stream=True
+        )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "w0 w1 "
 
 
 def test_a_server_that_stops_finishes_its_streams(
     faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library would cut them at once; the server's own limit for shutting down is the only one."""
+    """The library would cut them at once; the server's own limit for shutting down is the only
+    one."""
     engine.flowing.clear()
     fields = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
     monkeypatch.setattr(AppStatus, "should_exit", True)  # as the library notes it at SIGTERM
@@ -112,7 +117,9 @@ def test_completion_chunks(faked: Served) -> None:
         faked, "/v1/completions", prompt="a", max_tokens=2, stream_options={"include_usage": True}
     )
     assert done == "[DONE]"
-    assert [(chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) for chunk in chunks] == [
+    assert [
+        (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) for chunk in chunks
+    ] == [
         ("w0 ", None),
         ("w1 ", None),
         ("", "length"),
@@ -141,6 +148,8 @@ def test_failure_of_one_choice_frees_the_others(faked: Served, engine: FakeEngin
 
 
 def test_mistakes_are_told_before_the_stream(served: Served) -> None:
-    answer = served.post(CHAT, {"messages": MESSAGES, "stream": True, "link": {"policy": "legolink-0"}})
+    answer = served.post(
+        CHAT, {"messages": MESSAGES, "stream": True, "link": {"policy": "legolink-0"}}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_policy"

@@ -42,7 +42,12 @@ def closing(served: Served) -> dict[str, int]:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_clients_own_models_are_parsed(client: openai.OpenAI, temperature: float) -> None:
     answer = client.chat.completions.parse(
-        model=MODEL_NAME, messages=QUESTION, response_format=Place, temperature=temperature, seed=1, max_tokens=400
+        model=MODEL_NAME,
+        messages=QUESTION,
+        response_format=Place,
+        temperature=temperature,
+        seed=1,
+        max_tokens=400,
     )
     message = answer.choices[0].message
     assert isinstance(message.parsed, Place)
@@ -79,8 +84,17 @@ def test_json_objects(served: Served, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("name", ["nested", "linked list", "tagged union", "strange names"])
 def test_schemas(served: Served, name: str) -> None:
     schema = SCHEMAS[name]
-    body = {"messages": QUESTION, "max_tokens": 400, "n": 4, "seed": 5, "logit_bias": closing(served)}
-    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    body = {
+        "messages": QUESTION,
+        "max_tokens": 400,
+        "n": 4,
+        "seed": 5,
+        "logit_bias": closing(served),
+    }
+    asked = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
     choices = served.post(CHAT, body | {"response_format": asked}).json()["choices"]
     ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
     assert ended
@@ -101,7 +115,9 @@ def test_schemas(served: Served, name: str) -> None:
 )
 def test_structured_outputs(served: Served, asked: dict[str, Any], pattern: str) -> None:
     for path, prompt in ((CHAT, {"messages": QUESTION}), (TEXT, {"prompt": "The cat"})):
-        answer = served.post(path, prompt | {"structured_outputs": asked, "max_tokens": 32, "n": 3, "seed": 1}).json()
+        answer = served.post(
+            path, prompt | {"structured_outputs": asked, "max_tokens": 32, "n": 3, "seed": 1}
+        ).json()
         for choice in answer["choices"]:
             text = choice["message"]["content"] if path == CHAT else choice["text"]
             assert re.fullmatch(pattern, text), text
@@ -122,14 +138,19 @@ def test_deep_schemas_are_refused(served: Served, depth: int) -> None:
     ]
     for body in bodies:
         content = f'{{"messages": {json.dumps(QUESTION)}, "max_tokens": 1, {body}}}'
-        answer = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+        answer = served.http.post(
+            CHAT, content=content, headers={"Content-Type": "application/json"}
+        )
         assert answer.status_code == 400, (body[:40], answer.text)
 
 
 def test_forms_and_context_caches_go_together(served: Served) -> None:
     (cache_id,) = served.cache("The cat sat on the mat.")
     content = [{"type": "context_cache", "id": cache_id}, {"type": "text", "text": "Where?"}]
-    body = {"messages": [{"role": "user", "content": content}], "structured_outputs": {"choice": ["mat", "cat"]}}
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "structured_outputs": {"choice": ["mat", "cat"]},
+    }
     answer = served.post(CHAT, body).json()
     assert answer["choices"][0]["message"]["content"] in ("mat", "cat")
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -141,12 +162,17 @@ def test_answers_with_and_without_a_form_share_steps(served: Served) -> None:
     alone = served.post(CHAT, plain).json()["choices"][0]["message"]["content"]
     bodies = [
         plain,
-        *({"messages": QUESTION, "structured_outputs": {"regex": "[ab]{20}"}, "seed": 1} for _ in range(3)),
+        *(
+            {"messages": QUESTION, "structured_outputs": {"regex": "[ab]{20}"}, "seed": 1}
+            for _ in range(3)
+        ),
     ]
 
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
-            answers = [client.post("/chat/completions", cast_to=object, body=body) for body in bodies]
+            answers = [
+                client.post("/chat/completions", cast_to=object, body=body) for body in bodies
+            ]
             found: list[Any] = await asyncio.gather(*answers)
             return [answer["choices"][0]["message"]["content"] for answer in found]
 

@@ -35,7 +35,11 @@ class Failing:
 async def test_failures_of_the_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     full, gone = StoreError("full"), StoreError("gone")
     await Failing(full, full, full, gone, None, gone, None).sweep_all()
-    assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["full", "gone", "gone"]
+    assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == [
+        "full",
+        "gone",
+        "gone",
+    ]
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -1,4 +1,5 @@
-"""Several tenants on one server: usage, quotas, pins, shared context caches, and deletion by metadata."""
+"""Several tenants on one server: usage, quotas, pins, shared context caches, and deletion by
+metadata."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MEBIBYTE = 2**20
 
 @pytest.fixture(scope="module")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Keys anna, bert (with a quota of three context caches), carl (with 100 kB), and root, an admin's."""
+    """Keys anna, bert (with a quota of three context caches), carl (with 100 kB), and root, an
+    admin's."""
     settings = tiny_settings(
         tmp_path_factory.mktemp("tenants"),
         api_keys="anna,bert,carl",
@@ -46,7 +48,9 @@ def clean(tenants: Served) -> Iterator[None]:
     yield
     for key in ("anna", "bert", "carl", "root"):
         for scope in ("private", "shared") if key == "root" else ("private",):
-            while data := call(tenants, key, "GET", CACHES, params={"limit": 100, "scope": scope}).json()["data"]:
+            while data := call(
+                tenants, key, "GET", CACHES, params={"limit": 100, "scope": scope}
+            ).json()["data"]:
                 for entry in data:
                     call(tenants, key, "DELETE", f"{CACHES}/{entry['id']}")
 
@@ -85,7 +89,9 @@ def test_usage(tenants: Served) -> None:
         "bytes": 0,
         "pinned_bytes": 0,
         "quota": {"caches": 1000, "bytes": None, "pinned_bytes": None},
-        "tiers": [{"name": name, "bytes": 0, "chunks": 0, "reachable": True} for name in ("host", "disk")],
+        "tiers": [
+            {"name": name, "bytes": 0, "chunks": 0, "reachable": True} for name in ("host", "disk")
+        ],
     }
     one, two, _ = create(tenants, "anna", "The cat sat.", "A dog", "A dog")
     create(tenants, "bert", "The cat sat.", "not anna's")
@@ -93,27 +99,43 @@ def test_usage(tenants: Served) -> None:
     used = usage(tenants, "anna")
     tokens = one["tokens"] + two["tokens"]
     per_token = tenants.llm.engine.kv_bytes_per_token
-    assert (used["caches"], used["chunks"], used["tokens"], used["bytes"]) == (3, 2, tokens, tokens * per_token)
+    assert (used["caches"], used["chunks"], used["tokens"], used["bytes"]) == (
+        3,
+        2,
+        tokens,
+        tokens * per_token,
+    )
     assert [(tier["name"], tier["chunks"]) for tier in used["tiers"]] == [("host", 2), ("disk", 2)]
     assert all(tier["bytes"] >= used["bytes"] for tier in used["tiers"])
     assert usage(tenants, "bert")["quota"] == {"caches": 3, "bytes": None, "pinned_bytes": None}
-    assert usage(tenants, "carl")["quota"] == {"caches": 1000, "bytes": 100_000, "pinned_bytes": 50_000}
+    assert usage(tenants, "carl")["quota"] == {
+        "caches": 1000,
+        "bytes": 100_000,
+        "pinned_bytes": 50_000,
+    }
     for entry in (one, two):
         call(tenants, "anna", "DELETE", f"{CACHES}/{entry['id']}")
     assert usage(tenants, "anna")["chunks"] == 1
 
 
 def test_listing_and_deletion_by_metadata(tenants: Served) -> None:
-    a = create(tenants, "anna", *(f"a {n}" for n in range(5)), metadata={"project": "a", "lang": "en"})
+    a = create(
+        tenants, "anna", *(f"a {n}" for n in range(5)), metadata={"project": "a", "lang": "en"}
+    )
     b = create(tenants, "anna", "b", metadata={"project": "b", "lang": "en"})
     create(tenants, "bert", "bert's", metadata={"project": "a"})
 
     def listed(key: str = "anna", **pairs: str) -> list[str]:
-        params = {f"metadata[{name}]": value for name, value in pairs.items()} | {"order": "asc", "limit": "3"}
+        params = {f"metadata[{name}]": value for name, value in pairs.items()} | {
+            "order": "asc",
+            "limit": "3",
+        }
         page = call(tenants, key, "GET", CACHES, params=params).json()
         ids = [entry["id"] for entry in page["data"]]
         while page["has_more"]:
-            page = call(tenants, key, "GET", CACHES, params=params | {"after": page["last_id"]}).json()
+            page = call(
+                tenants, key, "GET", CACHES, params=params | {"after": page["last_id"]}
+            ).json()
             ids += [entry["id"] for entry in page["data"]]
         return ids
 
@@ -122,10 +144,16 @@ def test_listing_and_deletion_by_metadata(tenants: Served) -> None:
     assert listed(project="b", lang="en") == [b[0]["id"]]
     assert listed(project="b", lang="de") == []
     answer = call(tenants, "anna", "DELETE", CACHES, params={"metadata[project]": "a"})
-    assert (answer.status_code, answer.json()) == (200, {"object": "context_cache.deletion", "deleted": 5})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"object": "context_cache.deletion", "deleted": 5},
+    )
     assert listed() == [b[0]["id"]]
     assert len(listed("bert")) == 1
-    assert call(tenants, "anna", "DELETE", CACHES, params={"metadata[project]": "a"}).json()["deleted"] == 0
+    assert (
+        call(tenants, "anna", "DELETE", CACHES, params={"metadata[project]": "a"}).json()["deleted"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,19 +197,28 @@ def test_quota_of_bytes(tenants: Served) -> None:
     create(tenants, "carl", text)
     assert 0 < usage(tenants, "carl")["bytes"] <= 100_000
     keys = tenants.llm.store.keys()
-    assert refusal(call(tenants, "carl", "POST", CACHES, json={"chunks": ["y"]})) == (403, "quota_exceeded", None)
+    assert refusal(call(tenants, "carl", "POST", CACHES, json={"chunks": ["y"]})) == (
+        403,
+        "quota_exceeded",
+        None,
+    )
     assert tenants.llm.store.keys() == keys, "what is refused is not computed"
 
 
 def test_requests_at_once_do_not_exceed_a_quota(tenants: Served) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(
-            pool.map(lambda n: call(tenants, "bert", "POST", CACHES, json={"chunks": [f"text {n}"]}), range(12))
+            pool.map(
+                lambda n: call(tenants, "bert", "POST", CACHES, json={"chunks": [f"text {n}"]}),
+                range(12),
+            )
         )
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [403] * 9
     assert usage(tenants, "bert")["caches"] == 3
     tenants.llm.store.flush()
-    assert tenants.llm.store.keys() == tenants.llm.catalog.chunk_keys().keys(), "no KV of refused ones remains"
+    assert tenants.llm.store.keys() == tenants.llm.catalog.chunk_keys().keys(), (
+        "no KV of refused ones remains"
+    )
 
 
 def test_pinned_kv_outlives_others(tenants: Served) -> None:
@@ -191,7 +228,10 @@ def test_pinned_kv_outlives_others(tenants: Served) -> None:
     for number in range(2 * MEBIBYTE // (600 * tenants.llm.engine.kv_bytes_per_token)):
         create(tenants, "anna", chr(65 + number) * 600)
     tenants.llm.store.flush()
-    tiers = [call(tenants, "anna", "GET", f"{CACHES}/{entry['id']}").json()["tier"] for entry in (pinned, loose)]
+    tiers = [
+        call(tenants, "anna", "GET", f"{CACHES}/{entry['id']}").json()["tier"]
+        for entry in (pinned, loose)
+    ]
     assert tiers == ["host", None]
     url = f"{CACHES}/{pinned['id']}"
     assert call(tenants, "anna", "PATCH", url, json={"pinned": False}).json()["pinned"] is False
@@ -206,7 +246,13 @@ def test_pins_have_a_limit(tenants: Served) -> None:
     (other,) = create(tenants, "bert", "b" * (tokens // 2 + 1))
     refused = [
         call(tenants, "bert", "PATCH", f"{CACHES}/{other['id']}", json={"pinned": True}),
-        call(tenants, "bert", "POST", CACHES, json={"chunks": ["c" * (tokens // 2 + 2)], "pinned": True}),
+        call(
+            tenants,
+            "bert",
+            "POST",
+            CACHES,
+            json={"chunks": ["c" * (tokens // 2 + 2)], "pinned": True},
+        ),
     ]
     for answer in refused:
         assert refusal(answer) == (403, "pin_limit_exceeded", "pinned")
@@ -222,7 +268,13 @@ def test_pins_of_one_tenant_have_a_limit_of_their_own(tenants: Served) -> None:
     assert 0 < used < 50_000
     for answer in (
         call(tenants, "carl", "PATCH", f"{CACHES}/{other['id']}", json={"pinned": True}),
-        call(tenants, "carl", "POST", CACHES, json={"chunks": ["b" * (tokens // 2 + 10)], "pinned": True}),
+        call(
+            tenants,
+            "carl",
+            "POST",
+            CACHES,
+            json={"chunks": ["b" * (tokens // 2 + 10)], "pinned": True},
+        ),
     ):
         assert refusal(answer) == (403, "pin_limit_exceeded", "pinned")
         assert answer.json()["error"]["type"] == "insufficient_quota"
@@ -230,16 +282,25 @@ def test_pins_of_one_tenant_have_a_limit_of_their_own(tenants: Served) -> None:
     assert usage(tenants, "carl")["pinned_bytes"] == used
     create(tenants, "carl", "a" * (tokens // 2), pinned=True)  # the same chunk
     create(tenants, "anna", "c" * tokens, pinned=True)
-    assert call(tenants, "carl", "PATCH", f"{CACHES}/{pinned['id']}", json={"name": "p"}).status_code == 200
+    assert (
+        call(tenants, "carl", "PATCH", f"{CACHES}/{pinned['id']}", json={"name": "p"}).status_code
+        == 200
+    )
 
 
 def test_shared_caches_are_used_by_all_and_written_by_admins(tenants: Served) -> None:
-    refused = call(tenants, "anna", "POST", CACHES, json={"chunks": ["mine for all"], "scope": "shared"})
+    refused = call(
+        tenants, "anna", "POST", CACHES, json={"chunks": ["mine for all"], "scope": "shared"}
+    )
     assert refusal(refused) == (403, "permission_denied", "scope")
-    (shared,) = create(tenants, "root", "A corpus that all may use.", scope="shared", metadata={"corpus": "1"})
+    (shared,) = create(
+        tenants, "root", "A corpus that all may use.", scope="shared", metadata={"corpus": "1"}
+    )
     assert shared["scope"] == "shared"
     url = f"{CACHES}/{shared['id']}"
-    prompt = {"prompt": [{"type": "context_cache", "id": shared["id"]}, {"type": "text", "text": "So?"}]}
+    prompt = {
+        "prompt": [{"type": "context_cache", "id": shared["id"]}, {"type": "text", "text": "So?"}]
+    }
     keys = tenants.llm.store.keys()
     answers = []
     for key in ("anna", "bert", "root"):
@@ -247,7 +308,13 @@ def test_shared_caches_are_used_by_all_and_written_by_admins(tenants: Served) ->
         listed = call(tenants, key, "GET", CACHES, params={"scope": "shared"}).json()["data"]
         assert listed == [shared]
         assert call(tenants, key, "GET", CACHES).json()["data"] == []
-        answer = call(tenants, key, "POST", "/v1/completions", json=prompt | {"max_tokens": 3, "temperature": 0})
+        answer = call(
+            tenants,
+            key,
+            "POST",
+            "/v1/completions",
+            json=prompt | {"max_tokens": 3, "temperature": 0},
+        )
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         answers.append(answer.json()["choices"])
@@ -255,16 +322,27 @@ def test_shared_caches_are_used_by_all_and_written_by_admins(tenants: Served) ->
     assert tenants.llm.store.keys() == keys, "all used the same KV"
     assert usage(tenants, "anna")["bytes"] == usage(tenants, "root")["bytes"] == 0
     assert usage(tenants, "anna", scope="shared")["caches"] == 1
-    assert usage(tenants, "anna", scope="shared")["quota"] == {"caches": None, "bytes": None, "pinned_bytes": None}
+    assert usage(tenants, "anna", scope="shared")["quota"] == {
+        "caches": None,
+        "bytes": None,
+        "pinned_bytes": None,
+    }
     for answer in (
         call(tenants, "anna", "PATCH", url, json={"name": "mine"}),
         call(tenants, "anna", "DELETE", url),
-        call(tenants, "anna", "DELETE", CACHES, params={"metadata[corpus]": "1", "scope": "shared"}),
+        call(
+            tenants, "anna", "DELETE", CACHES, params={"metadata[corpus]": "1", "scope": "shared"}
+        ),
     ):
         assert refusal(answer) == (403, "permission_denied", "scope")
-    assert call(tenants, "anna", "DELETE", CACHES, params={"metadata[corpus]": "1"}).json()["deleted"] == 0
+    assert (
+        call(tenants, "anna", "DELETE", CACHES, params={"metadata[corpus]": "1"}).json()["deleted"]
+        == 0
+    )
     assert call(tenants, "root", "PATCH", url, json={"name": "ours"}).json()["name"] == "ours"
-    answer = call(tenants, "root", "DELETE", CACHES, params={"metadata[corpus]": "1", "scope": "shared"})
+    answer = call(
+        tenants, "root", "DELETE", CACHES, params={"metadata[corpus]": "1", "scope": "shared"}
+    )
     assert answer.json()["deleted"] == 1
     assert refusal(call(tenants, "anna", "GET", url)) == (404, "context_cache_not_found", "id")
 
@@ -280,7 +358,11 @@ def test_the_same_text_private_and_shared_is_two_chunks(tenants: Served) -> None
 
 
 def test_clients(tenants: Served) -> None:
-    with Client(tenants.url, "anna") as anna, Client(tenants.url, "bert") as bert, Client(tenants.url, "root") as root:
+    with (
+        Client(tenants.url, "anna") as anna,
+        Client(tenants.url, "bert") as bert,
+        Client(tenants.url, "root") as root,
+    ):
         caches = anna.generate_context_cache(["a", "b", "c"], metadata={"k": "v"}, pinned=True)
         assert all(cache.pinned and cache.scope == "private" for cache in caches)
         page = anna.list_caches(limit=2, order="asc", metadata={"k": "v"})
@@ -322,4 +404,6 @@ def test_schema_tells_of_filters(tenants: Served) -> None:
         assert parameters["metadata"]["style"] == "deepObject"
         assert "scope" in parameters
     assert f"{CACHES}/usage" in schema["paths"]
-    assert {"pinned", "scope"} <= schema["components"]["schemas"]["CreateContextCachesRequest"]["properties"].keys()
+    assert {"pinned", "scope"} <= schema["components"]["schemas"]["CreateContextCachesRequest"][
+        "properties"
+    ].keys()

@@ -16,10 +16,16 @@ from tests.doors.http.serving import Served, tiny_model, tiny_settings
 PATH = "/v1/context_caches"
 ALPHA = {"Authorization": "Bearer key-alpha"}
 BETA = {"Authorization": "Bearer key-beta"}
-TEXTS = ("The cat sat on the mat.\n", "A dog\tbarked: “wuff” <|end|> at the cat and the cat.", "Numbers 1 2 3")
+TEXTS = (
+    "The cat sat on the mat.\n",
+    "A dog\tbarked: “wuff” <|end|> at the cat and the cat.",
+    "Numbers 1 2 3",
+)
 
 
-def search(served: Served, query: str, *, headers: dict[str, str] | None = None, **fields: Any) -> list[dict[str, Any]]:
+def search(
+    served: Served, query: str, *, headers: dict[str, str] | None = None, **fields: Any
+) -> list[dict[str, Any]]:
     answer = served.post(f"{PATH}/search", {"query": query, **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["data"]
@@ -37,7 +43,10 @@ def test_content_is_the_text(served: Served, context: str) -> None:
 
 
 def test_content_of_none(served: Served, keyed: Served) -> None:
-    assert served.get(f"{PATH}/cc_unknown/content").json()["error"]["code"] == "context_cache_not_found"
+    assert (
+        served.get(f"{PATH}/cc_unknown/content").json()["error"]["code"]
+        == "context_cache_not_found"
+    )
     cache_id = keyed.post(PATH, {"chunks": ["alpha's"]}, headers=ALPHA).json()["data"][0]["id"]
     assert keyed.get(f"{PATH}/{cache_id}/content", headers=ALPHA).json()["text"] == "alpha's"
     refused = keyed.get(f"{PATH}/{cache_id}/content", headers=BETA)
@@ -66,7 +75,9 @@ def test_search_of_tenants(keyed: Served) -> None:
     assert search(keyed, "zebra", headers=ALPHA, scope="shared") == []
     keyed.llm.generate_context_cache(["everybody's zebra"], scope="shared")
     for headers in (ALPHA, BETA):
-        assert [hit["text"] for hit in search(keyed, "zebra", headers=headers, scope="shared")] == ["everybody's zebra"]
+        assert [hit["text"] for hit in search(keyed, "zebra", headers=headers, scope="shared")] == [
+            "everybody's zebra"
+        ]
     assert search(keyed, "zebra", headers=BETA) == []
 
 
@@ -99,12 +110,17 @@ def test_metadata_for_each_chunk(served: Served) -> None:
     refused = served.post(PATH, {"chunks": ["one", "two"], "metadata": [{"n": "1"}, {"n": 2}]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata.1.n")
     ids = served.cache("one", "two", metadata=[{"n": "1"}, {"n": "2"}])
-    assert [served.get(f"{PATH}/{cache_id}").json()["metadata"] for cache_id in ids] == [{"n": "1"}, {"n": "2"}]
+    assert [served.get(f"{PATH}/{cache_id}").json()["metadata"] for cache_id in ids] == [
+        {"n": "1"},
+        {"n": "2"},
+    ]
 
 
 def test_split(served: Served) -> None:
     text = "Ärger & Öl 🦊.\n\n" + "word " * 40
-    pieces = served.post(f"{PATH}/split", {"input": text, "split": {"max_tokens": 16}}).json()["data"]
+    pieces = served.post(f"{PATH}/split", {"input": text, "split": {"max_tokens": 16}}).json()[
+        "data"
+    ]
     assert len(pieces) > 2
     assert "".join(text[piece["start"] : piece["end"]] for piece in pieces) == text
     assert all(0 < piece["tokens"] <= 16 for piece in pieces)
@@ -125,7 +141,8 @@ def test_client(served: Served) -> None:
         pieces = client.split_text("A fox ran.\n\nA hen sat.", method="paragraph")
         assert [piece.text for piece in pieces] == ["A fox ran.\n\n", "A hen sat."]
         caches = client.generate_context_cache(
-            [piece.text for piece in pieces], metadata=[{"start": str(piece.start)} for piece in pieces]
+            [piece.text for piece in pieces],
+            metadata=[{"start": str(piece.start)} for piece in pieces],
         )
         (hit,) = client.search("hen", metadata={"start": "12"})
         assert (hit.id, hit.text, hit.tokens) == (caches[1].id, "A hen sat.", pieces[1].tokens)
@@ -137,7 +154,10 @@ def test_client(served: Served) -> None:
         with pytest.raises(InvalidRequestError, match="no word"):
             client.search("?")
         status = client.server_status()
-        assert (status["disk_codec"], status["kv_bytes_per_token"]) == ("raw", served.llm.engine.kv_bytes_per_token)
+        assert (status["disk_codec"], status["kv_bytes_per_token"]) == (
+            "raw",
+            served.llm.engine.kv_bytes_per_token,
+        )
 
 
 def test_search_in_the_process(served: Served) -> None:
@@ -178,5 +198,7 @@ def test_search_with_encryption(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="Search is off"):
             llm.search("platypus")
     assert b"platypus" not in state_bytes(tmp_path)
-    with LLM.from_model(tiny_model(), tiny_settings(tmp_path, encryption_key=key, search="on")) as llm:
+    with LLM.from_model(
+        tiny_model(), tiny_settings(tmp_path, encryption_key=key, search="on")
+    ) as llm:
         assert [hit.id for hit in llm.search("platypus")] == [cache.id]

@@ -1,4 +1,5 @@
-"""Tools as OpenAI's client uses them: definitions, choices, calls, results, streams; and reasoning apart."""
+"""Tools as OpenAI's client uses them: definitions, choices, calls, results, streams; and reasoning
+apart."""
 
 from __future__ import annotations
 
@@ -48,8 +49,13 @@ NEWS: Any = {
         },
     },
 }
-PARAMETERS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in (WEATHER, TIME, NEWS)}
-A_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+PARAMETERS = {
+    tool["function"]["name"]: tool["function"].get("parameters", {})
+    for tool in (WEATHER, TIME, NEWS)
+}
+A_CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,12 @@ def speaking(faked: Served) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    fields = {"model": MODEL_NAME, "messages": QUESTION, "max_tokens": 300, "tools": [WEATHER, TIME]}
+    fields = {
+        "model": MODEL_NAME,
+        "messages": QUESTION,
+        "max_tokens": 300,
+        "tools": [WEATHER, TIME],
+    }
     return client.chat.completions.create(**(fields | options))
 
 
@@ -99,10 +110,19 @@ def test_a_named_function_is_called_once(served: Served, client: openai.OpenAI) 
 
 
 def test_one_call_where_several_are_not_wanted(served: Served, client: openai.OpenAI) -> None:
-    answer = ask(client, tool_choice="required", parallel_tool_calls=False, n=4, seed=1, logit_bias=closing(served))
-    assert {len(choice.message.tool_calls or []) for choice in answer.choices if choice.finish_reason != "length"} == {
-        1
-    }
+    answer = ask(
+        client,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        n=4,
+        seed=1,
+        logit_bias=closing(served),
+    )
+    assert {
+        len(choice.message.tool_calls or [])
+        for choice in answer.choices
+        if choice.finish_reason != "length"
+    } == {1}
 
 
 def test_calls_are_told_in_streams(served: Served, client: openai.OpenAI) -> None:
@@ -119,7 +139,9 @@ def test_calls_are_told_in_streams(served: Served, client: openai.OpenAI) -> Non
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
 
 
-def answered(client: openai.OpenAI, *, stream: bool, **options: Any) -> tuple[str, str, list[Any], str]:
+def answered(
+    client: openai.OpenAI, *, stream: bool, **options: Any
+) -> tuple[str, str, list[Any], str]:
     """Content, reasoning, calls and the reason of the end."""
     if not stream:
         choice = ask(client, **options).choices[0]
@@ -137,18 +159,24 @@ streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 @streamed
-def test_the_model_may_call_if_it_likes(speaking: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+def test_the_model_may_call_if_it_likes(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
     engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", A_CALL]
     content, _, calls, reason = answered(speaking, stream=stream)
     assert (content, reason) == ("Let me see.", "tool_calls")
-    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Oslo", "days": 3}] * 2
+    assert [json.loads(call.function.arguments) for call in calls] == [
+        {"city": "Oslo", "days": 3}
+    ] * 2
     assert len({call.id for call in calls}) == 2
     engine.script = ["Sun", "ny.\n"]
     assert answered(speaking, stream=stream) == ("Sunny.\n", "", [], "stop")
 
 
 @streamed
-def test_without_tools_a_call_is_text(speaking: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+def test_without_tools_a_call_is_text(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
     engine.script = [A_CALL[:12], A_CALL[12:]]
     choices: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": openai.omit}, {"tools": []}]
     for options in choices:
@@ -156,7 +184,9 @@ def test_without_tools_a_call_is_text(speaking: openai.OpenAI, engine: FakeEngin
 
 
 @streamed
-def test_a_call_that_is_none_is_text(speaking: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+def test_a_call_that_is_none_is_text(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
     engine.script = ["<tool_call>", "{nonsense}", "</tool_call>", " more"]
     content, _, calls, reason = answered(speaking, stream=stream)
     assert (calls, reason) == ([], "stop")
@@ -164,24 +194,44 @@ def test_a_call_that_is_none_is_text(speaking: openai.OpenAI, engine: FakeEngine
     assert content.endswith(" more")
 
 
-def test_strict_functions_are_called_with_valid_arguments_alone(served: Served, client: openai.OpenAI) -> None:
-    """Also where the model need not call them: what it says is biased towards a call, and towards wrong ones."""
+def test_strict_functions_are_called_with_valid_arguments_alone(
+    served: Served, client: openai.OpenAI
+) -> None:
+    """Also where the model need not call them: what it says is biased towards a call, and towards
+    wrong ones."""
     marks = {str(token): 6 for token in served.llm.token_ids("<tool_call>\n")}
-    answer = ask(client, tools=[NEWS], n=16, seed=1, max_tokens=120, logit_bias=marks | closing(served))
+    answer = ask(
+        client, tools=[NEWS], n=16, seed=1, max_tokens=120, logit_bias=marks | closing(served)
+    )
     for choice in answer.choices:
         for call in choice.message.tool_calls or ():
             check(PARAMETERS["get_news"], json.loads(call.function.arguments))
-        assert "<tool_call>" not in (choice.message.content or "") or choice.finish_reason == "length"
+        assert (
+            "<tool_call>" not in (choice.message.content or "") or choice.finish_reason == "length"
+        )
 
 
-def test_a_conversation_with_calls_and_results_goes_on(served: Served, client: openai.OpenAI) -> None:
-    first = ask(client, tool_choice="required", parallel_tool_calls=False, seed=4, logit_bias=closing(served))
+def test_a_conversation_with_calls_and_results_goes_on(
+    served: Served, client: openai.OpenAI
+) -> None:
+    first = ask(
+        client,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=4,
+        logit_bias=closing(served),
+    )
     message = first.choices[0].message
     (call,) = message.tool_calls
     messages = [
         *QUESTION,
         message.model_dump(),
-        {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "Sunny, 20 degrees."},
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "name": call.function.name,
+            "content": "Sunny, 20 degrees.",
+        },
         {"role": "user", "content": "Thanks!"},
     ]
     answer = ask(client, messages=messages, max_tokens=4)
@@ -197,9 +247,15 @@ def test_results_may_be_context_caches(served: Served) -> None:
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": ""}}],
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": ""}}
+            ],
         },
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "context_cache", "id": cache_id}]},
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "content": [{"type": "context_cache", "id": cache_id}],
+        },
     ]
     answer = served.post(CHAT, {"messages": messages, "tools": [WEATHER, TIME], "max_tokens": 2})
     assert answer.status_code == 200, answer.text
@@ -247,11 +303,20 @@ class TestMistakes:
         [
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
-            ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+            (
+                {
+                    "tools": [TIME],
+                    "tool_choice": {"type": "function", "function": {"name": "other"}},
+                },
+                "tool_choice",
+            ),
             ({"tools": [TIME, TIME]}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools.0.function"),
             ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-            ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools.0.function.name"),
+            (
+                {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+                "tools.0.function.name",
+            ),
             (
                 {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
                 "tools.0.function.parameters",
@@ -259,7 +324,9 @@ class TestMistakes:
             ({"tools": [TIME], "functions": [{"name": "f"}]}, "functions"),
             (
                 {
-                    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                    "tools": [
+                        {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                    ],
                     "tool_choice": "required",
                 },
                 "tools",
@@ -277,13 +344,24 @@ class TestMistakes:
             ([{"role": "tool", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
             ([{"role": "user", "content": "x", "tool_calls": [CALLED]}], "messages.0.tool_calls"),
             ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
-            ([{"role": "assistant", "tool_calls": [{"id": "c1"}]}], "messages.0.tool_calls.0.function"),
             (
-                [{"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "[1]"}}]}],
+                [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+                "messages.0.tool_calls.0.function",
+            ),
+            (
+                [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "[1]"}}],
+                    }
+                ],
                 "messages.0.tool_calls.0.function.arguments",
             ),
             (
-                [{"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "x", "tool_call_id": "c2"}],
+                [
+                    {"role": "assistant", "tool_calls": [CALLED]},
+                    {"role": "tool", "content": "x", "tool_call_id": "c2"},
+                ],
                 "messages.1.tool_call_id",
             ),
         ],
@@ -300,7 +378,9 @@ REASONING_TEMPLATE = (
 
 
 @pytest.fixture
-def thinking(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
+def thinking(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[openai.OpenAI]:
     """A client of a server whose chat template knows reasoning."""
     monkeypatch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
     settings = tiny_settings(tmp_path, chat_template=REASONING_TEMPLATE)
@@ -323,7 +403,12 @@ def test_reasoning_stands_apart(thinking: openai.OpenAI, engine: FakeEngine, str
 def test_reasoning_may_be_sent_back(thinking: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = ["<think>Hm.</think>Sunny."]
     message = ask(thinking, tools=openai.omit).choices[0].message
-    assert ask(thinking, messages=[*QUESTION, message.model_dump(), *QUESTION]).choices[0].message.content == "Sunny."
+    assert (
+        ask(thinking, messages=[*QUESTION, message.model_dump(), *QUESTION])
+        .choices[0]
+        .message.content
+        == "Sunny."
+    )
 
 
 def test_special_tokens_that_mark_calls_reach_the_reader(faked: Served, engine: FakeEngine) -> None:
@@ -334,7 +419,10 @@ def test_special_tokens_that_mark_calls_reach_the_reader(faked: Served, engine: 
 
 def test_a_form_holds_where_reasoning_is_over(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, chat_template=REASONING_TEMPLATE)
-    body = {"structured_outputs": {"regex": "[0-9]{3}"}, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {
+        "structured_outputs": {"regex": "[0-9]{3}"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         for seed in range(5):
             answer = running.post(CHAT, {"messages": QUESTION, "seed": seed, **body}).json()

@@ -1,4 +1,5 @@
-"""Traces of requests: spans of each choice and its stages, within those of the HTTP request and of its caller."""
+"""Traces of requests: spans of each choice and its stages, within those of the HTTP request and of
+its caller."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     def take(self, last: str) -> list[ReadableSpan]:
-        """Return all spans so far and forget them, once there is one of this name: a request's ends late."""
+        """Return all spans so far and forget them, once there is one of this name: a request's ends
+        late."""
         wait_until(lambda: last in {span.name for span in self.exporter.get_finished_spans()})
         spans = list(self.exporter.get_finished_spans())
         self.exporter.clear()
@@ -48,7 +50,10 @@ def spans() -> Spans:
 def traced(served: Served, spans: Spans) -> Iterator[Served]:
     """The shared server's LLM behind an app with traces."""
     app = create_app(served.llm, served.llm.settings, spans.provider)
-    with listening(app, served.llm.settings, closes=False) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with (
+        listening(app, served.llm.settings, closes=False) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
         yield Served(url, served.llm, http)
 
 
@@ -60,9 +65,13 @@ def asking(cache_id: str, **fields: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_traced_within_its_callers_trace(traced: Served, spans: Spans, stream: bool) -> None:
+def test_a_request_is_traced_within_its_callers_trace(
+    traced: Served, spans: Spans, stream: bool
+) -> None:
     (cache_id,) = traced.cache(f"A chunk of some tokens, stream {stream}.")
-    assert [span.name for span in spans.take("POST /v1/context_caches")] == ["POST /v1/context_caches"]
+    assert [span.name for span in spans.take("POST /v1/context_caches")] == [
+        "POST /v1/context_caches"
+    ]
     answer = traced.post(CHAT, asking(cache_id, stream=stream), headers=CALLER)
     assert answer.status_code == 200
     found = {span.name: span for span in spans.take(f"POST {CHAT}")}
@@ -112,8 +121,12 @@ def test_without_an_http_span_the_header_is_heeded(spans: Spans, served: Served)
     from kvlinker.linking import parse_policy
     from kvlinker.service.reading import ReadPrompt
 
-    prompt = ReadPrompt(served.llm.chat_prompt([{"role": "user", "content": "Hello"}]), parse_policy("full"), {})
-    Tracing(spans.provider).begin(CALLER).ended(0, prompt, Failed(EngineClosedError("It is closed.")))
+    prompt = ReadPrompt(
+        served.llm.chat_prompt([{"role": "user", "content": "Hello"}]), parse_policy("full"), {}
+    )
+    Tracing(spans.provider).begin(CALLER).ended(
+        0, prompt, Failed(EngineClosedError("It is closed."))
+    )
     (span,) = spans.take("generate")
     assert f"{span.context.trace_id:032x}" == CALLER_TRACE
     assert span.status.status_code == StatusCode.ERROR

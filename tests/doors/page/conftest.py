@@ -1,6 +1,8 @@
-"""The page in a real browser, over a server with the model in the box. All tests share one browser and one server.
+"""The page in a real browser, over a server with the model in the box. All tests share one browser
+and one server.
 
-Whatever a test does, the page calls nobody but its server, and its console stays empty: that is checked behind each.
+Whatever a test does, the page calls nobody but its server, and its console stays empty: that is
+checked behind each.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ DROP = """files => {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all of them in one worker, which starts the browser and the server once; together they take a while."""
+    """Run all of them in one worker, which starts the browser and the server once; together they
+    take a while."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.xdist_group("page"))
@@ -39,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def reading(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with the model in the box, which audits all answers; none starts where there is no browser."""
+    """A server with the model in the box, which audits all answers; none starts where there is no
+    browser."""
     from kvlinker.llm import LLM
     from kvlinker.settings import load_settings
     from tests.doors.http.serving import serving
@@ -70,7 +74,9 @@ def browser() -> Iterator[Browser]:
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip("chromium is not installed (a Debian package; 'make test' as root installs it)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (a package of [dev])")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (a package of [dev])"
+    )
     with sync_api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=program)
         yield launched
@@ -97,7 +103,9 @@ class Watched:
     def drop_all(self, files: Mapping[str, str | bytes]) -> None:
         """Drop files on the page, and wait until each is cached or refused."""
         before = self.page.locator("#uploads li").count()
-        contents = {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
+        contents = {
+            name: text.encode() if isinstance(text, str) else text for name, text in files.items()
+        }
         self.page.evaluate(DROP, [[name, list(content)] for name, content in contents.items()])
         self.page.locator("#uploads li").nth(before + len(files) - 1).wait_for()
         self.page.locator("#uploads progress").first.wait_for(state="detached")
@@ -128,7 +136,9 @@ def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
         pages.append(watched)
         watched.page.on("request", lambda request: watched.requests.append(request.url))
         watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-        watched.page.on("console", lambda message: watched.complaints.append(f"{message.type}: {message.text}"))
+        watched.page.on(
+            "console", lambda message: watched.complaints.append(f"{message.type}: {message.text}")
+        )
         watched.page.goto(f"{url}/")
         watched.page.evaluate(
             "document.getElementById('answer-tokens').value = 16"
@@ -137,8 +147,14 @@ def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
 
     yield open_page
     for watched in pages:
-        elsewhere = [url for url in watched.requests if not url.startswith((f"{watched.url}/", "data:"))]
-        complaints = [text for text in watched.complaints if not any(part in text for part in watched.expected)]
+        elsewhere = [
+            url for url in watched.requests if not url.startswith((f"{watched.url}/", "data:"))
+        ]
+        complaints = [
+            text
+            for text in watched.complaints
+            if not any(part in text for part in watched.expected)
+        ]
         watched.context.close()
         assert not elsewhere, "the page calls nobody but its server"
         assert not complaints
@@ -152,7 +168,9 @@ def shown(reading: Served, opened: Callable[..., Watched]) -> Watched:
 
 def fresh_page(served: Served, opened: Callable[..., Watched], **options: object) -> Watched:
     """Open the page of a server whose context caches have been deleted."""
-    while ids := [cache["id"] for cache in served.get("/v1/context_caches?limit=100").json()["data"]]:
+    while ids := [
+        cache["id"] for cache in served.get("/v1/context_caches?limit=100").json()["data"]
+    ]:
         for cache_id in ids:
             served.http.delete(f"/v1/context_caches/{cache_id}")
     watched = opened(served.url, **options)

@@ -1,4 +1,5 @@
-"""The conversation on the page: streamed answers, what became of each token, and the full computation beside them."""
+"""The conversation on the page: streamed answers, what became of each token, and the full
+computation beside them."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def counts(found: list[str]) -> list[int]:
 
 
 def legend(shown: Watched) -> list[int]:
-    return [int(text.split()[-1].replace(",", "")) for text in shown.page.locator("#legend li").all_inner_texts()]
+    return [
+        int(text.split()[-1].replace(",", ""))
+        for text in shown.page.locator("#legend li").all_inner_texts()
+    ]
 
 
 def usage(shown: Watched) -> list[int]:
@@ -102,7 +106,8 @@ def test_a_conversation_goes_on(shown: Watched) -> None:
 
 
 def test_tokens_are_coloured_as_the_policy_links_them(shown: Watched, reading: Served) -> None:
-    """Under legolink-2, two tokens of every chunk but the first, which stands where it was computed, are recomputed."""
+    """Under legolink-2, two tokens of every chunk but the first, which stands where it was
+    computed, are recomputed."""
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
     choose_policy(shown, "legolink", tokens="2")
     bodies = body_of(shown)
@@ -121,7 +126,9 @@ def test_tokens_are_coloured_as_the_policy_links_them(shown: Watched, reading: S
             expected[start : start + 2] = ["recomputed"] * 2
     found = states(shown)
     changed = [(seen, state) for seen, state in zip(found, expected, strict=True) if seen != state]
-    assert set(changed) <= {("cached", "fresh")}, "but for what an earlier prompt left of the header"
+    assert set(changed) <= {("cached", "fresh")}, (
+        "but for what an earlier prompt left of the header"
+    )
     assert len(changed) <= 2
     assert counts(found) == usage(shown) == legend(shown)
     text = "".join(shown.page.locator("#tokens span").all_text_contents())
@@ -131,7 +138,9 @@ def test_tokens_are_coloured_as_the_policy_links_them(shown: Watched, reading: S
 
 
 @pytest.mark.parametrize("policy", ["naive", "query"])
-def test_colours_are_the_usage_also_where_an_earlier_turn_is_reused(shown: Watched, policy: str) -> None:
+def test_colours_are_the_usage_also_where_an_earlier_turn_is_reused(
+    shown: Watched, policy: str
+) -> None:
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
     choose_policy(shown, policy)
     shown.page.fill("#limit", "1")
@@ -145,21 +154,29 @@ def test_colours_are_the_usage_also_where_an_earlier_turn_is_reused(shown: Watch
 
 
 def test_layers_have_their_own_colours_and_shades(shown: Watched, reading: Served) -> None:
-    """CacheBlend computes all of a prompt's chunks in the first layer, and ever fewer tokens of them behind it."""
+    """CacheBlend computes all of a prompt's chunks in the first layer, and ever fewer tokens of
+    them behind it."""
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
     choose_policy(shown, "cacheblend", percent="20")
     bodies = body_of(shown)
     shown.ask("Where does Tom Reyes live?")
-    body = {"messages": bodies[0]["messages"], "link": {"policy": "cacheblend-20", "attention": True}}
+    body = {
+        "messages": bodies[0]["messages"],
+        "link": {"policy": "cacheblend-20", "attention": True},
+    }
     attention = np.array(reading.post("/v1/link/explain", body).json()["attention"])
     assert attention.shape == (LAYERS, len(states(shown)))
-    np.testing.assert_allclose(shades(shown), np.sqrt(attention.mean(0) / attention.mean(0).max()), atol=5e-3)
+    np.testing.assert_allclose(
+        shades(shown), np.sqrt(attention.mean(0) / attention.mean(0).max()), atol=5e-3
+    )
     shown.page.focus("#layer")
     recomputed = []
     for layer in range(LAYERS):
         shown.page.keyboard.press("ArrowRight")
         assert shown.page.inner_text("#layer-name") == f"{layer} of 0 to {LAYERS - 1}"
-        np.testing.assert_allclose(shades(shown), np.sqrt(attention[layer] / attention[layer].max()), atol=5e-3)
+        np.testing.assert_allclose(
+            shades(shown), np.sqrt(attention[layer] / attention[layer].max()), atol=5e-3
+        )
         assert counts(states(shown)) == legend(shown)
         recomputed.append(counts(states(shown))[1])
     assert recomputed[0] > recomputed[1] >= recomputed[-1]
@@ -193,7 +210,10 @@ def test_differences_are_marked(shown: Watched) -> None:
     """The full computation's answer is a made-up one here, so that there is a difference."""
     shown.drop(people__md=PEOPLE)
     shown.ask("Where does Tom Reyes live?")
-    other = shown.page.evaluate("() => document.querySelector('.turn .answered').textContent") + " on Tuesdays"
+    other = (
+        shown.page.evaluate("() => document.querySelector('.turn .answered').textContent")
+        + " on Tuesdays"
+    )
 
     def answer(route: Any) -> None:
         details = {"cached_tokens": 0, "recomputed_tokens": 20, "exact_cached_tokens": 0}
@@ -201,7 +221,9 @@ def test_differences_are_marked(shown: Watched) -> None:
             "choices": [{"index": 0, "delta": {"content": other}}],
             "usage": {"prompt_tokens": 30, "prompt_tokens_details": details},
         }
-        route.fulfill(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        route.fulfill(
+            body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        )
 
     shown.page.route(CHAT, answer)
     shown.page.keyboard.press("Escape")
@@ -224,7 +246,10 @@ def test_policies_are_put_together_from_their_parameters(shown: Watched) -> None
     shown.page.select_option("#policy", "other")
     shown.page.fill("#policy-name", "query-5+legolink-2")
     shown.ask("Hello again?")
-    assert [body["link"]["policy"] for body in bodies] == ["cacheblend-25-onestep", "query-5+legolink-2"]
+    assert [body["link"]["policy"] for body in bodies] == [
+        "cacheblend-25-onestep",
+        "query-5+legolink-2",
+    ]
 
 
 def test_an_engine_that_explains_no_answers_is_asked_apart(shown: Watched) -> None:
@@ -234,7 +259,12 @@ def test_an_engine_that_explains_no_answers_is_asked_apart(shown: Watched) -> No
 
     def refuse(route: Any) -> None:
         if route.request.post_data_json["link"].get("explain"):
-            error = {"message": "no", "type": "invalid_request_error", "param": "link.explain", "code": "invalid_value"}
+            error = {
+                "message": "no",
+                "type": "invalid_request_error",
+                "param": "link.explain",
+                "code": "invalid_value",
+            }
             route.fulfill(status=400, json={"error": error})
         else:
             route.fallback()

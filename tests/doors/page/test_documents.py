@@ -1,4 +1,5 @@
-"""Documents on the page: dropped, seen, searched, chosen, deleted; and shown as text, whatever they are called."""
+"""Documents on the page: dropped, seen, searched, chosen, deleted; and shown as text, whatever they
+are called."""
 
 from __future__ import annotations
 
@@ -22,10 +23,19 @@ def test_dropped_files_become_context_caches(shown: Watched, reading: Served) ->
     shown.page.get_by_text("How they are split").click()
     shown.page.select_option("#split-method", "paragraph")
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
-    assert shown.page.locator("#uploads li").all_inner_texts() == ["people.md 2 chunks", "nurse.txt 1 chunk"]
+    assert shown.page.locator("#uploads li").all_inner_texts() == [
+        "people.md 2 chunks",
+        "nurse.txt 1 chunk",
+    ]
     made = caches(reading)
-    assert [cache["metadata"]["source"] for cache in made] == ["people.md", "people.md", "nurse.txt"]
-    texts = [reading.get(f"/v1/context_caches/{cache['id']}/content").json()["text"] for cache in made]
+    assert [cache["metadata"]["source"] for cache in made] == [
+        "people.md",
+        "people.md",
+        "nurse.txt",
+    ]
+    texts = [
+        reading.get(f"/v1/context_caches/{cache['id']}/content").json()["text"] for cache in made
+    ]
     assert "".join(texts[:2]) == PEOPLE
     for cache, text in zip(made[:2], texts, strict=False):
         assert PEOPLE[int(cache["metadata"]["start"]) : int(cache["metadata"]["end"])] == text
@@ -58,9 +68,13 @@ def test_a_file_that_is_dropped_again_takes_its_own_place(shown: Watched, readin
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"\xff\xfe\x00PK", "is no UTF-8 text"), (b" \n\n", "has no text")], ids=["bytes", "blank"]
+    ("content", "words"),
+    [(b"\xff\xfe\x00PK", "is no UTF-8 text"), (b" \n\n", "has no text")],
+    ids=["bytes", "blank"],
 )
-def test_what_is_no_text_is_refused_by_name(shown: Watched, reading: Served, content: bytes, words: str) -> None:
+def test_what_is_no_text_is_refused_by_name(
+    shown: Watched, reading: Served, content: bytes, words: str
+) -> None:
     shown.drop(picture__png=content, nurse__txt=NURSE)
     refused, cached = shown.page.locator("#uploads li").all_inner_texts()
     assert refused.startswith(f"picture.png {words}")
@@ -69,7 +83,9 @@ def test_what_is_no_text_is_refused_by_name(shown: Watched, reading: Served, con
 
 
 def test_files_can_be_chosen_without_a_mouse(shown: Watched, reading: Served) -> None:
-    shown.page.set_input_files("#files", [{"name": "nurse.txt", "mimeType": "text/plain", "buffer": NURSE.encode()}])
+    shown.page.set_input_files(
+        "#files", [{"name": "nurse.txt", "mimeType": "text/plain", "buffer": NURSE.encode()}]
+    )
     shown.page.get_by_text("nurse.txt 1 chunk").first.wait_for()
     assert len(caches(reading)) == 1
 
@@ -84,22 +100,33 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_folder_is_dropped_with_all_that_is_in_it(shown: Watched, reading: Served, folder: Path) -> None:
+def test_a_folder_is_dropped_with_all_that_is_in_it(
+    shown: Watched, reading: Served, folder: Path
+) -> None:
     """The browser itself drops it: a script cannot make folders."""
     box = shown.page.locator("#drop").bounding_box()
     assert box is not None
     devtools = shown.context.new_cdp_session(shown.page)
     data = {"items": [], "files": [str(folder)], "dragOperationsMask": 1}
     for kind in ("dragEnter", "dragOver", "drop"):
-        devtools.send("Input.dispatchDragEvent", {"type": kind, "x": box["x"] + 9, "y": box["y"] + 9, "data": data})
+        devtools.send(
+            "Input.dispatchDragEvent",
+            {"type": kind, "x": box["x"] + 9, "y": box["y"] + 9, "data": data},
+        )
     shown.page.locator("#library details").nth(1).wait_for()
-    assert {cache["metadata"]["source"] for cache in caches(reading)} == {"papers/people.md", "papers/inner/nurse.txt"}
+    assert {cache["metadata"]["source"] for cache in caches(reading)} == {
+        "papers/people.md",
+        "papers/inner/nurse.txt",
+    }
 
 
 def test_a_folder_can_be_chosen(shown: Watched, reading: Served, folder: Path) -> None:
     shown.page.set_input_files("#folder", folder)
     shown.page.locator("#library details").nth(1).wait_for()
-    assert {cache["metadata"]["source"] for cache in caches(reading)} == {"papers/people.md", "papers/inner/nurse.txt"}
+    assert {cache["metadata"]["source"] for cache in caches(reading)} == {
+        "papers/people.md",
+        "papers/inner/nurse.txt",
+    }
 
 
 def test_search_finds_chunks_and_puts_them_into_the_next_question(shown: Watched) -> None:
@@ -136,7 +163,8 @@ def test_documents_can_be_read_chosen_and_deleted(shown: Watched, reading: Serve
 
 
 def test_names_and_texts_are_shown_as_text(shown: Watched) -> None:
-    """What would run in markup runs nowhere: in names, texts, hits, choices, answers and prompts."""
+    """What would run in markup runs nowhere: in names, texts, hits, choices, answers and
+    prompts."""
     trap = "<img src=x onerror=\"document.title='taken'\">"
     shown.drop_all({trap: f"{trap} <script>document.title = 'taken'</script> Ana lives in Lima.\n"})
     document = shown.page.locator("#library details")

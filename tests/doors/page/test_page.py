@@ -1,4 +1,5 @@
-"""The page as a whole: the server's figures, API keys, phones, the dark, the keyboard, and what it may load."""
+"""The page as a whole: the server's figures, API keys, phones, the dark, the keyboard, and what it
+may load."""
 
 from __future__ import annotations
 
@@ -74,8 +75,16 @@ def test_the_page_works_under_the_names_that_the_server_answers_to(
 
 def test_nothing_can_be_loaded_from_elsewhere(shown: Watched) -> None:
     """Not even by a script that came to run in the page."""
-    shown.expected = ("Content Security Policy", "Content-Security-Policy", "Refused", "Failed to fetch")
-    assert shown.page.evaluate("fetch('https://example.org/').then(() => 'loaded', () => 'refused')") == "refused"
+    shown.expected = (
+        "Content Security Policy",
+        "Content-Security-Policy",
+        "Refused",
+        "Failed to fetch",
+    )
+    assert (
+        shown.page.evaluate("fetch('https://example.org/').then(() => 'loaded', () => 'refused')")
+        == "refused"
+    )
     ran = shown.page.evaluate(
         """() => { const script = document.createElement("script"); script.textContent = "window.ran = true";
         document.body.append(script); return Boolean(window.ran) }"""
@@ -84,7 +93,9 @@ def test_nothing_can_be_loaded_from_elsewhere(shown: Watched) -> None:
     assert not any("example.org" in url for url in shown.requests)
 
 
-def test_a_phone_needs_no_sideways_scrolling(reading: Served, opened: Callable[..., Watched]) -> None:
+def test_a_phone_needs_no_sideways_scrolling(
+    reading: Served, opened: Callable[..., Watched]
+) -> None:
     watched = fresh_page(reading, opened, viewport=PHONE, has_touch=True, is_mobile=True)
     page = watched.page
     watched.drop_all({"a-long-name-without-a-space" * 5 + ".txt": NURSE + "W" * 300 + "\n"})
@@ -125,7 +136,9 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_by_day_and_in_the_dark(reading: Served, opened: Callable[..., Watched], scheme: str) -> None:
+def test_texts_can_be_read_by_day_and_in_the_dark(
+    reading: Served, opened: Callable[..., Watched], scheme: str
+) -> None:
     watched = fresh_page(reading, opened, color_scheme=scheme)
     watched.drop(nurse__txt=NURSE)
     watched.ask("Where does Ana Petrov live?")
@@ -155,7 +168,9 @@ def test_all_of_it_works_by_keyboard(shown: Watched) -> None:
     page.locator(".turn .compare").wait_for()
     assert shown.answers == ["Oslo"]
     keys.press("Tab")
-    assert focused.evaluate("element => getComputedStyle(element).outlineStyle") == "solid", "focus is seen"
+    assert focused.evaluate("element => getComputedStyle(element).outlineStyle") == "solid", (
+        "focus is seen"
+    )
     focused.evaluate("element => element.blur()")
     keys.press("p")
     assert focused.get_attribute("id") == "tokens"
@@ -186,7 +201,17 @@ def test_every_control_has_a_name(shown: Watched) -> None:
     shown.drop(nurse__txt=NURSE)
     shown.page.locator("#library summary").click()
     shown.ask("Where does Ana Petrov live?")
-    for kind in ("button", "checkbox", "textbox", "searchbox", "spinbutton", "combobox", "slider", "link", "group"):
+    for kind in (
+        "button",
+        "checkbox",
+        "textbox",
+        "searchbox",
+        "spinbutton",
+        "combobox",
+        "slider",
+        "link",
+        "group",
+    ):
         for control in shown.page.get_by_role(kind).all():
             told = control.aria_snapshot().splitlines()[0]
             assert '"' in told or kind == "group", f"{told} has no name"

@@ -18,10 +18,22 @@ PHONE = {"width": 390, "height": 844}
 COLOURS = 96
 
 HOMES = (
-    ("north", "Tom Reyes lives in Oslo. He works as a pilot.\nIda Okoye lives in Turku. She works as a teacher.\n"),
-    ("south", "Mira Holt lives in Varna. She works as a baker.\nLeo Novak lives in Rome. He works as a painter.\n"),
-    ("west", "Ana Petrov lives in Lima. She works as a nurse.\nJon Berg lives in Quito. He works as a lawyer.\n"),
-    ("east", "Max Chen lives in Hanoi. He works as a farmer.\nEva Silva lives in Osaka. She works as a tailor.\n"),
+    (
+        "north",
+        "Tom Reyes lives in Oslo. He works as a pilot.\nIda Okoye lives in Turku. She works as a teacher.\n",
+    ),
+    (
+        "south",
+        "Mira Holt lives in Varna. She works as a baker.\nLeo Novak lives in Rome. He works as a painter.\n",
+    ),
+    (
+        "west",
+        "Ana Petrov lives in Lima. She works as a nurse.\nJon Berg lives in Quito. He works as a lawyer.\n",
+    ),
+    (
+        "east",
+        "Max Chen lives in Hanoi. He works as a farmer.\nEva Silva lives in Osaka. She works as a tailor.\n",
+    ),
 )
 
 
@@ -50,13 +62,41 @@ def asked(watched: Watched, question: str) -> Watched:
 def houses() -> dict[str, str]:
     """Eleven texts of some ninety tokens, each of a person of its own."""
     firsts = ["Tom", "Ida", "Mira", "Leo", "Ana", "Jon", "Max", "Eva", "Paul", "Vera", "Hugo"]
-    lasts = ["Reyes", "Okoye", "Holt", "Novak", "Petrov", "Berg", "Chen", "Silva", "Weber", "Costa", "Moreau"]
-    cities = ["Oslo", "Turku", "Varna", "Rome", "Lima", "Quito", "Hanoi", "Osaka", "Accra", "Turin", "Cairo"]
+    lasts = [
+        "Reyes",
+        "Okoye",
+        "Holt",
+        "Novak",
+        "Petrov",
+        "Berg",
+        "Chen",
+        "Silva",
+        "Weber",
+        "Costa",
+        "Moreau",
+    ]
+    cities = [
+        "Oslo",
+        "Turku",
+        "Varna",
+        "Rome",
+        "Lima",
+        "Quito",
+        "Hanoi",
+        "Osaka",
+        "Accra",
+        "Turin",
+        "Cairo",
+    ]
     looks = ["old", "new", "red", "blue", "small", "tall", "grey", "green"]
     texts = {}
     for at, (first, last, city) in enumerate(zip(firsts, lasts, cities, strict=True)):
-        windows = [f"The {looks[(at + each) % 8]} house has {at * 8 + each} windows." for each in range(8)]
-        texts[f"houses/{last.lower()}.md"] = f"{first} {last} lives in {city}. {' '.join(windows)}\n"
+        windows = [
+            f"The {looks[(at + each) % 8]} house has {at * 8 + each} windows." for each in range(8)
+        ]
+        texts[f"houses/{last.lower()}.md"] = (
+            f"{first} {last} lives in {city}. {' '.join(windows)}\n"
+        )
     return texts
 
 

@@ -30,12 +30,24 @@ def takes(tokenizer, grammar, text):
 
 
 CASES = {
-    "schema": (AnswerGrammar.json_schema(SCHEMAS["closed object"]), ['{"name": "a", "age": 3}'], ['{"name": "a"}', ""]),
+    "schema": (
+        AnswerGrammar.json_schema(SCHEMAS["closed object"]),
+        ['{"name": "a", "age": 3}'],
+        ['{"name": "a"}', ""],
+    ),
     "regex": (AnswerGrammar("regex", r"[a-f]+/\d\/(?i)x"), ["ab/1/X", "f/9/x"], ["ab/1", "1"]),
     "regex of lines": (AnswerGrammar("regex", "a\n\\\nb"), ["a\n\nb"], ["a\\n\\\nb"]),
     "regex of nothing": (AnswerGrammar("regex", ""), [""], ["a"]),
-    "choice": (AnswerGrammar.choice(["a/b", 'q"\n', "\U0001f600"]), ["a/b", 'q"\n', "\U0001f600"], ["a", "b"]),
-    "Lark": (AnswerGrammar("grammar", 'start: "{" WORD "}"\nWORD: /[x{]{1,4}/'), ["{x}", "{{}"], ["{}"]),
+    "choice": (
+        AnswerGrammar.choice(["a/b", 'q"\n', "\U0001f600"]),
+        ["a/b", 'q"\n', "\U0001f600"],
+        ["a", "b"],
+    ),
+    "Lark": (
+        AnswerGrammar("grammar", 'start: "{" WORD "}"\nWORD: /[x{]{1,4}/'),
+        ["{x}", "{{}"],
+        ["{}"],
+    ),
     "GBNF": (AnswerGrammar("grammar", 'root ::= "a" digit\ndigit ::= [0-9]'), ["a1"], ["a"]),
 }
 
@@ -67,7 +79,9 @@ def test_what_cannot_be_enforced_is_still_refused(tokenizer, name):
         with pytest.raises(InvalidRequestError, match="minProperties"):
             check_enforceable(grammar)
     else:
-        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(as_lark(grammar)), tokenizer[1])
+        assert LLMatcher.validate_grammar(
+            LLMatcher.grammar_from_lark(as_lark(grammar)), tokenizer[1]
+        )
 
 
 LEAST = '{"type": "object", "minProperties": 2}'
@@ -78,7 +92,9 @@ LEAST = '{"type": "object", "minProperties": 2}'
     [
         AnswerGrammar("json", '{"minProperties": 2.0}'),
         AnswerGrammar("lark", f'start: "<" arguments ">"\narguments: %json {LEAST}\n', "tools"),
-        AnswerGrammar("regex", "a", frame=f"start: @answer | arguments\narguments: %json {LEAST}\n"),
+        AnswerGrammar(
+            "regex", "a", frame=f"start: @answer | arguments\narguments: %json {LEAST}\n"
+        ),
         AnswerGrammar("grammar", f"start: %json{LEAST}"),
     ],
     ids=["as a float", "in a call", "in a call beside a form", "in a grammar"],
@@ -87,7 +103,9 @@ def test_several_properties_are_refused_wherever_a_schema_stands(grammar):
     with pytest.raises(InvalidRequestError, match="minProperties") as refused:
         check_enforceable(grammar)
     assert refused.value.param == grammar.param
-    single = replace(grammar, source=grammar.source.replace("2", "1"), frame=grammar.frame.replace("2", "1"))
+    single = replace(
+        grammar, source=grammar.source.replace("2", "1"), frame=grammar.frame.replace("2", "1")
+    )
     check_enforceable(single)
 
 

@@ -15,7 +15,9 @@ def test_choices_that_find_room_are_admitted(queued, choices):
 
 @pytest.mark.parametrize(("queued", "choices"), [(5, 1), (3, 3), (7, 1)])
 def test_choices_that_do_not_all_find_room_are_refused_for_now(queued, choices):
-    with pytest.raises(OverloadedError, match=f"{queued} requests are queued already, and there is room for 5") as info:
+    with pytest.raises(
+        OverloadedError, match=f"{queued} requests are queued already, and there is room for 5"
+    ) as info:
         check_room(queued, choices, most=5)
     assert info.value.retry_after == 1
 
@@ -52,7 +54,9 @@ def test_who_is_in_time_or_alone_may_wait(before, own):
     check_wait(before, own, most=10)
 
 
-@pytest.mark.parametrize(("before", "own", "retry_after"), [(8, 4, 2), (0.1, 10, 1), (30, 1, 21), (5, 60, 5)])
+@pytest.mark.parametrize(
+    ("before", "own", "retry_after"), [(8, 4, 2), (0.1, 10, 1), (30, 1, 21), (5, 60, 5)]
+)
 def test_who_would_be_late_is_told_when_to_come_back(before, own, retry_after):
     with pytest.raises(OverloadedError, match=f"after {before + own:.1f} seconds") as info:
         check_wait(before, own, most=10)

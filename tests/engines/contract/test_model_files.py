@@ -1,4 +1,5 @@
-"""What is no model of transformers is refused; the fingerprint of a model is that of its files, which are read once."""
+"""What is no model of transformers is refused; the fingerprint of a model is that of its files,
+which are read once."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def complaint(model: str | Path) -> str:
 def test_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "model-Q4_K_M.gguf").touch()
-    for model in (tmp_path / "weights", tmp_path / "weights" / "model-Q4_K_M.gguf", "someone/Qwen3-0.6B-GGUF"):
+    for model in (
+        tmp_path / "weights",
+        tmp_path / "weights" / "model-Q4_K_M.gguf",
+        "someone/Qwen3-0.6B-GGUF",
+    ):
         text = complaint(model)
         assert text.startswith(f"{model} is GGUF")
         assert "weights=int4" in text
@@ -39,7 +44,9 @@ def test_gguf_is_refused(tmp_path: Path) -> None:
 
 def test_other_places_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    assert complaint(tmp_path / "model.safetensors").startswith(f"{tmp_path}/model.safetensors is a file. Give")
+    assert complaint(tmp_path / "model.safetensors").startswith(
+        f"{tmp_path}/model.safetensors is a file. Give"
+    )
     assert "has no config.json" in complaint(tmp_path)
     for model in (str(tmp_path / "nowhere"), "./nowhere", "models/of/mine"):
         assert complaint(model) == f"No model at {model}: there is no such folder."
@@ -69,7 +76,9 @@ def set_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     for name in ("ENDPOINT", "_HF_DEFAULT_ENDPOINT"):
         monkeypatch.setattr(huggingface_hub.constants, name, url)
     monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        huggingface_hub.constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        url + "/{repo_id}/resolve/{revision}/{filename}",
     )
 
 
@@ -86,11 +95,15 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, loaded: list[str]) -> None:
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, loaded: list[str]
+) -> None:
     """By us: transformers' loading waits and tries again for most of a minute."""
     set_hub(monkeypatch, "http://127.0.0.1:9")  # nobody listens there
     text = complaint("someone/model")
-    assert "'someone/model' is not on this machine, and the Hugging Face hub cannot be reached" in text
+    assert (
+        "'someone/model' is not on this machine, and the Hugging Face hub cannot be reached" in text
+    )
     assert loaded == []
 
 
@@ -99,7 +112,9 @@ def test_what_the_hub_answers_is_left_to_the_loading(hub: list[str], loaded: lis
     assert (hub, loaded) == (["/someone/model/resolve/main/config.json"], ["someone/model"])
 
 
-def test_a_revision_on_this_machine_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_revision_on_this_machine_needs_no_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     set_hub(monkeypatch, "http://127.0.0.1:9")
     folder = tmp_path / "models--someone--model"
     (folder / "snapshots" / "1").mkdir(parents=True)
@@ -131,7 +146,9 @@ def test_a_model_on_this_machine_needs_no_hub(
 @pytest.mark.usefixtures("hub")
 def test_hub_ids_without_a_network(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise OSError("no files") from (LocalEntryNotFoundError("no network") if offline else KeyError("a key"))
+        raise OSError("no files") from (
+            LocalEntryNotFoundError("no network") if offline else KeyError("a key")
+        )
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
     text = complaint("someone/model")
@@ -165,7 +182,9 @@ def test_a_copy_has_the_same_name(folder: Path) -> None:
 @pytest.mark.parametrize("changed", ["config.json", "model-00002-of-00002.safetensors"])
 def test_what_changes_the_model_changes_its_name(folder: Path, changed: str) -> None:
     before = name_of(folder)
-    (folder / changed).write_bytes((folder / changed).read_bytes().replace(b"8", b"9").replace(b"\2", b"\3"))
+    (folder / changed).write_bytes(
+        (folder / changed).read_bytes().replace(b"8", b"9").replace(b"\2", b"\3")
+    )
     assert name_of(folder) != before
 
 

@@ -14,7 +14,8 @@ TOKENIZER = byte_tokenizer()
 
 
 def stream(text, stop=()):
-    """Push a text byte by byte, as a byte-level model may; returns the pieces that came out, and the stream."""
+    """Push a text byte by byte, as a byte-level model may; returns the pieces that came out, and
+    the stream."""
     out = TextStream(TOKENIZER, stop)
     pieces = []
     for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:

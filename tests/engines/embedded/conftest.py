@@ -102,24 +102,45 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, model=None, **options):
-        """``changes``: to the model's configuration; ``model``: a loaded one in its place. ``slower``: makes tiers
-        behind the host's, given the events; ``device``: one before it. ``memory``: the host's budget. ``options``:
-        settings. Nothing comes too late from slower tiers unless ``clock`` is put forward."""
+    def __init__(
+        self,
+        family="llama",
+        changes=None,
+        slower=None,
+        device=None,
+        memory=1 << 28,
+        model=None,
+        **options,
+    ):
+        """``changes``: to the model's configuration; ``model``: a loaded one in its place.
+        ``slower``: makes tiers behind the host's, given the events; ``device``: one before it.
+        ``memory``: the host's budget. ``options``: settings. Nothing comes too late from slower
+        tiers unless ``clock`` is put forward."""
         self.loaded = model or loaded_model(family, **(changes or {}))
         self.events = Events()
         self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
         self.clock = ManualClock()
         self.store = ChunkStore(
-            [HostTier(memory, self.events), *self.slower], self.events, device=device, clock=self.clock
+            [HostTier(memory, self.events), *self.slower],
+            self.events,
+            device=device,
+            clock=self.clock,
         )
-        settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options))
-        self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
+        settings = load_settings(
+            **({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options)
+        )
+        self.engine = EmbeddedEngine(
+            self.loaded, store=self.store, events=self.events, settings=settings
+        )
 
-    def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, explains=False, **sampling):
+    def submit(
+        self, prompt, policy="legolink-4", tenant="default", sink=None, explains=False, **sampling
+    ):
         outcome = Outcome()
-        params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
+        params = SamplingParams(
+            **({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling)
+        )
         request = GenerationRequest(
             prompt, as_policy(policy), params, tenant, explains=explains, shows_attention=explains
         )
@@ -129,17 +150,22 @@ class Bench:
     def submit_choices(self, prompt, n, policy="legolink-4", **sampling):
         """An outcome for each choice, and the handle of them all."""
         outcomes = [Outcome() for _ in range(n)]
-        params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
+        params = SamplingParams(
+            **({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling)
+        )
         request = GenerationRequest(prompt, as_policy(policy), params, n=n)
-        handle = self.engine.generate(request, lambda choice, event: outcomes[choice].events.put(event))
+        handle = self.engine.generate(
+            request, lambda choice, event: outcomes[choice].events.put(event)
+        )
         return outcomes, handle
 
     def answer(self, prompt, policy="legolink-4", **sampling):
         return self.submit(prompt, policy, **sampling)[0].wait()
 
     def answer_twice(self, prompt, policy="legolink-4", **sampling):
-        """The answer, and then that with the cache warm, in which all but the last token is reused as it was linked, or
-        the chunk that it ends in. Yields both, for an engine that keeps prefixes."""
+        """The answer, and then that with the cache warm, in which all but the last token is reused
+        as it was linked, or the chunk that it ends in. Yields both, for an engine that keeps
+        prefixes."""
         yield self.answer(prompt, policy, **sampling)
         again = self.answer(prompt, policy, **sampling)
         yield again
@@ -185,7 +211,8 @@ def request_for(prompt, policy, tenant="default"):
 
 @pytest.fixture
 def native_anew():
-    """Forget before and after the test what native code was loaded and checked, or found missing."""
+    """Forget before and after the test what native code was loaded and checked, or found
+    missing."""
     loaders = native_attention, native_dots, native_products, native_norm
     for loader in loaders:
         loader.cache_clear()
@@ -223,8 +250,8 @@ def linked_prompt(*chunk_lengths, header=0, fresh=11, seed=0, middle=0):
 
 @torch.inference_mode()
 def last_attention(family, prompt):
-    """The last token's attention by the model's own forward pass over the whole text: [layers, length], mean over
-    heads."""
+    """The last token's attention by the model's own forward pass over the whole text: [layers,
+    length], mean over heads."""
     loaded = loaded_model(family)
     with attention_of(loaded.model, "eager"):
         ids = torch.from_numpy(prompt.tokens)[None]
@@ -234,7 +261,8 @@ def last_attention(family, prompt):
 
 @torch.inference_mode()
 def full_forward(family, prompt, steps):
-    """Greedy tokens and their log probabilities by the model's own forward pass over the whole text each time."""
+    """Greedy tokens and their log probabilities by the model's own forward pass over the whole text
+    each time."""
     loaded = loaded_model(family)
     ids = list(prompt.tokens)
     tokens, logprobs = [], []

@@ -1,4 +1,5 @@
-"""A scheduler with the engine's own loop, over a runner without a model: slots remember which tokens lie in them."""
+"""A scheduler with the engine's own loop, over a runner without a model: slots remember which
+tokens lie in them."""
 
 from __future__ import annotations
 
@@ -48,10 +49,20 @@ class Work(Request):
     kind = ResultKind.ANSWER
 
     def __init__(
-        self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False, chunks="", tenant="", refines=False
+        self,
+        length=10,
+        output=1,
+        *,
+        n=1,
+        runs=None,
+        identity=None,
+        urgent=False,
+        chunks="",
+        tenant="",
+        refines=False,
     ):
-        """``chunks`` are the keys, a character each, of what it keeps in memory. With ``refines``, its prompt is
-        indivisible."""
+        """``chunks`` are the keys, a character each, of what it keeps in memory. With ``refines``,
+        its prompt is indivisible."""
         super().__init__()
         self.chunk_bytes = dict.fromkeys(chunks, CHUNK_BYTES)
         self.tenant, self.refines = tenant, refines
@@ -81,8 +92,12 @@ class Work(Request):
             shared.append(SharedChunk(kv, start, start, 0, kv.tokens))
             start += kv.tokens
         runs = [(start, self.length)] if kvs else self.runs
-        refine = (lambda: Refining(cast(Refinement, NOTHING_DROPPED), None)) if self.refines else None
-        return TokenSequence(tokens, runs, shared=shared, most_tokens=self.length + self.output, refine=refine)
+        refine = (
+            (lambda: Refining(cast(Refinement, NOTHING_DROPPED), None)) if self.refines else None
+        )
+        return TokenSequence(
+            tokens, runs, shared=shared, most_tokens=self.length + self.output, refine=refine
+        )
 
     def fork(self):
         assert self.sequence is not None
@@ -139,7 +154,8 @@ class BackgroundWork(ChunkWork):
 
 
 class FakePool(KVPool):
-    """Holds no KV, but the tokens whose KV would lie in its slots: [slots], -1 where nothing does."""
+    """Holds no KV, but the tokens whose KV would lie in its slots: [slots], -1 where nothing
+    does."""
 
     def __init__(self, slots: int) -> None:
         super().__init__([], slots, dtype=torch.float32, device=torch.device("cpu"))
@@ -147,10 +163,12 @@ class FakePool(KVPool):
 
 
 class FakeRunner(Runner):
-    """Computes nothing, and notes whose KV does not lie where it should when its logits are wanted."""
+    """Computes nothing, and notes whose KV does not lie where it should when its logits are
+    wanted."""
 
     def __init__(self, slots: int, timing: Timing) -> None:
-        """Make a pool of so many ``slots``; whatever else a runner has needs a model, and there is none."""
+        """Make a pool of so many ``slots``; whatever else a runner has needs a model, and there is
+        none."""
         self.pool: FakePool = FakePool(slots)
         self.timing = timing
         self.steps: list[Batch] = []
@@ -172,7 +190,9 @@ class FakeRunner(Runner):
             if run.wants_logits and run.owner not in left:
                 owner, visible = owner_of(run), batch.visible_kv[run.owner]
                 held = np.concatenate([slots[slot : slot + count] for slot, count in visible.spans])
-                if (held != owner.tokens[visible.positions]).any() or visible.positions[-1] != owner.length - 1:
+                if (held != owner.tokens[visible.positions]).any() or visible.positions[
+                    -1
+                ] != owner.length - 1:
                     self.misplaced.append(owner)
                 logits[owner] = torch.zeros(1)
         return StepResult(logits, left)
@@ -196,8 +216,8 @@ class FakeCost(CostModel):
 
 @dataclass
 class Timing:
-    """A clock that computing moves on, by what steps are said to take: ``constant``, and so much per token and pair;
-    prompts take ``strain`` times as long beside decoding."""
+    """A clock that computing moves on, by what steps are said to take: ``constant``, and so much
+    per token and pair; prompts take ``strain`` times as long beside decoding."""
 
     constant: float = 0.1
     per_token: float = 0.01
@@ -217,7 +237,9 @@ class Timing:
             if not decodes(run):
                 prompts.setdefault(run.owner, []).append((run.start, run.end))
         decoded = [(run.start, run.end) for run in batch.runs if decodes(run)]
-        seconds = cost.of(decoded) + sum((beside if decoded else cost).of(ranges) for ranges in prompts.values())
+        seconds = cost.of(decoded) + sum(
+            (beside if decoded else cost).of(ranges) for ranges in prompts.values()
+        )
         self.taken.append(self.constant + seconds)
         self.now += self.taken[-1]
 
@@ -249,8 +271,8 @@ class NoThroughput(ComputeThroughput):
 class Simulation:
     """Takes steps when the test says so, and has KV come when the test says so.
 
-    With a ``timing``, steps take that time, and the scheduler measures it; without one, it predicts nothing, and all
-    happens at once.
+    With a ``timing``, steps take that time, and the scheduler measures it; without one, it predicts
+    nothing, and all happens at once.
     """
 
     def __init__(
@@ -267,8 +289,8 @@ class Simulation:
         seconds_per_token=None,
         resident="",
     ):
-        """``known`` says that the ``timing`` was measured before. ``resident`` are the keys of the chunks that are in
-        memory whether they are held or not."""
+        """``known`` says that the ``timing`` was measured before. ``resident`` are the keys of the
+        chunks that are in memory whether they are held or not."""
         self.loads: list[Work] = []
         self.slots = SequenceSlots(slots)
         self.holds = Holds([HostTier(memory, Events())])
@@ -285,10 +307,15 @@ class Simulation:
             hold=lambda request: self.holds.take(request.chunk_bytes),
             is_resident=lambda request: set(request.chunk_bytes) <= set(resident),
             admission=Admission(
-                self.throughput.seconds, max_waiting=max_waiting, slo_ttft=slo_ttft, clock=self.timing.clock
+                self.throughput.seconds,
+                max_waiting=max_waiting,
+                slo_ttft=slo_ttft,
+                clock=self.timing.clock,
             ),
             composer=StepComposer(
-                self.throughput, max_step_tokens=max_step_tokens, seconds_per_token=seconds_per_token
+                self.throughput,
+                max_step_tokens=max_step_tokens,
+                seconds_per_token=seconds_per_token,
             ),
             max_running=max_running,
         )

@@ -1,4 +1,5 @@
-"""Holds an engine between two steps, so that what is submitted meanwhile meets in the next one for certain."""
+"""Holds an engine between two steps, so that what is submitted meanwhile meets in the next one for
+certain."""
 
 from __future__ import annotations
 
@@ -33,13 +34,15 @@ class Held:
             assert self._changed.wait_for(lambda: self._waits and not self._permits, PATIENCE)
 
     def let(self, steps: int) -> None:
-        """Let the engine do so many steps; returns when it is about to begin the one behind them."""
+        """Let the engine do so many steps; returns when it is about to begin the one behind
+        them."""
         self._permit(steps)
         self.wait()
 
     def wait_until_ready(self, count: int) -> None:
-        """Wait until so many answers have slots, or everything that they need to get some: all their chunks' KV. It has
-        to be stored before, since nothing is computed now; and no more than 8 wait for slots with their KV at hand."""
+        """Wait until so many answers have slots, or everything that they need to get some: all
+        their chunks' KV. It has to be stored before, since nothing is computed now; and no more
+        than 8 wait for slots with their KV at hand."""
         self.wait()
         scheduler = self._engine.scheduler
         wait_until(lambda: scheduler.running + scheduler.waiting - scheduler.loading >= count)

@@ -1,4 +1,5 @@
-"""Engines place what the device tier gives, and no such tier is made where the device is the CPU."""
+"""Engines place what the device tier gives, and no such tier is made where the device is the
+CPU."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.engines.embedded.conftest import linked_prompt
 def test_answers_are_the_same_from_the_device(bench):
     made = bench(device=lambda events: DeviceTier(1 << 28, torch.device("cpu"), events))
     seen = []
-    made.events.subscribe(lambda event: seen.append(event.tier) if isinstance(event, ChunkLookup) else None)
+    made.events.subscribe(
+        lambda event: seen.append(event.tier) if isinstance(event, ChunkLookup) else None
+    )
     prompt = linked_prompt(40, 33, middle=3)
     made.cache(prompt)
     answers = [made.answer(prompt, "legolink-4") for _ in range(2)]

@@ -6,7 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlinker.base.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError
+from kvlinker.base.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import Failed
 from kvlinker.engines.embedded.requests.request import ResultKind
@@ -85,11 +90,16 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
 
 @pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
+def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
+    bench, prefix_cache
+):
     expected = alone(bench, "llama", 80)
     made = bench(max_step_tokens=64, kv_slots=260, slo_tpot=1e-3, prefix_cache=prefix_cache)
     prompts = [linked_prompt(50, fresh=40, seed=s) for s in (50, 51, 52, 53)]
-    works = [(prompt, policy, f"tenant-{number % 3}") for number, (prompt, policy) in enumerate(requests())]
+    works = [
+        (prompt, policy, f"tenant-{number % 3}")
+        for number, (prompt, policy) in enumerate(requests())
+    ]
     for prompt in prompts:
         made.cache(prompt, "many")
     for prompt, _, tenant in works:
@@ -97,13 +107,20 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
     with made.held() as held:
         neighbours = [made.submit(prompt, tenant="many", max_tokens=150) for prompt in prompts]
         held.let(5)
-        outcomes = [made.submit(prompt, policy, tenant, max_tokens=80)[0] for prompt, policy, tenant in works]
+        outcomes = [
+            made.submit(prompt, policy, tenant, max_tokens=80)[0]
+            for prompt, policy, tenant in works
+        ]
         held.wait_until_ready(len(neighbours) + 3)
         for _, handle in neighbours[1:3]:
             handle.cancel()
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
-    assert [outcome.wait().finished.reason for outcome, _ in neighbours] == ["length", *2 * ["cancelled"], "length"]
+    assert [outcome.wait().finished.reason for outcome, _ in neighbours] == [
+        "length",
+        *2 * ["cancelled"],
+        "length",
+    ]
     assert made.engine.scheduler.preemptions > 0
     assert made.engine.current_load().slots_used == 0
 
@@ -192,7 +209,9 @@ def test_tenants_share_no_kv(bench):
     made = bench()
     prompt = linked_prompt(30, 30)
     made.cache(prompt, tenant="a")
-    keys = {t: chunk_key(prompt.chunks[0], fingerprint=made.engine.fingerprint, tenant=t) for t in "ab"}
+    keys = {
+        t: chunk_key(prompt.chunks[0], fingerprint=made.engine.fingerprint, tenant=t) for t in "ab"
+    }
     assert made.store.tier_of(keys["a"]) == "host"
     assert made.store.tier_of(keys["b"]) is None
 
@@ -349,7 +368,9 @@ def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
     expected, scores = roomy.store.get(key).scores, tight.store.get(key).scores
     np.testing.assert_allclose(scores.received, expected.received, rtol=1e-4)
     np.testing.assert_allclose(scores.sensitivity, expected.sensitivity, rtol=1e-3)
-    assert scores.contextualization.intra == pytest.approx(expected.contextualization.intra, rel=1e-4)
+    assert scores.contextualization.intra == pytest.approx(
+        expected.contextualization.intra, rel=1e-4
+    )
 
 
 def test_timing_adds_up_to_the_time_to_first_token(bench):
@@ -373,7 +394,8 @@ def test_ids_outside_the_vocabulary_are_refused_before_they_harm_others(bench):
 
 
 def submit_noting(made, chunks, prompt, policy="legolink-4"):
-    """Submit the prompt; returns its outcome, and how many of the chunks were there at each of its events."""
+    """Submit the prompt; returns its outcome, and how many of the chunks were there at each of its
+    events."""
     outcome, done = Outcome(), []
 
     def note(choice, event):
@@ -387,21 +409,31 @@ def submit_noting(made, chunks, prompt, policy="legolink-4"):
 def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
     made = bench(max_waiting=4, max_running=4)
     with made.held():
-        chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(50)]
+        chunks = [
+            made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default")
+            for i in range(50)
+        ]
         outcome, done = submit_noting(made, chunks, linked_prompt(fresh=30), "full")
     assert outcome.wait().finished.reason == "length"
     assert done[-1] < len(chunks)
     scores = 60 * 3 * 4  # three fp32 figures per token
-    assert {future.result(timeout=PATIENCE) for future in chunks} == {60 * made.loaded.kv_bytes_per_token + scores}
+    assert {future.result(timeout=PATIENCE) for future in chunks} == {
+        60 * made.loaded.kv_bytes_per_token + scores
+    }
 
 
 def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
     made = bench(max_running=4)
     prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 49]))), FreshSegment((5, 6, 7))))
     with made.held():
-        chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(50)]
+        chunks = [
+            made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default")
+            for i in range(50)
+        ]
         outcome, done = submit_noting(made, chunks, prompt)
-        wait_until(lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[ResultKind.CHUNK]))
+        wait_until(
+            lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[ResultKind.CHUNK])
+        )
     assert outcome.wait().finished.reason == "length"
     assert done[-1] < len(chunks)
     for future in chunks:
@@ -411,7 +443,10 @@ def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
 def test_cancelling_while_chunks_are_fetched_answers_at_once(bench):
     made = bench()
     with made.held() as held:
-        chunks = [made.engine.cache_chunk(Chunk(random_tokens(200, [9, i])), tenant="default") for i in range(20)]
+        chunks = [
+            made.engine.cache_chunk(Chunk(random_tokens(200, [9, i])), tenant="default")
+            for i in range(20)
+        ]
         outcome, handle = made.submit(linked_prompt(*[100] * 5, seed=4))
         handle.cancel()
         held.let(1)
@@ -471,7 +506,9 @@ def test_a_listener_that_raises_harms_nobody(bench):
 
 def test_all_who_wait_for_a_chunk_hear_of_the_closing(bench):
     made = bench()
-    futures = [made.engine.cache_chunk(Chunk(random_tokens(300, 5)), tenant="default") for _ in range(3)]
+    futures = [
+        made.engine.cache_chunk(Chunk(random_tokens(300, 5)), tenant="default") for _ in range(3)
+    ]
     made.engine.close()
     for future in futures:
         try:

@@ -10,7 +10,15 @@ from kvlinker.engines.embedded.selftest import require_exact, self_test
 from tests.every_model import KINDS, NOT_MADE, small_model
 
 REFUSED = {
-    Obstacle.LATENT: {"axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3", "youtu"},
+    Obstacle.LATENT: {
+        "axk1",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "minicpm3",
+        "youtu",
+    },
     Obstacle.STATE: {
         "bamba",
         "falcon_h1",
@@ -47,32 +55,54 @@ EXACT = """
 
 
 def verdict(kind):
-    """Return the obstacle by which a model of this class is refused; None where it is linked exactly."""
+    """Return the obstacle by which a model of this class is refused; None where it is linked
+    exactly."""
     try:
         require_exact(small_model(kind))
     except UnsupportedModelError as error:
-        (found,) = (obstacle for obstacle in Obstacle if f"is not supported yet: {obstacle}. " in error.message)
+        (found,) = (
+            obstacle
+            for obstacle in Obstacle
+            if f"is not supported yet: {obstacle}. " in error.message
+        )
         return found
     return None
 
 
 @pytest.mark.parametrize("obstacle", REFUSED, ids=[obstacle.name for obstacle in REFUSED])
 def test_a_refusal_says_what_kind_of_model_it_is(obstacle):
-    assert {kind: verdict(kind) for kind in REFUSED[obstacle]} == dict.fromkeys(REFUSED[obstacle], obstacle)
+    assert {kind: verdict(kind) for kind in REFUSED[obstacle]} == dict.fromkeys(
+        REFUSED[obstacle], obstacle
+    )
 
 
 @pytest.mark.slow
 def test_every_class_is_linked_or_refused_with_a_reason():
     """None of those that are linked is lost, and none more is accepted unseen."""
     found = {kind: verdict(kind) for kind in KINDS if kind not in NOT_MADE}
-    assert {kind for kind, obstacle in found.items() if obstacle is None} == set(EXACT.split()) & set(KINDS)
+    assert {kind for kind, obstacle in found.items() if obstacle is None} == set(
+        EXACT.split()
+    ) & set(KINDS)
 
 
 @pytest.mark.slow
 def test_what_is_linked_is_exact_by_a_wide_margin():
-    for kind in ("afmoe", "cohere2", "gemma3", "gpt_oss", "granite", "jetmoe", "ministral3", "qwen3_moe", "smollm3"):
+    for kind in (
+        "afmoe",
+        "cohere2",
+        "gemma3",
+        "gpt_oss",
+        "granite",
+        "jetmoe",
+        "ministral3",
+        "qwen3_moe",
+        "smollm3",
+    ):
         checks = self_test(small_model(kind))
-        assert all(check.error < 5e-6 for check in checks if check.name != "relocate"), (kind, checks)
+        assert all(check.error < 5e-6 for check in checks if check.name != "relocate"), (
+            kind,
+            checks,
+        )
 
 
 def test_models_of_other_forms_keep_working_outside_kvlinker():

@@ -17,7 +17,9 @@ SOURCE = Path(native.__file__).with_name("attention.cpp")
 
 
 pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or shutil.which("g++") is None,
+    not torch.cpu._is_avx512_bf16_supported()
+    or torch.cpu._is_amx_tile_supported()
+    or shutil.which("g++") is None,
     reason="native code is for CPUs with AVX512-BF16 and without AMX, and needs g++",
 )
 

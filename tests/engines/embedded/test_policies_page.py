@@ -31,7 +31,9 @@ def test_the_examples_register_and_select():
     assert parse_policy("deviating").needs.refines
     attention = np.zeros((2, len(prompt)), dtype=np.float32)
     attention[1, 7] = 1
-    assert select("last-layer-10", prompt, PromptEvidence(attention=attention)).nonzero()[0].tolist() == [7]
+    assert select("last-layer-10", prompt, PromptEvidence(attention=attention)).nonzero()[
+        0
+    ].tolist() == [7]
 
 
 @pytest.mark.usefixtures("documented")

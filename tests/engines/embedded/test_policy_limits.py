@@ -1,4 +1,5 @@
-"""Policies at the ends of their ranges, next to each other in one batch, and when they fail or are cancelled."""
+"""Policies at the ends of their ranges, next to each other in one batch, and when they fail or are
+cancelled."""
 
 import threading
 
@@ -48,7 +49,9 @@ def agree(made, prompt, policies, same_as):
         outcome.wait()
         assert outcome.failed is None, outcome.failed
         assert outcome.tokens == expected.tokens, policy
-        np.testing.assert_allclose(outcome.logprobs, expected.logprobs, atol=TOLERANCE, err_msg=policy)
+        np.testing.assert_allclose(
+            outcome.logprobs, expected.logprobs, atol=TOLERANCE, err_msg=policy
+        )
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -71,7 +74,9 @@ def test_at_the_other_end_every_policy_is_naive(bench, family, fresh):
     agree(made, prompt, NOTHING, "naive")
 
 
-@pytest.mark.parametrize("other", ["legolink-3", "h2o-20", "query-10", "cacheblend-20", "cachecraft-1-focus-w1"])
+@pytest.mark.parametrize(
+    "other", ["legolink-3", "h2o-20", "query-10", "cacheblend-20", "cachecraft-1-focus-w1"]
+)
 def test_a_policy_that_selects_nothing_adds_nothing(bench, other):
     made = bench()
     prompt = linked_prompt(23, 31, 40, header=3, middle=2)
@@ -90,7 +95,12 @@ def test_full_with_anything_is_full(bench):
     made = bench()
     prompt = linked_prompt(23, 31, 40, header=3)
     made.cache(prompt)
-    agree(made, prompt, [f"{policy}+full" for policy in EVERY_POLICY if policy != "naive-unpositioned"], "full")
+    agree(
+        made,
+        prompt,
+        [f"{policy}+full" for policy in EVERY_POLICY if policy != "naive-unpositioned"],
+        "full",
+    )
 
 
 def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
@@ -114,7 +124,10 @@ def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
     ],
 )
 def test_mixed_batches_equal_single_runs(bench, family, step):
-    prompts = [linked_prompt(23, 31, 18, header=3, middle=2), linked_prompt(30, 1, 12, fresh=0, seed=1)]
+    prompts = [
+        linked_prompt(23, 31, 18, header=3, middle=2),
+        linked_prompt(30, 1, 12, fresh=0, seed=1),
+    ]
     together = bench(family, max_step_tokens=step)
     for prompt in prompts:
         together.cache(prompt)
@@ -122,7 +135,9 @@ def test_mixed_batches_equal_single_runs(bench, family, step):
     for prompt in prompts:
         alone.cache(prompt)
     explanations = [
-        together.engine.explain(request_for(prompt, policy)) for prompt in prompts for policy in EVERY_POLICY
+        together.engine.explain(request_for(prompt, policy))
+        for prompt in prompts
+        for policy in EVERY_POLICY
     ]
     mixed = answers(together, prompts, 4)
     costs = iter([explanation.result(timeout=60).cost for explanation in explanations])
@@ -131,7 +146,9 @@ def test_mixed_batches_equal_single_runs(bench, family, step):
             assert next(costs) == alone.explain(prompt, policy).cost, policy
     for case, expected in answers(alone, prompts, 4).items():
         assert mixed[case].tokens == expected.tokens, case
-        np.testing.assert_allclose(mixed[case].logprobs, expected.logprobs, atol=TOLERANCE, err_msg=case)
+        np.testing.assert_allclose(
+            mixed[case].logprobs, expected.logprobs, atol=TOLERANCE, err_msg=case
+        )
         assert mixed[case].finished.usage == expected.finished.usage, case
 
 
@@ -157,7 +174,8 @@ def test_preempted_requests_answer_as_if_they_had_not_been(bench):
 @pytest.mark.parametrize("policy", ["query-20", "query-20+cacheblend-30"])
 @pytest.mark.parametrize("step", [1, 3, 7, 8, 9, 11])
 def test_a_request_can_be_cancelled_at_any_step(bench, policy, step):
-    """28 fresh tokens at 4 a step: the first pass ends with step 7, and the second begins with step 8."""
+    """28 fresh tokens at 4 a step: the first pass ends with step 7, and the second begins with step
+    8."""
     made = bench(max_step_tokens=4)
     prompt = linked_prompt(20, 22, fresh=28)
     made.cache(prompt)
@@ -184,7 +202,9 @@ class Failing(Policy):
         return self.fail(len(prompt)) if self.when == "select" else prompt.inexact
 
     def refine(self, evidence):
-        return self.fail(len(evidence.positions)) if self.when == f"refine {evidence.layer}" else None
+        return (
+            self.fail(len(evidence.positions)) if self.when == f"refine {evidence.layer}" else None
+        )
 
     def explain(self, prompt, evidence):
         return self.fail(1) if self.when == "explain" else ()
@@ -210,7 +230,12 @@ def test_a_policy_that_fails_fails_its_own_requests_only(bench, when, how, messa
     made = bench(max_step_tokens=16)
     prompt = linked_prompt(30, 25)
     made.cache(prompt)
-    neighbours = ["legolink-4", "query-10", "cacheblend-20", "query-10+cacheblend-20+cachecraft-1-focus-w1"]
+    neighbours = [
+        "legolink-4",
+        "query-10",
+        "cacheblend-20",
+        "query-10+cacheblend-20+cachecraft-1-focus-w1",
+    ]
     expected = {name: made.answer(prompt, name).tokens for name in neighbours}
     policy: Policy = Failing(when, how)
     if joined:

@@ -1,5 +1,6 @@
-"""Policies against slow references, written from the papers' formulas over whole attention matrices: which tokens are
-computed in which layer, the figures that decided it, and what the model then answers."""
+"""Policies against slow references, written from the papers' formulas over whole attention
+matrices: which tokens are computed in which layer, the figures that decided it, and what the model
+then answers."""
 
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,12 @@ def bench(bench):
     return partial(bench, prefix_cache="on")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK_MODELS else pytest.mark.slow) for name in MODELS])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in QUICK_MODELS else pytest.mark.slow)
+        for name in MODELS
+    ]
+)
 def model(request):
     return request.param, MODELS[request.param]
 
@@ -58,9 +64,10 @@ def top(values, count, among):
 
 
 def check(made, reference, policy, selected, tenant="default"):
-    """``policy`` on the reference's prompt computes ``selected`` (masks by layer, the last one for all that follow),
-    and answers as the reference does, also when it reuses that answer's KV. (Of a prompt that ends in a chunk, that
-    one is linked anew then, by a share of its own.) Returns the explanation."""
+    """``policy`` on the reference's prompt computes ``selected`` (masks by layer, the last one for
+    all that follow), and answers as the reference does, also when it reuses that answer's KV. (Of a
+    prompt that ends in a chunk, that one is linked anew then, by a share of its own.) Returns the
+    explanation."""
     prompt = reference.prompt
     explanation = made.explain(prompt, policy, tenant)
     outcome, again = made.answer_twice(prompt, policy, tenant=tenant, max_tokens=STEPS)
@@ -68,7 +75,9 @@ def check(made, reference, policy, selected, tenant="default"):
     if reference.cached[-1]:
         expected[:, -1] = True
     np.testing.assert_array_equal(computed_layers(explanation, reference.layers), expected)
-    tokens, logprobs = reference.answer([*selected, *[selected[-1]] * (reference.layers - len(selected))], STEPS)
+    tokens, logprobs = reference.answer(
+        [*selected, *[selected[-1]] * (reference.layers - len(selected))], STEPS
+    )
     same_share = not reference.cached[-1] or not as_policy(policy).needs.question_attention
     for answer in (outcome, again) if same_share else (outcome,):
         assert answer.failed is None, answer.failed
@@ -110,9 +119,9 @@ def test_static_policies(bench, model, shape):
 
 
 def blended(reference, percent, *, onestep=False, parts="kv", spread=25, also=False):
-    """Gradual filtering: layer 0 computes all; r₁ > r₂ > … percent of the tokens stay from layer 1 on, so that r is the
-    average over all layers, but they half of it at least; those with the highest deviation among those that are left.
-    ``also`` are computed whatever happens."""
+    """Gradual filtering: layer 0 computes all; r₁ > r₂ > … percent of the tokens stay from layer 1
+    on, so that r is the average over all layers, but they half of it at least; those with the
+    highest deviation among those that are left. ``also`` are computed whatever happens."""
     behind = max(percent / 2, (percent * reference.layers - 100) / (reference.layers - 1))
     more = min(behind * spread / 100, 100 - behind)
     shares = np.linspace(behind + more, behind - more, reference.layers - 1)
@@ -167,7 +176,10 @@ def test_variants_of_cacheblend(bench, name, options):
 def test_parts_of_the_kv_deviate_differently():
     """Else the test above could not tell them apart."""
     reference = Reference(PROMPTS["header and fresh text between"], **MODELS["llama"])
-    found = [np.packbits(blended(reference, 20, onestep=True, parts=parts)[-1]).tolist() for parts in ("k", "v", "kv")]
+    found = [
+        np.packbits(blended(reference, 20, onestep=True, parts=parts)[-1]).tolist()
+        for parts in ("k", "v", "kv")
+    ]
     assert found[0] != found[1] != found[2] != found[0]
 
 
@@ -196,7 +208,8 @@ def test_cacheblend_on_average_computes_its_percentage():
 
 
 def probed(reference):
-    """The last token's attention, mean over layers and heads, after a pass of the fresh tokens over the placed KV."""
+    """The last token's attention, mean over layers and heads, after a pass of the fresh tokens over
+    the placed KV."""
     first = reference.run([np.zeros(len(reference.prompt), dtype=bool)])
     return np.mean([weights[:, -1].double().mean(0).numpy() for weights in first.attention], axis=0)
 
@@ -208,7 +221,9 @@ def test_query(bench, model, prompt):
     reference = Reference(prompt, family, **changes)
     attention = probed(reference)
     for percent in (3, 40):
-        selected = top(attention, ceil(percent * reference.inexact.sum() / 100), among=reference.inexact)
+        selected = top(
+            attention, ceil(percent * reference.inexact.sum() / 100), among=reference.inexact
+        )
         explanation = check(made, reference, f"query-{percent}", [selected])
         shown = score(explanation, "question_attention")
         assert shown.positions.tolist() == np.flatnonzero(reference.inexact).tolist()
@@ -216,17 +231,24 @@ def test_query(bench, model, prompt):
 
 
 def test_query_weighted_by_sensitivity(bench, model):
-    """A chunk that nothing was measured of when it was created weighs as the others do on average."""
+    """A chunk that nothing was measured of when it was created weighs as the others do on
+    average."""
     family, changes = model
     made = bench(family, changes, max_step_tokens=29)
     prompt = PROMPTS["header and fresh text between"]
     found = np.full(len(prompt), np.nan)
     for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
-        made.engine.cache_chunk(replace(chunk, scored=index != 2), tenant="default").result(timeout=60)
-        scores = made.store.get(chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")).scores
+        made.engine.cache_chunk(replace(chunk, scored=index != 2), tenant="default").result(
+            timeout=60
+        )
+        scores = made.store.get(
+            chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        ).scores
         if scores is not None:
             found[span.start : span.end] = scores.sensitivity
-    assert np.isnan(found).sum() == len(prompt) - len(prompt.tokens[prompt.cached]) + len(prompt.chunks[2])
+    assert np.isnan(found).sum() == len(prompt) - len(prompt.tokens[prompt.cached]) + len(
+        prompt.chunks[2]
+    )
     reference = Reference(prompt, family, **changes)
     weights = probed(reference) * np.where(np.isnan(found), np.nanmean(found), found)
     selected = top(weights, ceil(0.2 * reference.inexact.sum()), among=reference.inexact)
@@ -247,7 +269,9 @@ def test_h2o(bench, model):
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
         received = chunk_attention(reference.model, chunk.tokens).sum(0)
         mine = slice(span.start, span.end)
-        selected[mine] = top(received, ceil(0.3 * len(chunk)), among=np.ones(len(chunk), dtype=bool))
+        selected[mine] = top(
+            received, ceil(0.3 * len(chunk)), among=np.ones(len(chunk), dtype=bool)
+        )
     check(bench(family, changes), reference, "h2o-30", [selected])
 
 
@@ -255,26 +279,42 @@ def test_h2o(bench, model):
 
 
 def old_and_new(made, header, order=(0, 1, 2, 3)):
-    """A prompt whose chunks' KV and scores come from another prompt, where they stood in another order with one more
-    between them. Returns both; with the default ``order`` of the new one, both begin with the same chunk."""
-    first, second, third, fourth, other = (Chunk(random_tokens(n, [7, n])) for n in (14, 33, 26, 21, 17))
+    """A prompt whose chunks' KV and scores come from another prompt, where they stood in another
+    order with one more between them. Returns both; with the default ``order`` of the new one, both
+    begin with the same chunk."""
+    first, second, third, fourth, other = (
+        Chunk(random_tokens(n, [7, n])) for n in (14, 33, 26, 21, 17)
+    )
     head = FreshSegment(random_tokens(header, 8))
-    old = Prompt((head, *map(CachedSegment, (first, third, other, second, fourth)), FreshSegment(random_tokens(2, 9))))
+    old = Prompt(
+        (
+            head,
+            *map(CachedSegment, (first, third, other, second, fourth)),
+            FreshSegment(random_tokens(2, 9)),
+        )
+    )
     variants = {}
     for index, kv in enumerate(true_chunk_kv(made.loaded, old, old.contents)):
         variant = Chunk(old.chunks[index].tokens, tuple(old.tokens_before(index)))
         variants[variant.content] = variant
-        made.store.put(chunk_key(variant, fingerprint=made.loaded.fingerprint, tenant="default"), kv)
+        made.store.put(
+            chunk_key(variant, fingerprint=made.loaded.fingerprint, tenant="default"), kv
+        )
     new = [variants[(first, second, third, fourth)[index].content] for index in order]
     between = FreshSegment(random_tokens(3, 10))
     question = FreshSegment(random_tokens(12, 11))
-    return old, Prompt((head, *map(CachedSegment, new[:2]), between, *map(CachedSegment, new[2:]), question))
+    return old, Prompt(
+        (head, *map(CachedSegment, new[:2]), between, *map(CachedSegment, new[2:]), question)
+    )
 
 
 def overhead(model, old, index, before, alpha):
-    """Equations 3 to 12 for the chunk at ``index`` of the prompt ``old`` behind the chunks ``before``, and its tokens'
-    attention on all chunks before it."""
-    layers = [weights.double().mean(0).numpy() for weights in forward(model, old.tokens.tolist()).attention]
+    """Equations 3 to 12 for the chunk at ``index`` of the prompt ``old`` behind the chunks
+    ``before``, and its tokens' attention on all chunks before it."""
+    layers = [
+        weights.double().mean(0).numpy()
+        for weights in forward(model, old.tokens.tolist()).attention
+    ]
     mine = slice(old.spans[index].start, old.spans[index].end)
     earlier = [slice(span.start, span.end) for span in old.spans[:index]]
     size = old.spans[index].length
@@ -284,11 +324,19 @@ def overhead(model, old, index, before, alpha):
     impact = 1 / (1 + exp(-np.mean(outside) / np.mean(inside)))
     names = list(old.contents[:index])
     if inter:
-        overlap = sum(value for value, name in zip(inter, names, strict=True) if name in before) / sum(inter)
+        overlap = sum(
+            value for value, name in zip(inter, names, strict=True) if name in before
+        ) / sum(inter)
     else:
         overlap = 0.0 if before else 1.0
     adjusted = overlap * (1 - kendall(names, list(before)))
-    looked = np.mean([a[mine, earlier[0].start : mine.start].sum(1) if earlier else np.zeros(size) for a in layers], 0)
+    looked = np.mean(
+        [
+            a[mine, earlier[0].start : mine.start].sum(1) if earlier else np.zeros(size)
+            for a in layers
+        ],
+        0,
+    )
     return min(1.0, alpha * impact * (1 - adjusted)), looked
 
 
@@ -307,8 +355,8 @@ def crafted(reference, old, alpha):
 
 
 def focused(reference, selected, window, also=False):
-    """Algorithm 1: masks by layer. The question is what stands behind the last chunk, or the last token. ``also`` are
-    computed whatever happens."""
+    """Algorithm 1: masks by layer. The question is what stands behind the last chunk, or the last
+    token. ``also`` are computed whatever happens."""
     spans = reference.prompt.spans
     question = min(spans[-1].end, len(reference.prompt) - 1)
     total = np.zeros(len(spans))
@@ -329,7 +377,9 @@ def focused(reference, selected, window, also=False):
     return masks
 
 
-@pytest.mark.parametrize(("header", "order"), [(0, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (4, (3, 1, 0, 2))])
+@pytest.mark.parametrize(
+    ("header", "order"), [(0, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (4, (3, 1, 0, 2))]
+)
 def test_cachecraft(bench, model, header, order):
     family, changes = model
     made = bench(family, changes)
@@ -341,12 +391,16 @@ def test_cachecraft(bench, model, header, order):
         explanation = check(made, reference, f"cachecraft-{alpha:g}", [selected])
         np.testing.assert_allclose(score(explanation, "cfo").values, overheads, rtol=1e-4)
     if order[0] == 0:
-        assert score(explanation, "gamma").values[3] == pytest.approx(1 / 3)  # old order 0 2 1, new order 0 1 2
+        assert score(explanation, "gamma").values[3] == pytest.approx(
+            1 / 3
+        )  # old order 0 2 1, new order 0 1 2
     else:
         assert overheads[0] > 0.1  # it was computed behind all others, and stands behind none
 
 
-@pytest.mark.parametrize(("window", "order"), [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (3, 2, 0, 1))])
+@pytest.mark.parametrize(
+    ("window", "order"), [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (3, 2, 0, 1))]
+)
 def test_cachecraft_with_focus(bench, model, window, order):
     family, changes = model
     made = bench(family, changes, max_step_tokens=29)
@@ -365,7 +419,9 @@ def test_the_focus_of_several_questions(bench, model, prompt):
     made = bench(family, changes)
     reference = Reference(prompt, family, **changes)
     selected = np.zeros(len(prompt), dtype=bool)
-    for span in prompt.spans[1:]:  # computed alone: CCI is 0.5 and β is 0, but for a chunk that none stands before
+    for span in prompt.spans[
+        1:
+    ]:  # computed alone: CCI is 0.5 and β is 0, but for a chunk that none stands before
         selected[span.start : span.start + ceil(0.8 * 0.5 * span.length)] = True
     masks = focused(reference, selected, 1)
     explanation = check(made, reference, "cachecraft-0.8-focus-w1", masks)
@@ -375,7 +431,10 @@ def test_the_focus_of_several_questions(bench, model, prompt):
     dropped = masks[-1].sum() < masks[0].sum()
     assert [found.layer for found in shown] == list(range(1 if dropped else reference.layers - 1))
     for found in shown:
-        by_chunk = [attention[found.layer][:, question:, s.start : s.end].mean(0).sum() for s in prompt.spans]
+        by_chunk = [
+            attention[found.layer][:, question:, s.start : s.end].mean(0).sum()
+            for s in prompt.spans
+        ]
         np.testing.assert_allclose(found.values, torch.stack(by_chunk), rtol=1e-4, atol=1e-6)
 
 
@@ -390,12 +449,19 @@ def test_query_joined_with_cacheblend(bench, prompt, joined):
     attention = probed(reference)
     wanted = top(attention, ceil(reference.inexact.sum() / 10), among=reference.inexact)
     masks = blended(reference, 20, also=wanted)
-    explanation = check(bench("llama", MODELS["llama"], max_step_tokens=29), reference, joined, masks)
+    explanation = check(
+        bench("llama", MODELS["llama"], max_step_tokens=29), reference, joined, masks
+    )
     np.testing.assert_allclose(
-        score(explanation, "question_attention").values, attention[reference.inexact], rtol=1e-4, atol=1e-7
+        score(explanation, "question_attention").values,
+        attention[reference.inexact],
+        rtol=1e-4,
+        atol=1e-7,
     )
     expected = reference.deviation(masks[:1], 1, "v")[reference.inexact]
-    np.testing.assert_allclose(score(explanation, "value_deviation", 1).values, expected, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        score(explanation, "value_deviation", 1).values, expected, rtol=1e-3, atol=1e-6
+    )
 
 
 def test_cacheblend_joined_with_a_static_policy(bench, model):
@@ -409,7 +475,9 @@ def test_cacheblend_joined_with_a_static_policy(bench, model):
     check(bench(family, changes), reference, "cacheblend-20+legolink-6", masks)
 
 
-@pytest.mark.parametrize("joined", ["query-10+cachecraft-1.5-focus-w1", "cachecraft-1.5-focus-w1+query-10"])
+@pytest.mark.parametrize(
+    "joined", ["query-10+cachecraft-1.5-focus-w1", "cachecraft-1.5-focus-w1+query-10"]
+)
 def test_query_joined_with_a_focus(bench, joined):
     """Tokens that query wants stay, though the question does not focus on their chunk."""
     made = bench("llama", MODELS["llama"])
@@ -426,17 +494,24 @@ def test_query_joined_with_a_focus(bench, joined):
 
 
 def any_prompt(random):
-    """Chunks that were computed alone, behind the prompt's own start, or behind something else, one of them twice."""
+    """Chunks that were computed alone, behind the prompt's own start, or behind something else, one
+    of them twice."""
     chunks = []
     segments: list[Segment] = [FreshSegment(random_tokens(int(random.integers(0, 5)), random))]
     for _ in range(random.integers(1, 6)):
         prompt = Prompt(tuple(segments))
         tokens = random_tokens(int(random.integers(1, 40)), random)
-        prefix = [(), tuple(prompt.tokens.tolist()), random_tokens(int(random.integers(1, 9)), random)]
+        prefix = [
+            (),
+            tuple(prompt.tokens.tolist()),
+            random_tokens(int(random.integers(1, 9)), random),
+        ]
         chunks.append(Chunk(tokens, prefix[random.integers(0, 3)]))
         segments.append(CachedSegment(chunks[random.integers(0, len(chunks))]))
         segments.append(FreshSegment(random_tokens(int(random.integers(0, 4)), random)))
-    return Prompt((*segments, FreshSegment(random_tokens(int(random.choice([0, 1, 10, 70])), random))))
+    return Prompt(
+        (*segments, FreshSegment(random_tokens(int(random.choice([0, 1, 10, 70])), random)))
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -448,7 +523,9 @@ def test_prompts_of_any_shape(bench, seed):
     prompt = any_prompt(random)
     reference = Reference(prompt, family, **changes)
     percent = float(random.choice([1, 12.5, 50, 99]))
-    wanted = top(probed(reference), ceil(percent * reference.inexact.sum() / 100), among=reference.inexact)
+    wanted = top(
+        probed(reference), ceil(percent * reference.inexact.sum() / 100), among=reference.inexact
+    )
     for policy, masks in (
         (f"query-{percent:g}", [wanted]),
         (f"cacheblend-{percent:g}", blended(reference, percent)),
@@ -456,4 +533,6 @@ def test_prompts_of_any_shape(bench, seed):
         (f"cacheblend-{percent:g}+query-{percent:g}", blended(reference, percent, also=wanted)),
     ):
         made.cache(prompt, tenant=policy)
-        check(made, reference, policy, masks, tenant=policy)  # what one computed in full would serve the others
+        check(
+            made, reference, policy, masks, tenant=policy
+        )  # what one computed in full would serve the others

@@ -16,14 +16,22 @@ from tests.toy_models import BASE, FAMILIES, YARN_ROPE, tiny_model
 
 
 def worst(checks):
-    """The largest error; that of rotary tables far from the start is fp32's, and is bounded for itself."""
+    """The largest error; that of rotary tables far from the start is fp32's, and is bounded for
+    itself."""
     return max(check.error for check in checks if check.name != "relocate")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_pass_by_a_wide_margin(family):
     checks = self_test(tiny_model(family))
-    assert [check.name for check in checks] == ["prefill", "recompute", "link", "relocate", "move", "far"]
+    assert [check.name for check in checks] == [
+        "prefill",
+        "recompute",
+        "link",
+        "relocate",
+        "move",
+        "far",
+    ]
     assert worst(checks) < 5e-6
     assert all(check.passed for check in checks)
 
@@ -35,7 +43,10 @@ def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert worst(self_test(model)) < 5e-6
     after = model.state_dict()
-    assert all(after[name].dtype == dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(
+        after[name].dtype == dtype and torch.equal(after[name], tensor)
+        for name, tensor in before.items()
+    )
     assert not any("forward" in vars(module) for module in model.modules())
     with torch.inference_mode(), attention_of(model, "eager"):
         assert model(torch.arange(3, 9)[None]).logits.dtype == dtype
@@ -105,20 +116,25 @@ def test_a_model_that_knows_places_otherwise_is_refused():
     model.model.layers[1].register_forward_pre_hook(add_positions, with_kwargs=True)
     checks = self_test(model)
     assert [check.passed for check in checks] == [True, True, True, True, False]
-    with pytest.raises(UnsupportedModelError, match=r"where the same text stands further on.*The check move"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"where the same text stands further on.*The check move"
+    ):
         require_exact(model)
 
 
 def test_large_attention_scores_are_linked_as_the_model_computes_them():
-    """With an attention scale of 1, as Granite's configuration has it by default, rounding of angles far from the start
-    changes the model's own answers; linking adds nothing to it."""
+    """With an attention scale of 1, as Granite's configuration has it by default, rounding of
+    angles far from the start changes the model's own answers; linking adds nothing to it."""
     model = random_model("granite", attention_multiplier=1.0)
     assert worst(self_test(model)) < 2e-5
 
 
 def test_layers_that_keep_a_state_are_seen_however_little_it_does():
-    """A Mamba layer beside attention that adds nothing to what attention gives: no figure could tell."""
-    model = random_model("falcon_h1", head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+    """A Mamba layer beside attention that adds nothing to what attention gives: no figure could
+    tell."""
+    model = random_model(
+        "falcon_h1", head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16
+    )
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mamba.out_proj.weight.zero_()
@@ -132,7 +148,9 @@ def test_an_error_of_pythons_is_not_the_reason(monkeypatch):
 
     model = random_model("llama")
     monkeypatch.setattr(Runner, "step", failing)
-    with pytest.raises(UnsupportedModelError, match="attention is computed in a form of its own") as caught:
+    with pytest.raises(
+        UnsupportedModelError, match="attention is computed in a form of its own"
+    ) as caught:
         require_exact(model)
     assert "NoneType" not in caught.value.message
     assert isinstance(caught.value.__cause__, TypeError)
@@ -175,7 +193,9 @@ def test_layers_tell_their_shapes_and_rotary_kinds():
     assert {(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in layers} == {(4, 2, 16)}
     assert len({id(layer.rotary) for layer in layers}) == 2
     assert layers[5].rotary is not layers[0].rotary
-    no_rotary = [layer.rotary is None for layer in trace_layers(tiny_model("cohere2-interleaved-nope"))]
+    no_rotary = [
+        layer.rotary is None for layer in trace_layers(tiny_model("cohere2-interleaved-nope"))
+    ]
     assert no_rotary == [False, False, False, True, False]
 
 

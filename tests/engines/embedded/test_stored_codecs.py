@@ -10,7 +10,8 @@ from tests.engines.embedded.conftest import linked_prompt
 
 PROMPT = linked_prompt(40, 33, middle=3)
 OFF_BY = {"raw": 0.0, "int8": 0.05, "int4": 1.0}
-"""Most that the log probability of the first token may be off, in nats: the model is tiny, and knows little."""
+"""Most that the log probability of the first token may be off, in nats: the model is tiny, and
+knows little."""
 
 
 def on_disk(folder, codec, events):
@@ -25,5 +26,7 @@ def test_answers_survive_the_codec(bench, tmp_path, codec):
     exact = first.answer(PROMPT, "naive")
     second = bench(slower=partial(on_disk, tmp_path, codec))
     stored = second.answer(PROMPT, "naive", max_tokens=1)
-    assert stored.logprobs[0] == pytest.approx(exact.logprobs[0], abs=OFF_BY[codec.removesuffix("+zstd")])
+    assert stored.logprobs[0] == pytest.approx(
+        exact.logprobs[0], abs=OFF_BY[codec.removesuffix("+zstd")]
+    )
     assert second.store.usage()[1].chunks == 2

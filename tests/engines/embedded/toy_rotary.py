@@ -11,7 +11,8 @@ THETA = 10000.0
 
 
 class Angles(nn.Module):
-    """A rotary module: cos and sin of every position times every pair's frequency, times YaRN's attention factor."""
+    """A rotary module: cos and sin of every position times every pair's frequency, times YaRN's
+    attention factor."""
 
     def __init__(self, width: int, *, repeat: str = "halves", factor: float = 1.0) -> None:
         super().__init__()
@@ -28,7 +29,9 @@ class Angles(nn.Module):
             angles = torch.cat([angles, angles], dim=-1)
         elif self.repeat == "interleaved":
             angles = angles.repeat_interleave(2, dim=-1)
-        return (angles.cos() * self.factor).to(hidden.dtype), (angles.sin() * self.factor).to(hidden.dtype)
+        return (angles.cos() * self.factor).to(hidden.dtype), (angles.sin() * self.factor).to(
+            hidden.dtype
+        )
 
 
 def frequencies(width: int) -> Tensor:
@@ -60,7 +63,8 @@ def interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def mirrored(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns dimension i of the tables' width with width - 1 - i: a pairing that only this function knows."""
+    """Turns dimension i of the tables' width with width - 1 - i: a pairing that only this function
+    knows."""
     width = cos.shape[-1]
     order = [*range(width // 2), *range(width - 1, width // 2 - 1, -1)]
 
@@ -75,7 +79,11 @@ FUNCTIONS = {"halves": by_halves, "interleaved": interleaved, None: mirrored}
 
 
 def toy_rotary(
-    head_dim: int = 64, width: int | None = None, *, pairing: str | None = "halves", factor: float = 1.0
+    head_dim: int = 64,
+    width: int | None = None,
+    *,
+    pairing: str | None = "halves",
+    factor: float = 1.0,
 ) -> Rotary:
     """A rotary embedding over the first ``width`` dimensions, all by default."""
     module = Angles(width or head_dim, repeat=pairing or "halves", factor=factor)
@@ -84,9 +92,15 @@ def toy_rotary(
 
 
 def rotate_exactly(
-    heads: Tensor, positions: Tensor, width: int, *, pairing: str | None = "halves", factor: float = 1.0
+    heads: Tensor,
+    positions: Tensor,
+    width: int,
+    *,
+    pairing: str | None = "halves",
+    factor: float = 1.0,
 ) -> Tensor:
-    """``heads`` [heads, tokens, head_dim] with the rotary embedding of the positions [tokens], in fp64."""
+    """``heads`` [heads, tokens, head_dim] with the rotary embedding of the positions [tokens], in
+    fp64."""
     cos, sin = Angles(width, repeat=pairing or "halves", factor=factor)(heads.double(), positions)
     rotated, _ = FUNCTIONS[pairing](heads.double(), heads.double(), cos, sin)
     return rotated

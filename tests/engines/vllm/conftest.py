@@ -1,4 +1,5 @@
-"""The server's tests get vLLM: its engine in processes of its own, over the tiny model that the others use."""
+"""The server's tests get vLLM: its engine in processes of its own, over the tiny model that the
+others use."""
 
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ def vllm_settings_for(model: Path, state: Path, **options: object) -> Settings:
     vllm_options = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 32}
     return tiny_settings(
         state,
-        **({"model": str(model), "engine": "vllm", "dtype": "float32", "vllm_options": vllm_options} | options),
+        **(
+            {
+                "model": str(model),
+                "engine": "vllm",
+                "dtype": "float32",
+                "vllm_options": vllm_options,
+            }
+            | options
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""vLLM in this process over a tiny model, with kvlinker's connector; for tests that look at answers."""
+"""vLLM in this process over a tiny model, with kvlinker's connector; for tests that look at
+answers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.vllm.frontend.linker import StoredLink, VLLMLinker
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
-from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferOutcome, plan_capture, plan_transfer
+from kvlinker.engines.vllm.protocol.transfer_plan import (
+    PARAM,
+    TransferOutcome,
+    plan_capture,
+    plan_transfer,
+)
 from kvlinker.linking import Link, PromptEvidence, make_plan, parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.reference import Reference, reference_model
@@ -71,7 +77,10 @@ class LinkedVLLM:
                 "kv_connector": "KVLinkerConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"state_dir": str(state), "slice_tokens": slice_tokens},
+                "kv_connector_extra_config": {
+                    "state_dir": str(state),
+                    "slice_tokens": slice_tokens,
+                },
             },
             **(defaults | options),
         )
@@ -89,7 +98,9 @@ class LinkedVLLM:
     def cache(self, prompt):
         """Have all chunks of the prompt computed and stored."""
         for chunk in prompt.chunks:
-            capture = plan_capture(key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk))
+            capture = plan_capture(
+                key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk)
+            )
             self.add([*chunk.prefix, *chunk.tokens, 0], capture, secrets.token_hex(8), max_tokens=1)
         for output in self.run().values():
             assert outcome_of(output).linked
@@ -106,7 +117,9 @@ class LinkedVLLM:
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
-            extra_args=None if transfer is None else {"kv_transfer_params": self.params(transfer, tokens)},
+            extra_args=None
+            if transfer is None
+            else {"kv_transfer_params": self.params(transfer, tokens)},
         )
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
         self._engine.add_request(name, prompt, params)
@@ -116,7 +129,8 @@ class LinkedVLLM:
         return PlanSigner.of(self.state).params(transfer, tokens)
 
     def submit(self, prompt, policy, *, salt="salt", evidence=NO_EVIDENCE, **options):
-        """Queue a linked request, salted as the engine does it: by all that its KV depends on but the tokens."""
+        """Queue a linked request, salted as the engine does it: by all that its KV depends on but
+        the tokens."""
         transfer = transfer_for(prompt, policy, evidence)
         return self.add(prompt.tokens.tolist(), transfer, f"{salt} {transfer}", **options)
 
@@ -172,7 +186,9 @@ class LinkedVLLM:
 
     def generated(self, name):
         """How many tokens the scheduler has of the request's answer."""
-        (request,) = (each for each in self.scheduler.requests.values() if each.request_id.startswith(name))
+        (request,) = (
+            each for each in self.scheduler.requests.values() if each.request_id.startswith(name)
+        )
         return request.num_output_tokens
 
     def step(self):
@@ -199,7 +215,11 @@ class LinkedVLLM:
         assert self.scheduler.kv_cache_manager.usage == 0
         linking = self.linking
         state = vars(linking)
-        left = {name: state[name] for name, value in state.items() if isinstance(value, dict | set | list) and value}
+        left = {
+            name: state[name]
+            for name, value in state.items()
+            if isinstance(value, dict | set | list) and value
+        }
         assert left.keys() <= {"_held"}, left
         assert not linking._throttle._under_way
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
@@ -211,7 +231,8 @@ class LinkedVLLM:
         self._engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        # A starting engine of vLLM's looks at all modules, and stumbles over this one, which drafts from the text load.
+        # A starting engine of vLLM's looks at all modules, and stumbles over this one, which drafts
+        # from the text load.
         sys.modules.pop("llvmlite.binding.ffi", None)
 
 
@@ -235,7 +256,8 @@ def outcome_of(output):
 
 @cache
 def reference(prompt, family, positioned=True):
-    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no products for it."""
+    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no
+    products for it."""
     changes = {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
     model = reference_model(family, **changes)
     if not hasattr(model.config, "num_local_experts"):
@@ -244,7 +266,8 @@ def reference(prompt, family, positioned=True):
 
 
 def difference(output, prompt, policy, family, evidence=NO_EVIDENCE):
-    """The largest difference of a log probability that vLLM tells of from the oracle's, over all steps."""
+    """The largest difference of a log probability that vLLM tells of from the oracle's, over all
+    steps."""
     parsed = parse_policy(policy)
     oracle = reference(prompt, family, parsed.positioned)
     selected = parsed.select(prompt, evidence) & prompt.cached

@@ -22,9 +22,11 @@ START_SECONDS = 600
 
 
 @contextmanager
-def vllm_serving(model: str | Path, log: Path, extra: Mapping[str, Any], *options: str) -> Iterator[str]:
-    """Its URL. ``extra``: what kvlinker's connector is told. Nothing may fail in it until it is told to stop, when vLLM
-    may complain about its own processes."""
+def vllm_serving(
+    model: str | Path, log: Path, extra: Mapping[str, Any], *options: str
+) -> Iterator[str]:
+    """Its URL. ``extra``: what kvlinker's connector is told. Nothing may fail in it until it is
+    told to stop, when vLLM may complain about its own processes."""
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
@@ -35,12 +37,29 @@ def vllm_serving(model: str | Path, log: Path, extra: Mapping[str, Any], *option
         "kv_connector_extra_config": extra,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--enforce-eager", "--gpu-memory-utilization", "0.05", "--block-size", "32", *options]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(connector)]
+    command += [
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "0.05",
+        "--block-size",
+        "32",
+        *options,
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--kv-transfer-config",
+        json.dumps(connector),
+    ]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, env=os.environ | {"VLLM_PLUGINS": "kvlinker"}, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=os.environ | {"VLLM_PLUGINS": "kvlinker"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             _wait_until_up(url, server)

@@ -51,10 +51,22 @@ def config(*, speculative_config=None, lora_config=None, model=(), **parallel):
     ("changes", "told"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* tensor_parallel_size"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2, .* tensor_parallel_size"),
-        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4, .* tensor_parallel_size"),
-        ({"data_parallel_size": 2, "model": {"is_moe": True}}, "data_parallel_size is 2, .* mixture of experts"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "by eagle, .* use ngram, or leave"),
+        (
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2, .* tensor_parallel_size",
+        ),
+        (
+            {"prefill_context_parallel_size": 4},
+            "prefill_context_parallel_size is 4, .* tensor_parallel_size",
+        ),
+        (
+            {"data_parallel_size": 2, "model": {"is_moe": True}},
+            "data_parallel_size is 2, .* mixture of experts",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "by eagle, .* use ngram, or leave",
+        ),
         ({"lora_config": True}, "leave enable_lora out"),
         ({"model": {"is_hybrid": True}}, "Layers of SomeModel keep a state"),
         ({"model": {"is_attention_free": True}}, "Layers of SomeModel keep a state"),
@@ -65,7 +77,9 @@ def config(*, speculative_config=None, lora_config=None, model=(), **parallel):
     ],
 )
 def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, told):
-    adapter.require_linkable(config(data_parallel_size=2, speculative_config=SimpleNamespace(method="ngram")))
+    adapter.require_linkable(
+        config(data_parallel_size=2, speculative_config=SimpleNamespace(method="ngram"))
+    )
     adapter.require_linkable(config(model={"hf_text_config": SCALED}))
     with pytest.raises(UnsupportedModelError, match=told) as error:
         adapter.require_linkable(config(**changes))
@@ -90,7 +104,8 @@ def test_layers_in_which_no_kv_can_be_placed_say_why(monkeypatch, layer, told):
 
 
 class Reusing:
-    """A metadata builder that keeps what it builds in a buffer, as FlashAttention 3's and FlashInfer's do."""
+    """A metadata builder that keeps what it builds in a buffer, as FlashAttention 3's and
+    FlashInfer's do."""
 
     requires_block_table_width = False
 
@@ -109,12 +124,15 @@ def test_runs_leave_the_metadata_of_vllms_own_step_alone(kernel_block):
     """Also where the backend's blocks are smaller than the KV cache's: they are mapped once."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     backend = SimpleNamespace(
-        get_builder_cls=lambda: Reusing, get_supported_kernel_block_sizes=lambda spec=None: [kernel_block]
+        get_builder_cls=lambda: Reusing,
+        get_supported_kernel_block_sizes=lambda spec=None: [kernel_block],
     )
     model = SimpleNamespace(max_model_len=128)
     scheduler = SimpleNamespace(max_num_seqs=4)
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    settings = SimpleNamespace(model_config=model, scheduler_config=scheduler, parallel_config=parallel)
+    settings = SimpleNamespace(
+        model_config=model, scheduler_config=scheduler, parallel_config=parallel
+    )
     theirs = AttentionGroup(backend, ["layer"], spec, 0)
     theirs.create_metadata_builders(settings, torch.device("cpu"), kernel_block)
     ours = bound_model.own_group(theirs, settings, torch.device("cpu"))
@@ -137,7 +155,9 @@ def test_runs_leave_the_metadata_of_vllms_own_step_alone(kernel_block):
     assert of_step[0].tolist() == [33]
     assert of_run[0].tolist() == [5]
     ratio = 32 // kernel_block
-    assert of_step[1].tolist() == [[block * ratio + part for block in (3, 1) for part in range(ratio)]]
+    assert of_step[1].tolist() == [
+        [block * ratio + part for block in (3, 1) for part in range(ratio)]
+    ]
     assert of_run[1].tolist() == [[2 * ratio + part for part in range(ratio)]]
 
 
@@ -156,7 +176,9 @@ def test_vllms_engine_core_ends_with_a_server_that_is_killed():
 
 
 def serve(told):
-    core = multiprocessing.get_context("spawn").Process(target=compute, args=(told,), name="EngineCore")
+    core = multiprocessing.get_context("spawn").Process(
+        target=compute, args=(told,), name="EngineCore"
+    )
     core.start()
     core.join()
 

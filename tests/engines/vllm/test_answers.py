@@ -1,4 +1,5 @@
-"""Tools, forms and fields of decoding on vLLM: what the embedded engine's server promises, by the same tests."""
+"""Tools, forms and fields of decoding on vLLM: what the embedded engine's server promises, by the
+same tests."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ from tests.doors.http.test_tools import (  # noqa: F401
 from tests.schemas import SCHEMAS, UNENFORCEABLE, check
 
 CHAT = "/v1/chat/completions"
-MARKED: Any = {"type": "text", "text": "The cat sat on the mat. " * 6, "cache_control": {"type": "ephemeral"}}
+MARKED: Any = {
+    "type": "text",
+    "text": "The cat sat on the mat. " * 6,
+    "cache_control": {"type": "ephemeral"},
+}
 
 
 def test_required_calls_are_valid(served: Served, client: openai.OpenAI) -> None:  # noqa: F811
@@ -74,13 +79,22 @@ def test_what_cannot_be_enforced_is_refused_before_the_answer(served: Served, na
 
 
 def test_answers_are_valid_under_every_schema(served: Served) -> None:
-    """Random weights at temperature 1 say anything else; what did not come to its end is not valid yet."""
+    """Random weights at temperature 1 say anything else; what did not come to its end is not valid
+    yet."""
     weights = {token: 4.0 for mark in '"}],0123456789' for token in served.llm.token_ids(mark)}
     names = list(SCHEMAS)
 
     def answer(number: int) -> Answer:
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMAS[names[number]]}}
-        options: dict[str, Any] = {"temperature": 1, "seed": number, "max_tokens": 300, "logit_bias": weights}
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMAS[names[number]]},
+        }
+        options: dict[str, Any] = {
+            "temperature": 1,
+            "seed": number,
+            "max_tokens": 300,
+            "logit_bias": weights,
+        }
         return served.llm.chat_completion(QUESTION, response_format=form, **options)
 
     with ThreadPoolExecutor(16) as pool:
@@ -94,7 +108,9 @@ def test_answers_are_valid_under_every_schema(served: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_marks_documents_and_recognition_go_with_calls(served: Served, stream: bool) -> None:
     body = {
-        "messages": [{"role": "user", "content": [MARKED, {"type": "text", "text": "Where is it?"}]}],
+        "messages": [
+            {"role": "user", "content": [MARKED, {"type": "text", "text": "Where is it?"}]}
+        ],
         "documents": [{"text": "A dog and a small text. " * 6}],
         "link": {"policy": "legolink-4", "implicit": "auto"},
         "tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME],
@@ -117,13 +133,22 @@ def test_marks_documents_and_recognition_go_with_calls(served: Served, stream: b
 
 def test_an_answer_whose_tokens_are_all_forbidden_ends_alone(served: Served) -> None:
     """A form that nothing is left of harms nobody else."""
-    body = {"messages": QUESTION, "structured_outputs": {"regex": "aaab"}, "bad_words": ["a", "aa", "aaa"]}
+    body = {
+        "messages": QUESTION,
+        "structured_outputs": {"regex": "aaab"},
+        "bad_words": ["a", "aa", "aaa"],
+    }
     served.post(CHAT, body | {"max_tokens": 8, "temperature": 0})
     assert served.post(CHAT, {"messages": QUESTION, "max_tokens": 2}).status_code == 200
 
 
 def test_the_end_of_the_form_is_the_end_of_the_answer(served: Served) -> None:
-    body = {"messages": QUESTION, "structured_outputs": {"choice": ["abc"]}, "ignore_eos": True, "min_tokens": 9}
+    body = {
+        "messages": QUESTION,
+        "structured_outputs": {"choice": ["abc"]},
+        "ignore_eos": True,
+        "min_tokens": 9,
+    }
     choice = served.post(CHAT, body | {"max_tokens": 20}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
 
@@ -142,7 +167,10 @@ def other(served: Served, vllm_settings: Settings) -> Iterator[httpx.Client]:
     settings = vllm_settings.model_copy(update=keys)
     app = create_app(served.llm, settings)
     add_other_routes(app, served.llm.engine, settings)
-    with listening(app, settings, closes=False) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        listening(app, settings, closes=False) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         http.headers["Authorization"] = "Bearer admin"
         yield http
 
@@ -153,7 +181,9 @@ def test_vllms_other_routes_are_served(other: httpx.Client) -> None:
     assert other.post("/detokenize", json={"tokens": tokens}).json()["prompt"].endswith("a cat")
     body = {"messages": QUESTION, "max_tokens": 3, "temperature": 0}
     assert other.post("/invocations", json=body).json()["usage"]["completion_tokens"] <= 3
-    assert other.post("/invocations", json=body | {"stream": True}).text.endswith("data: [DONE]\n\n")
+    assert other.post("/invocations", json=body | {"stream": True}).text.endswith(
+        "data: [DONE]\n\n"
+    )
     own = other.get("/v1/models").json()["data"]
     assert [model["owned_by"] for model in own] == ["kvlinker"]
     missing = other.get("/v1/nothing")
@@ -177,5 +207,9 @@ def test_every_field_of_vllms_stands_on_the_page() -> None:
 
 def test_every_route_of_vllms_stands_on_the_page() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    paths = {path for route in build_app(args, ("generate",), None).routes if (path := getattr(route, "path", ""))}
+    paths = {
+        path
+        for route in build_app(args, ("generate",), None).routes
+        if (path := getattr(route, "path", ""))
+    }
     assert not [path for path in sorted(paths) if f"`{path}`" not in PAGE]

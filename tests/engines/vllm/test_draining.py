@@ -17,8 +17,12 @@ from tests.doors.http.test_draining import BODIES, WAIT, started
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(("timeout", "tokens", "end"), [(WAIT, 100, "length"), (0.5, 1900, "engine_closed")])
-def test_a_stream_is_finished_or_cut_off(served: Served, timeout: float, tokens: int, end: str) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "tokens", "end"), [(WAIT, 100, "length"), (0.5, 1900, "engine_closed")]
+)
+def test_a_stream_is_finished_or_cut_off(
+    served: Served, timeout: float, tokens: int, end: str
+) -> None:
     app = create_app(served.llm, served.llm.settings.model_copy(update={"drain_timeout": timeout}))
     _, stopping = started(app, served.llm.engine)
     begun = threading.Event()
@@ -35,7 +39,9 @@ def test_a_stream_is_finished_or_cut_off(served: Served, timeout: float, tokens:
         asked = threads.submit(ask)
         assert begun.wait(WAIT)
         stopping.drain.begin()
-        assert httpx.post(f"{stopping.url}{CHAT}", json=BODIES[CHAT], timeout=WAIT).status_code == 503
+        assert (
+            httpx.post(f"{stopping.url}{CHAT}", json=BODIES[CHAT], timeout=WAIT).status_code == 503
+        )
         told = asked.result(WAIT)
     assert end in told
     assert told.rstrip().endswith("data: [DONE]")

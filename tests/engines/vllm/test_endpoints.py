@@ -1,4 +1,5 @@
-"""kvlinker in vLLM's own server: linked requests get its prompts, and vLLM's handlers answer all."""
+"""kvlinker in vLLM's own server: linked requests get its prompts, and vLLM's handlers answer
+all."""
 
 from __future__ import annotations
 
@@ -42,7 +43,15 @@ def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
     settings = vllm_settings_for(Path(vllm_settings.model), folder / "state")
     template = folder / "template.jinja"
     template.write_text(TOOL_TEMPLATE)
-    options = ["--dtype", "float32", "--chat-template", str(template), "--served-model-name", "tiny", "also-tiny"]
+    options = [
+        "--dtype",
+        "float32",
+        "--chat-template",
+        str(template),
+        "--served-model-name",
+        "tiny",
+        "also-tiny",
+    ]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-logprobs", "-1"]
     extra = {"state_dir": str(settings.state_dir), "policy": settings.policy}
     with (
@@ -58,7 +67,9 @@ def test_an_audit_is_refused(tmp_path: Path) -> None:
     transfer = SimpleNamespace(kv_connector=NAME, kv_connector_extra_config=options)
     model = SimpleNamespace(model="m", dtype="torch.float32", trust_remote_code=False)
     scheduler = SimpleNamespace(max_num_seqs=4)
-    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model, scheduler_config=scheduler)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=model, scheduler_config=scheduler
+    )
     with pytest.raises(InvalidRequestError, match="kvlinker serve --engine vllm") as refused:
         settings_of(config, Namespace())
     assert refused.value.param == "audit"
@@ -76,7 +87,11 @@ def test_an_audit_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_that_anybody_may_use_is_noticed(
-    host: str, keys: tuple[str, ...], vllm_keys: list[str] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    host: str,
+    keys: tuple[str, ...],
+    vllm_keys: list[str] | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     settings = load_settings(host=host, api_keys=keys)
@@ -90,7 +105,11 @@ def cached(client: Any, *texts: str) -> list[dict[str, Any]]:
 
 
 def asked(*parts: Any, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 8, "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": list(parts)}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     return body | {"ignore_eos": True} | fields
 
 
@@ -103,8 +122,12 @@ def ask(client: Any, *parts: Any, **fields: Any) -> dict[str, Any]:
 
 def chunks_of(client: Any, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
     """The chunks of a streamed answer."""
-    told = client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
-    events = [line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: ")]
+    told = client.post(
+        path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).text
+    events = [
+        line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: ")
+    ]
     assert events.pop() == "[DONE]", told
     return [json.loads(event) for event in events]
 
@@ -116,15 +139,27 @@ def seen(answer: dict[str, Any]) -> Any:
     """What both servers tell alike."""
     usage = answer["usage"]
     # a character that is cut at the answer's end is told by kvlinker alone
-    choices = [(each["message"]["content"].rstrip("\ufffd"), each["finish_reason"]) for each in answer["choices"]]
+    choices = [
+        (each["message"]["content"].rstrip("\ufffd"), each["finish_reason"])
+        for each in answer["choices"]
+    ]
     details = [usage["prompt_tokens_details"][name] for name in DETAILS]
-    return choices, usage["prompt_tokens"], usage["completion_tokens"], details, answer["link"]["policy"]
+    return (
+        choices,
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        details,
+        answer["link"]["policy"],
+    )
 
 
 @pytest.mark.parametrize("policy", ["naive", "legolink-4", "cacheblend-40-onestep", "full"])
 def test_both_servers_answer_alike(http: httpx.Client, served: Served, policy: str) -> None:
     texts = [STORY, "A dog and a small text. " * 4]
-    answers = [ask(each, *cached(each, *texts), PART, link={"policy": policy}) for each in (http, served.http)]
+    answers = [
+        ask(each, *cached(each, *texts), PART, link={"policy": policy})
+        for each in (http, served.http)
+    ]
     assert seen(answers[0]) == seen(answers[1])
 
 
@@ -141,17 +176,27 @@ def test_a_linked_prompt_is_the_one_that_vllm_renders(http: httpx.Client) -> Non
 
 def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
     (part,) = cached(http, STORY)
-    answer = ask(http, part, PART, allowed_token_ids=[40, 41], return_token_ids=True, logprobs=True, top_logprobs=2)
+    answer = ask(
+        http,
+        part,
+        PART,
+        allowed_token_ids=[40, 41],
+        return_token_ids=True,
+        logprobs=True,
+        top_logprobs=2,
+    )
     assert set(answer["choices"][0]["token_ids"]) <= {40, 41}
     assert len(answer["choices"][0]["logprobs"]["content"]) == 8
     question = {"type": "text", "text": "Where are all of the cats? " * 9}
     several, again = (
-        ask(http, part, question, n=3, temperature=1, seed=1, priority=0, model="also-tiny") for _ in range(2)
+        ask(http, part, question, n=3, temperature=1, seed=1, priority=0, model="also-tiny")
+        for _ in range(2)
     )
     assert len({choice["message"]["content"] for choice in several["choices"]}) > 1
     assert several["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     found, found_again = (
-        answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"] for answer in (several, again)
+        answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"]
+        for answer in (several, again)
     )
     assert found_again == (again["usage"]["prompt_tokens"] - 1) // 32 * 32 > found
     assert several["kv_transfer_params"] is None
@@ -162,31 +207,66 @@ def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
 
 def test_forms_hold_for_linked_requests(http: httpx.Client) -> None:
     marked = {"type": "text", "text": STORY, "cache_control": {"type": "ephemeral"}}
-    schema = {"type": "object", "properties": {"floor": {"type": "integer", "maximum": 9}}, "required": ["floor"]}
-    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema | {"additionalProperties": False}}}
-    answer = ask(http, marked, PART, response_format=form, max_tokens=300, ignore_eos=False, temperature=1, seed=2)
+    schema = {
+        "type": "object",
+        "properties": {"floor": {"type": "integer", "maximum": 9}},
+        "required": ["floor"],
+    }
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "place", "schema": schema | {"additionalProperties": False}},
+    }
+    answer = ask(
+        http,
+        marked,
+        PART,
+        response_format=form,
+        max_tokens=300,
+        ignore_eos=False,
+        temperature=1,
+        seed=2,
+    )
     if answer["choices"][0]["finish_reason"] == "stop":
         check(schema, json.loads(answer["choices"][0]["message"]["content"]))
-    choice = ask(http, marked, PART, structured_outputs={"choice": ["mat", "dog"]}, ignore_eos=False)
+    choice = ask(
+        http, marked, PART, structured_outputs={"choice": ["mat", "dog"]}, ignore_eos=False
+    )
     assert choice["choices"][0]["message"]["content"] in ("mat", "dog")
     assert choice["link"]["context_caches"][0]["created"] is False
     body = {"prompt": [marked, PART], "structured_outputs": {"regex": "[ab]{4}"}, "max_tokens": 9}
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks_of(http, body, TEXT) if chunk["choices"])
+    text = "".join(
+        chunk["choices"][0]["text"] for chunk in chunks_of(http, body, TEXT) if chunk["choices"]
+    )
     assert re.fullmatch("[ab]{4}", text)
 
 
 def test_calls_of_linked_requests_are_vllms(http: httpx.Client) -> None:
     (part,) = cached(http, STORY)
-    spaces = [http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json() for text in " \n\t\r"]
-    banned = {str(token): -100 for found in spaces for token in found["tokens"]}  # so that JSON is short
-    fields: dict[str, Any] = {"tools": [NEWS], "max_tokens": 120, "ignore_eos": False, "logit_bias": banned}
+    spaces = [
+        http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+        for text in " \n\t\r"
+    ]
+    banned = {
+        str(token): -100 for found in spaces for token in found["tokens"]
+    }  # so that JSON is short
+    fields: dict[str, Any] = {
+        "tools": [NEWS],
+        "max_tokens": 120,
+        "ignore_eos": False,
+        "logit_bias": banned,
+    }
     named = fields | {"tool_choice": {"type": "function", "function": {"name": "get_news"}}}
     (call,) = ask(http, part, PART, **named)["choices"][0]["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_news", {"topic": "sport"})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "get_news",
+        {"topic": "sport"},
+    )
     first, *rest, last = chunks_of(http, asked(part, PART, **named))
     assert len(first["link"]["context_caches"]) == 1
     assert not any("link" in chunk for chunk in rest)
-    deltas = [call for chunk in rest for call in chunk["choices"][0]["delta"].get("tool_calls") or ()]
+    deltas = [
+        call for chunk in rest for call in chunk["choices"][0]["delta"].get("tool_calls") or ()
+    ]
     told = "".join(delta["function"].get("arguments") or "" for delta in deltas)
     assert json.loads(told) == {"topic": "sport"}
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -194,12 +274,21 @@ def test_calls_of_linked_requests_are_vllms(http: httpx.Client) -> None:
 
 def test_marked_tools_are_linked(http: httpx.Client) -> None:
     """And vLLM's handlers see no marks."""
-    fields: dict[str, Any] = {"tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME], "max_tokens": 1}
+    fields: dict[str, Any] = {
+        "tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME],
+        "max_tokens": 1,
+    }
     plain = ask(http, PART, tools=[WEATHER, TIME], return_token_ids=True)
     first, second = (ask(http, PART, **fields, return_token_ids=True) for _ in range(2))
-    assert [answer["link"]["context_caches"][0]["created"] for answer in (first, second)] == [True, False]
+    assert [answer["link"]["context_caches"][0]["created"] for answer in (first, second)] == [
+        True,
+        False,
+    ]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
-    texts = [http.post("/detokenize", json={"tokens": answer["prompt_token_ids"]}).json() for answer in (first, plain)]
+    texts = [
+        http.post("/detokenize", json={"tokens": answer["prompt_token_ids"]}).json()
+        for answer in (first, plain)
+    ]
     assert texts[0] == texts[1]
 
 
@@ -211,27 +300,44 @@ def test_plain_requests_are_vllms(http: httpx.Client) -> None:
     assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
     assert http.post(CHAT, json=asked(PART, model="other")).status_code == 404
     assert http.post(CHAT, content=b'{"link"').status_code in (400, 422)
-    without = http.post(TEXT, json={"prompt": ["a", "b"], "link": {"policy": "naive"}, "max_tokens": 1})
+    without = http.post(
+        TEXT, json={"prompt": ["a", "b"], "link": {"policy": "naive"}, "max_tokens": 1}
+    )
     assert len(without.json()["choices"]) == 2
 
 
 def test_errors_are_of_who_knows(http: httpx.Client) -> None:
     (part,) = cached(http, STORY)
     missing = http.get("/v1/context_caches/cc_none")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "context_cache_not_found")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (
+        404,
+        "context_cache_not_found",
+    )
     unknown = http.post(CHAT, json=asked({"type": "context_cache", "id": "cc_none"}))
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "messages.0.content.0.id")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (
+        404,
+        "messages.0.content.0.id",
+    )
     refused = http.post(TEXT, json={"prompt": [part], "link": {"policy": "query-no"}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "link.policy")
     unlinkables: list[dict[str, Any]] = [{"use_beam_search": True}, {"prompt_logprobs": 1}]
     for fields in [*unlinkables, {"kv_transfer_params": {"a": 1}}]:
         unlinkable = http.post(CHAT, json=asked(part, **fields))
-        assert (unlinkable.status_code, unlinkable.json()["error"]["param"]) == (400, next(iter(fields)))
+        assert (unlinkable.status_code, unlinkable.json()["error"]["param"]) == (
+            400,
+            next(iter(fields)),
+        )
     for name in (CHAT, TEXT):
         plain = {"model": "default", "link": {"implicit": "auto"}, "max_tokens": 1}
         plain |= asked(PART) if name == CHAT else {"prompt": "a cat"}
-        assert http.post(name, json=plain).status_code == 200, "default is any model, also where nothing is linked"
-    wrongs: list[dict[str, Any]] = [{"temperature": -3}, {"tool_choice": "required"}, {"model": "other"}]
+        assert http.post(name, json=plain).status_code == 200, (
+            "default is any model, also where nothing is linked"
+        )
+    wrongs: list[dict[str, Any]] = [
+        {"temperature": -3},
+        {"tool_choice": "required"},
+        {"model": "other"},
+    ]
     for fields in wrongs:
         wrong = http.post(CHAT, json=asked(part, **fields))
         assert 400 <= wrong.status_code < 500, wrong.text
@@ -240,12 +346,20 @@ def test_errors_are_of_who_knows(http: httpx.Client) -> None:
 
 def test_other_apis_are_kvlinkers(http: httpx.Client) -> None:
     """vLLM has these routes, too, but cannot link."""
-    text = {"type": "text", "text": "The cat sat on the mat. " * 5, "cache_control": {"type": "ephemeral"}}
+    text = {
+        "type": "text",
+        "text": "The cat sat on the mat. " * 5,
+        "cache_control": {"type": "ephemeral"},
+    }
     body = {"messages": [{"role": "user", "content": [text]}], "max_tokens": 2}
     link = http.post("/v1/messages", json=body).json()["link"]
     assert len(link["context_caches"]) == 1
-    answer = http.post("/v1/responses", json={"input": body["messages"], "max_output_tokens": 2}).json()
-    assert [cache["id"] for cache in answer["link"]["context_caches"]] == [link["context_caches"][0]["id"]]
+    answer = http.post(
+        "/v1/responses", json={"input": body["messages"], "max_output_tokens": 2}
+    ).json()
+    assert [cache["id"] for cache in answer["link"]["context_caches"]] == [
+        link["context_caches"][0]["id"]
+    ]
 
 
 def test_vllms_own_routes_stay(http: httpx.Client) -> None:
@@ -258,13 +372,20 @@ def test_vllms_own_routes_stay(http: httpx.Client) -> None:
 
 def test_transfer_plans_of_others_are_not_followed(http: httpx.Client, folder: Path) -> None:
     """vLLM's own routes take them from anybody."""
-    transfer = {"linked": 3, "placements": [], "runs": [[0, 3]], "captures": [{"key": "0" * 64, "begin": 0, "end": 3}]}
+    transfer = {
+        "linked": 3,
+        "placements": [],
+        "runs": [[0, 3]],
+        "captures": [{"key": "0" * 64, "begin": 0, "end": 3}],
+    }
     body = {"input": "The cat sat on the mat", "max_output_tokens": 2, "cache_salt": "x"}
     for signature in (None, "0" * 64, "é"):
         params = {"kvlinker": transfer, "kvlinker_signature": signature}
         answer = http.post("/v1/responses", json=body | {"kv_transfer_params": params})
         assert answer.status_code == 200, answer.text
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert (
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        )
     chunks = folder / "state" / "chunks"
     assert list(chunks.glob("*/*.safetensors"))  # those of the tests above
     assert not (chunks / "00" / f"{'0' * 64}.safetensors").exists()

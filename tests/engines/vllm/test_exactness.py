@@ -1,4 +1,5 @@
-"""What vLLM answers over linked KV is what transformers answers with the same tokens computed and placed."""
+"""What vLLM answers over linked KV is what transformers answers with the same tokens computed and
+placed."""
 
 import asyncio
 import secrets
@@ -21,18 +22,41 @@ from kvlinker.linking.selection import highest, share
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
 from tests.engines.embedded.test_policy_references import blended
-from tests.engines.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference, transfer_for
+from tests.engines.vllm.linked_vllm import (
+    LinkedVLLM,
+    difference,
+    difference_from,
+    outcome_of,
+    reference,
+    transfer_for,
+)
 
 TOLERANCE = 1e-5
 MORE_STEPS_TOLERANCE = 2e-5
-"""For answers that are longer, or many: vLLM's own rounding errors exceed the other one once in a while."""
+"""For answers that are longer, or many: vLLM's own rounding errors exceed the other one once in a
+while."""
 FAMILIES = ["llama", "llama3-rope", "yarn", "qwen3", "mistral", "gemma2-softcap"]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "qwen3": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+    "qwen3": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+        }
+    }
 }
 """Options of vLLM's that a family's tests run with: drafts from the text, here."""
 
-POLICIES = ["full", "naive", "legolink-16", "legolink-64", "attnlink-9", "random-30", "random-90", "prefix"]
+POLICIES = [
+    "full",
+    "naive",
+    "legolink-16",
+    "legolink-64",
+    "attnlink-9",
+    "random-30",
+    "random-90",
+    "prefix",
+]
 UNALIGNED = (97, 156, 130, 61)
 BLOCK = 32
 
@@ -41,7 +65,9 @@ BLOCK = 32
 def linked(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     options = OPTIONS.get(request.param, {})
-    made = LinkedVLLM(request.param, folder / "models", folder / "state", num_gpu_blocks_override=256, **options)
+    made = LinkedVLLM(
+        request.param, folder / "models", folder / "state", num_gpu_blocks_override=256, **options
+    )
     yield made
     made.settle()
     made.close()
@@ -62,9 +88,12 @@ def test_every_policy_equals_the_oracle(linked, prompt, policy):
     assert outcome_of(output).queued > 0
 
 
-@pytest.mark.parametrize("policy", ["h2o-20", "cachecraft-0.7", "cachecraft-1.4", "h2o-10+cachecraft-0.5+legolink-2"])
+@pytest.mark.parametrize(
+    "policy", ["h2o-20", "cachecraft-0.7", "cachecraft-1.4", "h2o-10+cachecraft-0.5+legolink-2"]
+)
 def test_policies_that_look_at_scores_equal_the_oracle(linked, prompt, policy):
-    """Over the scores that vLLM's own passes collected; the engine's tests compare these with the embedded engine's."""
+    """Over the scores that vLLM's own passes collected; the engine's tests compare these with the
+    embedded engine's."""
     evidence = linked.evidence(prompt)
     recomputed = parse_policy(policy).select(prompt, evidence).sum()
     assert 0 < recomputed < prompt.inexact.sum()
@@ -90,7 +119,11 @@ def test_set_prefix_puts_the_exact_chunks_first(linked, prompt):
 def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
     """Also where a comparison takes several slices, beside a neighbour that decodes."""
     oracle = reference(prompt, linked.family)
-    also = parse_policy(f"legolink-{lego}").select(prompt, PromptEvidence()) if lego else np.zeros(len(prompt), bool)
+    also = (
+        parse_policy(f"legolink-{lego}").select(prompt, PromptEvidence())
+        if lego
+        else np.zeros(len(prompt), bool)
+    )
     masks = blended(oracle, percent, onestep=True, parts=parts, also=also)
     expected = [masks[0], *[masks[1]] * (oracle.layers - 1)]
     assert masks[1].sum() < masks[0].sum()
@@ -98,7 +131,10 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
         for _ in range(neighbours):
             linked.add(list(random_tokens(30, 4)), max_tokens=60)
         link = linked.refined(prompt, policy)
-        computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)]
+        computed = [
+            mask & prompt.cached
+            for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)
+        ]
         np.testing.assert_array_equal(computed, expected)
         assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
 
@@ -106,16 +142,28 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
 def asked_for(oracle, percent):
     """The tokens that ``query`` selects by transformers' attention matrices: a mask, [tokens]."""
     first_pass = oracle.run([np.zeros(len(oracle.prompt), dtype=bool)])
-    attention = torch.stack([weights.mean(0)[-1] for weights in first_pass.attention]).mean(0).double().numpy()
+    attention = (
+        torch.stack([weights.mean(0)[-1] for weights in first_pass.attention])
+        .mean(0)
+        .double()
+        .numpy()
+    )
     return highest(attention, share(percent, int(oracle.inexact.sum())), among=oracle.inexact)
 
 
 @pytest.mark.parametrize(
     ("policy", "neighbours"),
-    [("query-10", 0), ("query-10+legolink-4", 1), ("query-0", 0), ("query-100", 1), ("query-5+h2o-10", 0)],
+    [
+        ("query-10", 0),
+        ("query-10+legolink-4", 1),
+        ("query-0", 0),
+        ("query-100", 1),
+        ("query-5+h2o-10", 0),
+    ],
 )
 def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
-    """The second pass finds the first one's KV in vLLM's prefix cache, but for its last block, and repairs it there."""
+    """The second pass finds the first one's KV in vLLM's prefix cache, but for its last block, and
+    repairs it there."""
     for _ in range(neighbours):
         linked.add(list(random_tokens(30, 4)), max_tokens=60)
     oracle = reference(prompt, linked.family)
@@ -124,7 +172,9 @@ def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
     for other in others:
         expected |= parse_policy(other).select(prompt, linked.evidence(prompt))
     link = linked.refined(prompt, policy)
-    np.testing.assert_array_equal(link.plan.selections[0], asked_for(oracle, float(query.removeprefix("query-"))))
+    np.testing.assert_array_equal(
+        link.plan.selections[0], asked_for(oracle, float(query.removeprefix("query-")))
+    )
     with linked.local_hits() as found:
         output = linked.follow(link, max_tokens=4)
     assert difference_from(output, oracle, [expected] * oracle.layers) < TOLERANCE
@@ -138,7 +188,10 @@ def test_the_question_and_deviations_together(linked, prompt):
     link = linked.refined(prompt, "query-5+cacheblend-40-onestep")
     masks = blended(oracle, 40, onestep=True, parts="kv", also=asked)
     expected = [masks[0], *[masks[1]] * (oracle.layers - 1)]
-    computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)]
+    computed = [
+        mask & prompt.cached
+        for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)
+    ]
     np.testing.assert_array_equal(computed, expected)
     assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
 
@@ -150,7 +203,10 @@ def test_the_question_may_be_a_chunks_end(linked, lengths, fresh):
     oracle = reference(prompt, linked.family)
     link = linked.refined(prompt, "query-30")
     output = linked.follow(link, max_tokens=4)
-    assert difference_from(output, oracle, [asked_for(oracle, 30)] * oracle.layers) < MORE_STEPS_TOLERANCE
+    assert (
+        difference_from(output, oracle, [asked_for(oracle, 30)] * oracle.layers)
+        < MORE_STEPS_TOLERANCE
+    )
 
 
 def test_other_choices_find_the_repaired_kv(linked, prompt):
@@ -159,7 +215,10 @@ def test_other_choices_find_the_repaired_kv(linked, prompt):
     for transfer in (link.transfer, link.transfer, link.transfer_again):
         name = linked.add(prompt.tokens.tolist(), transfer, link.salt("a"))
         output = linked.run()[name]
-        assert difference_from(output, oracle, [asked_for(oracle, 20)] * oracle.layers) < MORE_STEPS_TOLERANCE
+        assert (
+            difference_from(output, oracle, [asked_for(oracle, 20)] * oracle.layers)
+            < MORE_STEPS_TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (64, 1), (31, 40)])
@@ -170,7 +229,10 @@ def test_cacheblend_where_a_prompt_ends_in_a_chunk(linked, lengths):
     (everything, kept) = blended(oracle, 40, onestep=True)
     kept[-1] = True
     output = linked.follow(linked.refined(prompt, "cacheblend-40-onestep"), max_tokens=4)
-    assert difference_from(output, oracle, [everything, *[kept] * (oracle.layers - 1)]) < MORE_STEPS_TOLERANCE
+    assert (
+        difference_from(output, oracle, [everything, *[kept] * (oracle.layers - 1)])
+        < MORE_STEPS_TOLERANCE
+    )
 
 
 def test_the_oracle_can_fail(linked, prompt):
@@ -180,7 +242,11 @@ def test_the_oracle_can_fail(linked, prompt):
 
 def test_many_requests_at_once(linked, prompt):
     """Prefills in pieces, links in slices and decoding, all in the same steps."""
-    prompts = [prompt, linked_prompt(*UNALIGNED[::-1], header=2), linked_prompt(33, 97, fresh=300, seed=3)]
+    prompts = [
+        prompt,
+        linked_prompt(*UNALIGNED[::-1], header=2),
+        linked_prompt(33, 97, fresh=300, seed=3),
+    ]
     for other in prompts[1:]:
         linked.cache(other)
     names = {
@@ -197,14 +263,17 @@ def test_chunks_behind_a_prefix(linked):
     """A generation context stands before them; the first one is exact where it stands."""
     header = random_tokens(7, 5)
     chunks = [Chunk(random_tokens(length, [8, length]), prefix=header) for length in (70, 41, 55)]
-    prompt = Prompt((FreshSegment(header), *map(CachedSegment, chunks), FreshSegment(random_tokens(5, 6))))
+    prompt = Prompt(
+        (FreshSegment(header), *map(CachedSegment, chunks), FreshSegment(random_tokens(5, 6)))
+    )
     linked.cache(prompt)
     for policy in ("naive", "legolink-8", "prefix"):
         assert difference(linked.answer(prompt, policy), prompt, policy, linked.family) < TOLERANCE
 
 
 def test_sensitivity_is_the_distance_of_a_chunk_behind_another_text(linked):
-    """Measured in one request, in slices beside a neighbour that decodes, as two requests of their own tell."""
+    """Measured in one request, in slices beside a neighbour that decodes, as two requests of their
+    own tell."""
     prefix, unrelated, chunk = random_tokens(5, 1), random_tokens(11, 2), random_tokens(300, 3)
 
     def captured(*before, measured=0):
@@ -219,7 +288,9 @@ def test_sensitivity_is_the_distance_of_a_chunk_behind_another_text(linked):
     both = captured(prefix, unrelated, measured=len(unrelated))
     assert alone.scores.sensitivity is None
     for one, other in zip(both.layers, alone.layers, strict=True):
-        torch.testing.assert_close((one.key, one.value), (other.key, other.value), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            (one.key, one.value), (other.key, other.value), atol=1e-5, rtol=1e-5
+        )
     np.testing.assert_allclose(both.scores.received, alone.scores.received, rtol=1e-5)
     np.testing.assert_allclose(both.scores.sensitivity, sensitivity(alone, behind), rtol=1e-3)
 
@@ -234,8 +305,8 @@ def test_a_prompt_may_end_in_a_chunk(linked):
 
 
 def test_what_vllm_has_is_not_linked_again(linked, prompt):
-    """The second request finds the first one's blocks, which its own salt guards; a third one, which asks another
-    question, those of the chunks."""
+    """The second request finds the first one's blocks, which its own salt guards; a third one,
+    which asks another question, those of the chunks."""
     salt = secrets.token_hex(4)
     first, second = (linked.answer(prompt, "legolink-16", salt=salt) for _ in range(2))
     longer = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(40, 77))))
@@ -247,7 +318,9 @@ def test_what_vllm_has_is_not_linked_again(linked, prompt):
     assert all(chunks_end - 32 < outcome_of(output).found for output in (second, third))
 
 
-def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(linked, prompt, monkeypatch):
+def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(
+    linked, prompt, monkeypatch
+):
     """But for the last block, which is not full; the first choice still decodes then."""
     found = {}
     matched = linked.linking.matched
@@ -265,7 +338,9 @@ def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(link
     others = [linked.submit(prompt, "legolink-16", salt=salt) for _ in range(3)]
     outputs = linked.run()
     for name in (first, *others):
-        assert difference(outputs[name], prompt, "legolink-16", linked.family) < MORE_STEPS_TOLERANCE
+        assert (
+            difference(outputs[name], prompt, "legolink-16", linked.family) < MORE_STEPS_TOLERANCE
+        )
     transfer = transfer_for(prompt, "legolink-16")
     assert len(found) == 3
     assert all(transfer.linked - 32 < local for local in found.values())
@@ -275,6 +350,8 @@ def test_a_prompt_that_shares_only_its_beginning(linked, prompt):
     salt = secrets.token_hex(4)
     linked.answer(prompt, "legolink-16", salt=salt)
     chunks = [segment for segment in prompt.segments if isinstance(segment, CachedSegment)]
-    other = Prompt((*prompt.segments[:5], FreshSegment((9,) * 40), chunks[-1], *prompt.segments[-1:]))
+    other = Prompt(
+        (*prompt.segments[:5], FreshSegment((9,) * 40), chunks[-1], *prompt.segments[-1:])
+    )
     output = linked.answer(other, "legolink-16", salt=salt)
     assert difference(output, other, "legolink-16", linked.family) < TOLERANCE

@@ -1,4 +1,5 @@
-"""Whatever happens to a request or its chunks, vLLM lives on, and other answers are not touched by it."""
+"""Whatever happens to a request or its chunks, vLLM lives on, and other answers are not touched by
+it."""
 
 import itertools
 import logging
@@ -46,8 +47,8 @@ def nothing_is_left(linked):
 @pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("policy", ["naive", "random-70", "cacheblend-40-onestep", "query-10"])
 def test_plain_requests_find_no_linked_kv(linked, prompt, policy, preempted):
-    """Nor does one with another salt, although vLLM takes loaded blocks for exact ones. Prompts are prefilled in
-    parts."""
+    """Nor does one with another salt, although vLLM takes loaded blocks for exact ones. Prompts are
+    prefilled in parts."""
     link = linked.refined(prompt, policy)
     for seed in range(2 * preempted):
         linked.add(random_tokens(330, seed), max_tokens=LONG)
@@ -89,8 +90,12 @@ def test_unsound_transfer_plans_are_not_followed(linked, prompt, change, monkeyp
 
 
 @pytest.mark.parametrize("signature", [None, "", "0" * 64, 7, "é"])
-def test_transfer_plans_without_kvlinkers_signature_are_not_followed(linked, prompt, signature, monkeypatch):
-    assert_computed_in_full(linked, prompt, signed(linked, prompt) | {SIGNATURE: signature}, monkeypatch)
+def test_transfer_plans_without_kvlinkers_signature_are_not_followed(
+    linked, prompt, signature, monkeypatch
+):
+    assert_computed_in_full(
+        linked, prompt, signed(linked, prompt) | {SIGNATURE: signature}, monkeypatch
+    )
 
 
 def test_transfer_plans_for_another_prompt_are_not_followed(linked, prompt, monkeypatch):
@@ -146,8 +151,11 @@ def test_one_request_finds_all_damaged_chunks(linked, prompt, caplog):
         assert f"Chunk {key_of(chunk)} is gone, or was damaged" in caplog.text
 
 
-def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(linked, prompt, monkeypatch):
-    """Also where it is to be placed within the request's own step, as with chunks that workers had in memory."""
+def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(
+    linked, prompt, monkeypatch
+):
+    """Also where it is to be placed within the request's own step, as with chunks that workers had
+    in memory."""
     for in_memory in (False, True):
         if not in_memory:
             forget(linked)
@@ -195,8 +203,11 @@ def broken(*_, **__):
 
 @pytest.mark.parametrize("fault", ["gone", "vanishes", "breaks"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_a_first_pass_placed_is_no_answers_when_the_second_fails(linked, prompt, monkeypatch, fault, at_once):
-    """Nor another choice's. Blocks that were placed and not repaired would be taken for computed ones."""
+def test_what_a_first_pass_placed_is_no_answers_when_the_second_fails(
+    linked, prompt, monkeypatch, fault, at_once
+):
+    """Nor another choice's. Blocks that were placed and not repaired would be taken for computed
+    ones."""
     link = linked.refined(prompt, "query-20")
     if fault == "breaks":
         monkeypatch.setattr(worker_of(linked)._bound, "forward", broken)
@@ -238,12 +249,16 @@ def test_an_exception_while_linking_fails_no_request(linked, prompt, monkeypatch
 
 
 def test_a_request_that_cannot_even_be_begun_is_computed(linked, prompt, monkeypatch):
-    """And so is each that began in the same step, if it was to be linked at once; chunks are at hand here, and not."""
+    """And so is each that began in the same step, if it was to be linked at once; chunks are at
+    hand here, and not."""
     for forgotten in (False, True):
         if forgotten:
             forget(linked)
         monkeypatch.setattr(worker_of(linked)._chunks, "resident", no_memory)
-        names = [linked.submit(prompt, policy, salt=secrets.token_hex(4)) for policy in ("naive", "legolink-4")]
+        names = [
+            linked.submit(prompt, policy, salt=secrets.token_hex(4))
+            for policy in ("naive", "legolink-4")
+        ]
         outputs = linked.run()
         for name in names:
             assert difference(outputs[name], prompt, "full", "llama") < TOLERANCE
@@ -278,11 +293,17 @@ def test_aborted_requests_leave_nothing(linked, prompt, steps):
 
 def test_preempted_requests_are_linked_again(linked, prompt):
     """Their outputs grow until not all of them fit."""
-    prompts = [prompt, *(Prompt((*prompt.segments, FreshSegment(random_tokens(9, [7, i])))) for i in range(3))]
+    prompts = [
+        prompt,
+        *(Prompt((*prompt.segments, FreshSegment(random_tokens(9, [7, i])))) for i in range(3)),
+    ]
     names = {}
     for each in prompts:
         for policy in ("legolink-4", "attnlink-9"):
-            names[linked.submit(each, policy, salt=secrets.token_hex(4), max_tokens=LONG)] = (each, policy)
+            names[linked.submit(each, policy, salt=secrets.token_hex(4), max_tokens=LONG)] = (
+                each,
+                policy,
+            )
     requests = dict(linked.scheduler.requests)
     outputs = linked.run()
     assert any(request.num_preemptions for request in requests.values())

@@ -11,7 +11,11 @@ from starlette.types import Message
 from kvlinker.doors.vllm_server.forwarding import AnswerEditor, read_body, replayed, with_length
 from kvlinker.doors.vllm_server.route_override import is_linked
 
-START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"application/json")],
+}
 EVENTS: Message = {**START, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
 
 
@@ -87,17 +91,56 @@ PART = {"type": "text", "text": "x"}
 @pytest.mark.parametrize(
     ("fields", "linked"),
     [
-        ({"messages": [{"role": "user", "content": "about a \"link\" and a 'context_cache'"}]}, False),
+        (
+            {"messages": [{"role": "user", "content": "about a \"link\" and a 'context_cache'"}]},
+            False,
+        ),
         ({"messages": [{"role": "user", "content": [PART]}], "link": None}, False),
         ({"messages": [{"role": "user", "content": [PART | {"cache_control": None}]}]}, False),
-        ({"prompt": [1, 2], "tools": [{"function": {"parameters": {"properties": {"cache_control": {}}}}}]}, False),
+        (
+            {
+                "prompt": [1, 2],
+                "tools": [{"function": {"parameters": {"properties": {"cache_control": {}}}}}],
+            },
+            False,
+        ),
         ({"prompt": "x", "link": {}}, True),
         ({"prompt": [{"type": "context_cache", "id": "cc_1"}]}, True),
-        ({"messages": [{"role": "user", "content": [PART, {"type": "context_cache", "id": "cc_1"}]}]}, True),
-        ({"messages": [{"role": "user", "content": [PART | {"cache_control": {"type": "ephemeral"}}]}]}, True),
-        ({"messages": [], "tools": [{"function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}, True),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [PART, {"type": "context_cache", "id": "cc_1"}]}
+                ]
+            },
+            True,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [PART | {"cache_control": {"type": "ephemeral"}}]}
+                ]
+            },
+            True,
+        ),
+        (
+            {
+                "messages": [],
+                "tools": [{"function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}],
+            },
+            True,
+        ),
         ({"system": [PART | {"cache_control": {"type": "ephemeral"}}], "messages": []}, True),
-        ({"input": [{"role": "user", "content": [PART | {"prompt_cache_breakpoint": {"mode": "explicit"}}]}]}, True),
+        (
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [PART | {"prompt_cache_breakpoint": {"mode": "explicit"}}],
+                    }
+                ]
+            },
+            True,
+        ),
     ],
 )
 def test_what_asks_for_linking(fields: dict[str, Any], linked: bool) -> None:

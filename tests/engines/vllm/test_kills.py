@@ -1,4 +1,5 @@
-"""Linked requests under everything that may happen to them at once: aborts, deletions, and kills of vLLM's engine."""
+"""Linked requests under everything that may happen to them at once: aborts, deletions, and kills of
+vLLM's engine."""
 
 from __future__ import annotations
 
@@ -33,9 +34,13 @@ KILLS = int(os.environ.get("KVLINKER_TEST_KILLS", "1"))
 USERS = 8
 CACHES = 12
 POLICIES = ("naive", "legolink-4", "query-10", "cacheblend-40-onestep", "h2o-20", "full")
-TEXTS = ("Mira Holt lives in Varna. She works as a baker.\n\n", "Tom Reyes lives in Oslo. He works as a pilot.\n\n")
+TEXTS = (
+    "Mira Holt lives in Varna. She works as a baker.\n\n",
+    "Tom Reyes lives in Oslo. He works as a pilot.\n\n",
+)
 ABORTED_STREAM, ABORTED_ANSWER, PLAIN = 0, 3, 5
-"""Of every seven requests, the one that is left after its first event, before its answer, or has no context cache."""
+"""Of every seven requests, the one that is left after its first event, before its answer, or has no
+context cache."""
 
 SECONDS = 600
 """The seconds after which a request counts as one that hangs; starting vLLM takes some of them."""
@@ -49,13 +54,22 @@ OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 
 
 @contextmanager
 def restarting_server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """``kvlinker serve`` with the model in the box, which starts vLLM again however soon it has failed: its URL and
-    process."""
+    """``kvlinker serve`` with the model in the box, which starts vLLM again however soon it has
+    failed: its URL and process."""
     arguments = ["serve", "--port", "0", "--engine", "vllm", "--state-dir", str(folder / "state")]
-    arguments += ["--on-engine-failure", "restart", "--vllm-options", json.dumps(OPTIONS), "--max-waiting", "64"]
+    arguments += [
+        "--on-engine-failure",
+        "restart",
+        "--vllm-options",
+        json.dumps(OPTIONS),
+        "--max-waiting",
+        "64",
+    ]
     log = folder / "log"
     with log.open("wb") as output:
-        server = subprocess.Popen([sys.executable, "-c", START, *arguments], stdout=output, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [sys.executable, "-c", START, *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             deadline = time.monotonic() + SECONDS
             while not (found := re.search(r"address\s+(http://[\d.:]+)", log.read_text())):
@@ -87,8 +101,8 @@ def kill_engine(server: psutil.Process) -> None:
 
 
 class Users:
-    """``USERS`` clients that send requests one after another, one that deletes and creates context caches all the time,
-    and one that kills vLLM's engine."""
+    """``USERS`` clients that send requests one after another, one that deletes and creates context
+    caches all the time, and one that kills vLLM's engine."""
 
     def __init__(self, url: str, server: psutil.Process) -> None:
         self.url = url
@@ -119,7 +133,8 @@ class Users:
                 self.ends[self._ask(http, number)] += 1
 
     def _ask(self, http: httpx.Client, number: int) -> str:
-        """How the request with this number ended. Raises httpx.TimeoutException for one that hangs."""
+        """How the request with this number ended. Raises httpx.TimeoutException for one that
+        hangs."""
         kind = number % 7
         ids = [] if kind == PLAIN else [self._ids[number % CACHES], self._ids[number * 5 % CACHES]]
         body = question(ids, POLICIES[number % len(POLICIES)], n=1 + (number % 11 == 1))
@@ -128,7 +143,9 @@ class Users:
                 return self._abandon(body)
             if number % 2 and kind != ABORTED_STREAM:
                 return ending(http.post("/v1/chat/completions", json=body))
-            with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            with http.stream(
+                "POST", "/v1/chat/completions", json=body | {"stream": True}
+            ) as answer:
                 if answer.status_code != 200:
                     answer.read()
                     return ending(answer)
@@ -142,7 +159,11 @@ class Users:
         """Close the connection before there is an answer."""
         try:
             return ending(
-                httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(SECONDS, read=0.05))
+                httpx.post(
+                    f"{self.url}/v1/chat/completions",
+                    json=body,
+                    timeout=httpx.Timeout(SECONDS, read=0.05),
+                )
             )
         except httpx.ReadTimeout:
             return "aborted"
@@ -152,14 +173,18 @@ class Users:
         while not self._over.wait(0.1):
             number = next(numbers)
             try:
-                httpx.delete(f"{self.url}/v1/context_caches/{self._ids[number % CACHES]}", timeout=SECONDS)
+                httpx.delete(
+                    f"{self.url}/v1/context_caches/{self._ids[number % CACHES]}", timeout=SECONDS
+                )
                 self._ids[number % CACHES] = self._cached(number)
             except (httpx.TransportError, KeyError):
                 continue  # vLLM is being started again
 
     def _cached(self, number: int) -> str:
         text = f"{number}: {TEXTS[number % 2]}" * (1 + number % 3)
-        created = httpx.post(f"{self.url}/v1/context_caches", json={"chunks": [text]}, timeout=SECONDS).json()
+        created = httpx.post(
+            f"{self.url}/v1/context_caches", json={"chunks": [text]}, timeout=SECONDS
+        ).json()
         found: str = created["data"][0]["id"]
         return found
 
@@ -174,7 +199,12 @@ class Users:
 def question(ids: list[str], policy: str, **fields: Any) -> dict[str, Any]:
     parts = [{"type": "context_cache", "id": each} for each in ids]
     content = [*parts, {"type": "text", "text": "Question: Where does Tom Reyes live?"}]
-    body = {"model": "default", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16}
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
     return body | {"ignore_eos": True, "link": {"policy": policy}} | fields
 
 
@@ -204,19 +234,33 @@ def last_event(answer: httpx.Response, *, first_alone: bool) -> str:
 
 @pytest.mark.slow
 def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -> None:
-    """And nothing is left of it: the engine that follows is idle in the end, and the client that the README shows gets
-    what it shows."""
+    """And nothing is left of it: the engine that follows is idle in the end, and the client that
+    the README shows gets what it shows."""
     program, shown = README_EXAMPLES[0]
-    with restarting_server(tmp_path) as (url, server), httpx.Client(base_url=url, timeout=SECONDS) as http:
+    with (
+        restarting_server(tmp_path) as (url, server),
+        httpx.Client(base_url=url, timeout=SECONDS) as http,
+    ):
         users = Users(url, server)
         before = [answer_of(http, users.kept, policy) for policy in POLICIES]
         began = time.monotonic()
         users.run()
-        logger.info("%d requests took %.0f s: %s", REQUESTS, time.monotonic() - began, dict(sorted(users.ends.items())))
+        logger.info(
+            "%d requests took %.0f s: %s",
+            REQUESTS,
+            time.monotonic() - began,
+            dict(sorted(users.ends.items())),
+        )
         assert users.ends.total() == REQUESTS
-        assert {end.partition(":")[0] for end in users.ends} <= {"answered", "aborted", "refused"}, users.ends
+        assert {end.partition(":")[0] for end in users.ends} <= {
+            "answered",
+            "aborted",
+            "refused",
+        }, users.ends
         assert users.ends["answered"] > REQUESTS // 3
-        assert sum(users.ends[f"refused: {status}engine_closed"] for status in ("503 ", "")) >= KILLS
+        assert (
+            sum(users.ends[f"refused: {status}engine_closed"] for status in ("503 ", "")) >= KILLS
+        )
         assert (tmp_path / "log").read_text().count("It is started again") == KILLS
         assert [answer_of(http, users.kept, policy) for policy in POLICIES] == before
         assert output_of(program.replace(README_URL, url)) == shown
@@ -225,5 +269,7 @@ def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -
 
 
 def answer_of(http: httpx.Client, ids: list[str], policy: str) -> str:
-    told: str = http.post("/v1/chat/completions", json=question(ids, policy)).json()["choices"][0]["message"]["content"]
+    told: str = http.post("/v1/chat/completions", json=question(ids, policy)).json()["choices"][0][
+        "message"
+    ]["content"]
     return told

@@ -47,5 +47,7 @@ def test_variables_are_named_as_settings(monkeypatch):
 
 
 def test_a_state_directory_that_cannot_be_used_is_named_with_the_way_out():
-    with pytest.raises(StoreError, match=r"/proc/nope/chunks cannot be used: .* choose another state directory"):
+    with pytest.raises(
+        StoreError, match=r"/proc/nope/chunks cannot be used: .* choose another state directory"
+    ):
         WorkerChunks(Path("/proc/nope/chunks"), memory_bytes=0, sealing=Sealing(None))

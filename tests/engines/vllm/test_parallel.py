@@ -39,21 +39,32 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
     settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
     embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}})
     with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one:
-        theirs, ours = linked_prompt(97, 156, 130, header=5, seed=1), linked_prompt(70, 200, header=3, seed=2)
+        theirs, ours = (
+            linked_prompt(97, 156, 130, header=5, seed=1),
+            linked_prompt(70, 200, header=3, seed=2),
+        )
         for prompt, llm in ((theirs, one), (ours, two)):
             cache(llm, prompt)
         one.store.flush()
         assert_same_scores(two, one, ours.chunks[0])
         for prompt in (theirs, ours):
             for policy in POLICIES:
-                answer, expected = (llm.chat_completion(prompt, policy=policy, **GREEDY) for llm in (two, one))
+                answer, expected = (
+                    llm.chat_completion(prompt, policy=policy, **GREEDY) for llm in (two, one)
+                )
                 assert answer.token_ids == expected.token_ids
                 assert answer.usage == expected.usage
                 for own, other in zip(answer.logprobs, expected.logprobs, strict=True):
-                    assert [t.logprob for t in own.top] == pytest.approx([t.logprob for t in other.top], abs=TOLERANCE)
+                    assert [t.logprob for t in own.top] == pytest.approx(
+                        [t.logprob for t in other.top], abs=TOLERANCE
+                    )
         engine: Any = two.engine
-        monkeypatch.setattr(engine._chunks, "_fetch", lambda key: (True, None))  # nobody computes what is missing
-        for seed, (policy, harm) in enumerate(product(("naive", "cacheblend-40-onestep"), HARMS), 3):
+        monkeypatch.setattr(
+            engine._chunks, "_fetch", lambda key: (True, None)
+        )  # nobody computes what is missing
+        for seed, (policy, harm) in enumerate(
+            product(("naive", "cacheblend-40-onestep"), HARMS), 3
+        ):
             prompt = linked_prompt(50, 60, header=3, seed=seed)
             cache(one, prompt)
             one.store.flush()
@@ -74,17 +85,28 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = vllm_settings.vllm_options | {"data_parallel_size": 2}
     settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
-    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
-    with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one, ThreadPoolExecutor(6) as clients:
+    embedded = settings.model_copy(
+        update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False}
+    )
+    with (
+        LLM.from_settings(settings) as two,
+        LLM.from_settings(embedded) as one,
+        ThreadPoolExecutor(6) as clients,
+    ):
         prompt = linked_prompt(97, 156, 130, header=5, seed=1)
         for each in (two, one):  # computes the chunks
             each.chat_completion(prompt, policy="naive", **GREEDY)
         for policy in POLICIES:
-            answers = [clients.submit(two.chat_completion, prompt, policy=policy, **GREEDY) for _ in range(6)]
+            answers = [
+                clients.submit(two.chat_completion, prompt, policy=policy, **GREEDY)
+                for _ in range(6)
+            ]
             expected = one.chat_completion(prompt, policy=policy, **GREEDY)
             for answer in answers:
                 assert answer.result().token_ids == expected.token_ids
-                usage = answer.result().usage  # those that come later find what the first one has computed
+                usage = (
+                    answer.result().usage
+                )  # those that come later find what the first one has computed
                 assert usage.cached_tokens >= expected.usage.cached_tokens
                 assert usage.prompt_tokens == expected.usage.prompt_tokens
 

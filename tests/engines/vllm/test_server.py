@@ -29,7 +29,9 @@ def tier(served: Served, name: str) -> dict[str, Any]:
 
 def test_creation(served: Served) -> None:  # type: ignore[no-redef]
     """Chunks lie on the disk, where vLLM's processes find them, and not in this one's memory."""
-    first, second = create(served, chunks=["The cat sat on the mat.", "A dog"], name="pets", metadata={"k": "v"})
+    first, second = create(
+        served, chunks=["The cat sat on the mat.", "A dog"], name="pets", metadata={"k": "v"}
+    )
     assert first["bytes"] > second["bytes"] > 0
     assert first["tier"] == second["tier"] == "disk"
     assert served.get(f"{PATH}/{first['id']}").json() == first
@@ -48,8 +50,12 @@ def test_same_content_is_stored_once(served: Served) -> None:  # type: ignore[no
 def test_the_audit_compares_answers(served: Served) -> None:
     """Under a policy that computes all tokens of the chunks again, they agree."""
     (cache,) = served.cache("a chunk whose tokens are all computed again")
-    prompt = served.llm.completion_prompt([{"type": "context_cache", "id": cache}, {"type": "text", "text": "So?"}])
-    asked = GenerationRequest(prompt, parse_policy("random-100"), SamplingParams(temperature=0, max_tokens=5))
+    prompt = served.llm.completion_prompt(
+        [{"type": "context_cache", "id": cache}, {"type": "text", "text": "So?"}]
+    )
+    asked = GenerationRequest(
+        prompt, parse_policy("random-100"), SamplingParams(temperature=0, max_tokens=5)
+    )
     engine = served.llm.engine
     auditor = Auditor(engine, Events(), AuditOptions(1.0))
     try:
@@ -70,7 +76,9 @@ def test_tokens_are_scored_whole_as_the_model_does(served: Served, vllm_settings
 
     model = AutoModelForCausalLM.from_pretrained(vllm_settings.model, dtype=torch.float32)
     tokens = np.arange(5, 45, dtype=np.int64) * 3 % 256
-    found = served.llm.engine.score_whole(tokens, first=31, top=4, tenant="default").result(timeout=60)
+    found = served.llm.engine.score_whole(tokens, first=31, top=4, tenant="default").result(
+        timeout=60
+    )
     with torch.inference_mode():
         logits = model(torch.from_numpy(tokens)[None]).logits[0, 30:-1]
     own = torch.log_softmax(logits.float(), -1)

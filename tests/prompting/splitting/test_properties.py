@@ -12,12 +12,42 @@ from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.prompting.splitting import Piece, split_text
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
-ENCODERS = [TextEncoder(t) for t in (byte_level(), metaspace("first"), metaspace("prepend"), word_level())]
+ENCODERS = [
+    TextEncoder(t) for t in (byte_level(), metaspace("first"), metaspace("prepend"), word_level())
+]
 FAMILY, FLAG, ACCENTED = "👩‍👩‍👧", "🇩🇪", "e\u0301\u0323"
 
 whitespace = [*"   \n\n\t\r\f", "\r\n", "\n\n", " \n \n", "\u00a0", "\u3000"]
-words = ["The cat", "dog", "...!?", "1.", "Dr.", "e.g.", "</s>", "<|end|>", "# Title", "## ", "```", "~~~~", "- "]
-other = [FAMILY, FLAG, ACCENTED, "é", "😀", "漢字", "。", "」", "। ", "한국", "\u200b", "\0", "\u2028"]
+words = [
+    "The cat",
+    "dog",
+    "...!?",
+    "1.",
+    "Dr.",
+    "e.g.",
+    "</s>",
+    "<|end|>",
+    "# Title",
+    "## ",
+    "```",
+    "~~~~",
+    "- ",
+]
+other = [
+    FAMILY,
+    FLAG,
+    ACCENTED,
+    "é",
+    "😀",
+    "漢字",
+    "。",
+    "」",
+    "। ",
+    "한국",
+    "\u200b",
+    "\0",
+    "\u2028",
+]
 fragments = st.sampled_from([*whitespace, *words, *other])
 texts = st.one_of(st.lists(fragments, max_size=60).map("".join), st.text(max_size=60))
 METHODS = ("fixed", "sentence", "paragraph", "passage", "markdown")
@@ -82,7 +112,9 @@ def test_a_piece_is_blank_only_where_it_fits_no_neighbour(
 
 @settings(max_examples=100, deadline=None)
 @given(text=texts, encoder=encoders, method=methods)
-def test_short_runs_of_whitespace_are_never_a_piece(text: str, encoder: TextEncoder, method: str) -> None:
+def test_short_runs_of_whitespace_are_never_a_piece(
+    text: str, encoder: TextEncoder, method: str
+) -> None:
     assume(not regex.search(r"\s{8}", text))
     pieces = split(text, encoder, method, max_tokens=32)
     assert all(piece.text.strip() for piece in pieces)
@@ -90,8 +122,11 @@ def test_short_runs_of_whitespace_are_never_a_piece(text: str, encoder: TextEnco
 
 @settings(max_examples=100, deadline=None)
 @given(text=texts, encoder=encoders, method=methods)
-def test_without_need_semantic_pieces_are_not_cut(text: str, encoder: TextEncoder, method: str) -> None:
-    """A limit that nothing reaches changes nothing, and where it is reached only what is over it is cut."""
+def test_without_need_semantic_pieces_are_not_cut(
+    text: str, encoder: TextEncoder, method: str
+) -> None:
+    """A limit that nothing reaches changes nothing, and where it is reached only what is over it is
+    cut."""
     assume(method in ("sentence", "paragraph"))
     natural = split(text, encoder, method, 10_000)
     limited = iter(split(text, encoder, method, 40))

@@ -16,8 +16,13 @@ from tests.toy_tokenizers import byte_level, metaspace, word_level
 ENCODER = TextEncoder(byte_level())
 
 
-def split(text: str, method: str, max_tokens: int = 512, encoder: TextEncoder = ENCODER) -> list[str]:
-    return [piece.text for piece in split_text(text, tokenizer=encoder, method=method, max_tokens=max_tokens)]
+def split(
+    text: str, method: str, max_tokens: int = 512, encoder: TextEncoder = ENCODER
+) -> list[str]:
+    return [
+        piece.text
+        for piece in split_text(text, tokenizer=encoder, method=method, max_tokens=max_tokens)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,10 @@ def test_sentences(pieces: list[str]) -> None:
 
 
 def test_sentences_of_a_long_paragraph() -> None:
-    pieces = ["This is the first.", *(f" Dr. Holt wrote “sentence {n}” of them." for n in range(1000))]
+    pieces = [
+        "This is the first.",
+        *(f" Dr. Holt wrote “sentence {n}” of them." for n in range(1000)),
+    ]
     assert split("".join(pieces), "sentence") == pieces
 
 
@@ -107,7 +115,9 @@ def test_long_markdown_sections_become_passages() -> None:
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
 
 
-@pytest.mark.parametrize("start", ["The", "(The"])  # fewer and more tokens alone than behind another paragraph
+@pytest.mark.parametrize(
+    "start", ["The", "(The"]
+)  # fewer and more tokens alone than behind another paragraph
 @pytest.mark.parametrize("encoder", [ENCODER, TextEncoder(metaspace("prepend"))])
 def test_passages_are_as_many_whole_paragraphs_as_fit(encoder: TextEncoder, start: str) -> None:
     paragraphs = [f"{start} cat {'and a dog ' * (i % 7)}sat.\n\n" for i in range(60)]
@@ -170,16 +180,23 @@ def test_a_tokenizer_serves_as_well_as_an_encoder() -> None:
     for tokenizer in (byte_level(), metaspace(), word_level()):
         options: dict[str, Any] = {"method": "sentence", "max_tokens": 9}
         encoder = PromptBuilder(tokenizer, context=GenerationContext.ALONE).encoder
-        assert split_text(text, tokenizer=tokenizer, **options) == split_text(text, tokenizer=encoder, **options)
+        assert split_text(text, tokenizer=tokenizer, **options) == split_text(
+            text, tokenizer=encoder, **options
+        )
 
 
 def test_pieces_count_what_their_chunks_have() -> None:
     built = PromptBuilder(metaspace(), context=GenerationContext.ALONE)
     pieces = split_text(
-        "<s>The cat</s> sat. It was fine.\n\nYes.", tokenizer=built.encoder, method="passage", max_tokens=12
+        "<s>The cat</s> sat. It was fine.\n\nYes.",
+        tokenizer=built.encoder,
+        method="passage",
+        max_tokens=12,
     )
     assert len(pieces) > 1
-    assert [piece.tokens for piece in pieces] == [len(built.encode_chunk(piece.text)) for piece in pieces]
+    assert [piece.tokens for piece in pieces] == [
+        len(built.encode_chunk(piece.text)) for piece in pieces
+    ]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\r\n\t\f\u3000"])
@@ -193,7 +210,11 @@ def test_blank_input(text: str) -> None:
     ("arguments", "param", "message"),
     [
         ({"text": "a\ud800"}, "text", r"lone surrogate U\+D800"),
-        ({"method": "words"}, "method", "one of fixed, markdown, paragraph, passage, sentence, not 'words'"),
+        (
+            {"method": "words"},
+            "method",
+            "one of fixed, markdown, paragraph, passage, sentence, not 'words'",
+        ),
         ({"max_tokens": 0}, "max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
         ({"max_tokens": -5}, "max_tokens", "not -5"),
         ({"max_tokens": MAX_PIECE_TOKENS + 1}, "max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
@@ -204,7 +225,12 @@ def test_blank_input(text: str) -> None:
 )
 @pytest.mark.parametrize("method", list(splitters()))
 def test_errors(method: str, arguments: dict[str, Any], param: str, message: str) -> None:
-    defaults: dict[str, Any] = {"text": "a b", "method": method, "max_tokens": 9, "tokenizer": ENCODER}
+    defaults: dict[str, Any] = {
+        "text": "a b",
+        "method": method,
+        "max_tokens": 9,
+        "tokenizer": ENCODER,
+    }
     with pytest.raises(InvalidRequestError, match=message) as caught:
         split_text(**defaults | arguments)
     assert caught.value.param == param
@@ -212,7 +238,23 @@ def test_errors(method: str, arguments: dict[str, Any], param: str, message: str
 
 @pytest.mark.parametrize(
     "text",
-    ["x", " ", ".", ". ", "1. A ", '."', "\n", "a\n \n", "\r\n", "`", "# a\n", "e\u0301", "🇩🇪", "\u0301", "Dr. "],
+    [
+        "x",
+        " ",
+        ".",
+        ". ",
+        "1. A ",
+        '."',
+        "\n",
+        "a\n \n",
+        "\r\n",
+        "`",
+        "# a\n",
+        "e\u0301",
+        "🇩🇪",
+        "\u0301",
+        "Dr. ",
+    ],
 )
 def test_time_is_linear_in_the_text(text: str) -> None:
     """The worst texts for each rule; quadratic time would take minutes."""

@@ -1,4 +1,5 @@
-"""Splitters of one's own: how they are registered, what is made good for them, and what is refused."""
+"""Splitters of one's own: how they are registered, what is made good for them, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import pytest
 from kvlinker.base import registry as registries
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.prompting.splitting import Splitter, TokenLimit, register, split_text, splitter, splitters
+from kvlinker.prompting.splitting import (
+    Splitter,
+    TokenLimit,
+    register,
+    split_text,
+    splitter,
+    splitters,
+)
 from tests.toy_tokenizers import byte_level
 
 ENCODER = TextEncoder(byte_level())
@@ -27,7 +35,10 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut(text: str, method: str, max_tokens: int = 64) -> list[str]:
-    return [piece.text for piece in split_text(text, tokenizer=ENCODER, method=method, max_tokens=max_tokens)]
+    return [
+        piece.text
+        for piece in split_text(text, tokenizer=ENCODER, method=method, max_tokens=max_tokens)
+    ]
 
 
 class Lines(Splitter):
@@ -62,7 +73,9 @@ def test_pieces_that_are_not_the_text_are_refused(pieces: list[str]) -> None:
             return pieces
 
     register(Forgetful)
-    with pytest.raises(KVLinkerError, match=r"'forgetful' \(tests.prompting.splitting.test_splitter\)") as caught:
+    with pytest.raises(
+        KVLinkerError, match=r"'forgetful' \(tests.prompting.splitting.test_splitter\)"
+    ) as caught:
         cut("one two", "forgetful")
     assert caught.value.status == 500
 
@@ -75,7 +88,8 @@ def test_names_are_taken_once() -> None:
     register(Lines)
     assert register(Lines) is Lines
     with pytest.raises(
-        ValueError, match=r"'passage' is registered already, by kvlinker.prompting.splitting.methods.prose"
+        ValueError,
+        match=r"'passage' is registered already, by kvlinker.prompting.splitting.methods.prose",
     ):
         register(Other)
 

@@ -35,11 +35,17 @@ SAMPLES = [chunk_kv(number, tokens=50) for number in range(3)]
 
 
 def places(settings: Settings) -> dict[str, ScratchPlace]:
-    return {place.tier: place for place in scratch_places(settings, load_cipher(settings.encryption_key))}
+    return {
+        place.tier: place
+        for place in scratch_places(settings, load_cipher(settings.encryption_key))
+    }
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -49,18 +55,25 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("tier", ["disk", "object"])
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_samples_are_read_back_and_leave_nothing(settings: Settings, tmp_path: Path, tier: str, codec: str) -> None:
+def test_samples_are_read_back_and_leave_nothing(
+    settings: Settings, tmp_path: Path, tier: str, codec: str
+) -> None:
     changed = settings.model_copy(update={f"{tier}_codec": codec})
     place = places(changed)[tier]
     before = everything(tmp_path)
     rounds: list[tuple[object, ...]] = []
-    numbers = [ChunkKV((LayerKV(torch.randn(2, 50, 64), torch.randn(2, 50, 64)),) * 2) for _ in range(3)]
+    numbers = [
+        ChunkKV((LayerKV(torch.randn(2, 50, 64), torch.randn(2, 50, 64)),) * 2) for _ in range(3)
+    ]
     with place.open(BUDGET) as opened:
         delivery = measure_tier(opened, numbers, progress=lambda *told: rounds.append(told))
         assert len(opened) == 3
     assert everything(tmp_path) == before
     written = [(f"{tier}: writing samples", number, 3) for number in range(3)]
-    assert rounds == [*written, *((f"{tier}: reading samples", number, ROUNDS) for number in range(ROUNDS))]
+    assert rounds == [
+        *written,
+        *((f"{tier}: reading samples", number, ROUNDS) for number in range(ROUNDS)),
+    ]
     assert delivery.tokens == 150
     raw = sum(kv.nbytes for kv in numbers)
     assert delivery.nbytes > raw if codec == "raw" else delivery.nbytes < raw
@@ -113,7 +126,9 @@ def test_what_a_killed_process_left_is_removed(settings: Settings, tmp_path: Pat
 
 def test_memory_file_systems_are_cleared_too(settings: Settings) -> None:
     url = "memory://probing/tier"
-    place = places(load_settings(state_dir=settings.state_dir, disk_space=0, object_url=url))["object"]
+    place = places(load_settings(state_dir=settings.state_dir, disk_space=0, object_url=url))[
+        "object"
+    ]
     tier = object_tier(url, BUDGET, Recorder().events)
     tier.put(key_of(1), chunk_kv(1))
     with place.open(BUDGET) as opened:
@@ -140,7 +155,10 @@ def test_redis_keeps_nothing_of_samples(redis_server: RedisServer, tmp_path: Pat
 
 def test_a_place_that_does_not_answer_is_told(tmp_path: Path) -> None:
     settings = load_settings(state_dir=tmp_path, disk_space=0, redis_url="redis://127.0.0.1:1/0")
-    with places(settings)["redis"].open(BUDGET) as opened, pytest.raises(ProbeFailedError, match="does not answer"):
+    with (
+        places(settings)["redis"].open(BUDGET) as opened,
+        pytest.raises(ProbeFailedError, match="does not answer"),
+    ):
         measure_tier(opened, SAMPLES)
 
 
@@ -182,8 +200,12 @@ def test_a_round_that_was_disturbed_does_not_count(disturbed: int) -> None:
 
 
 @pytest.mark.parametrize("disturbed", range(ROUNDS))
-def test_a_prefill_that_was_disturbed_does_not_count(monkeypatch: pytest.MonkeyPatch, disturbed: int) -> None:
-    usual = iter([5.0, *(20.0 if number == disturbed else 1.0 + number / 10 for number in range(ROUNDS))])
+def test_a_prefill_that_was_disturbed_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, disturbed: int
+) -> None:
+    usual = iter(
+        [5.0, *(20.0 if number == disturbed else 1.0 + number / 10 for number in range(ROUNDS))]
+    )
     asked = []
 
     def first_token(engine: object, prompt: Prompt, policy: str) -> FirstTokenAnswer:

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from kvlinker.quality.advice.recommendation import TierFigures, explain_recommendation, recommended
 
 
-def figures(tier="disk", *, rate=1e9, overlaps=True, percent=15.0, prefill=1.0, bytes_per_token=1000.0, price=1.0):
+def figures(
+    tier="disk",
+    *,
+    rate=1e9,
+    overlaps=True,
+    percent=15.0,
+    prefill=1.0,
+    bytes_per_token=1000.0,
+    price=1.0,
+):
     return TierFigures(
         tier,
         codec="raw",
@@ -38,7 +47,12 @@ positive = st.floats(1e-3, 1e3)
 @st.composite
 def any_tiers(draw):
     return [
-        figures(f"tier{index}", rate=1e6 * draw(positive), bytes_per_token=draw(positive), price=draw(positive))
+        figures(
+            f"tier{index}",
+            rate=1e6 * draw(positive),
+            bytes_per_token=draw(positive),
+            price=draw(positive),
+        )
         for index in range(draw(st.integers(0, 5)))
     ]
 
@@ -51,7 +65,9 @@ def test_the_cheapest_of_those_that_hide_is_recommended(tiers):
         assert not hidden
     else:
         assert chosen in hidden
-        assert all(chosen.price_per_million_tokens <= tier.price_per_million_tokens for tier in hidden)
+        assert all(
+            chosen.price_per_million_tokens <= tier.price_per_million_tokens for tier in hidden
+        )
 
 
 @given(positive, positive, positive)
@@ -59,11 +75,16 @@ def test_a_tier_hides_from_its_hidden_percent_on(rate, per_token, prefill):
     tier = figures(rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill)
     if tier.hidden_percent < 99:
         assert figures(
-            rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill, percent=tier.hidden_percent * 1.01
+            rate=1e6 * rate,
+            bytes_per_token=per_token,
+            prefill=prefill,
+            percent=tier.hidden_percent * 1.01,
         ).hidden
     if tier.hidden_percent < 100:
         below = tier.hidden_percent * 0.99
-        assert not figures(rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill, percent=below).hidden
+        assert not figures(
+            rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill, percent=below
+        ).hidden
 
 
 def test_bytes_count_not_only_the_price_of_a_gigabyte():
@@ -114,6 +135,10 @@ def test_cheaper_tiers_are_told_with_what_they_add():
     tape = figures("tape", rate=2e6, price=0.01)
     assert recommended([host, disk, tape]) == host
     first, slow, busy = explain_recommendation([host, disk, tape])
-    assert first.startswith("Recommended: host, the cheapest tier whose loading is hidden: 1 ms beside 150 ms")
+    assert first.startswith(
+        "Recommended: host, the cheapest tier whose loading is hidden: 1 ms beside 150 ms"
+    )
     assert slow == "- tape is cheaper, and adds 350 ms"
-    assert busy.startswith("- disk is cheaper, and adds 100 ms (reading keeps a processor busy for 50%")
+    assert busy.startswith(
+        "- disk is cheaper, and adds 100 ms (reading keeps a processor busy for 50%"
+    )

@@ -1,4 +1,5 @@
-"""The benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
+"""The benchmarks run on a tiny model and report what they promise; their figures are not looked
+at."""
 
 import json
 import os
@@ -28,7 +29,11 @@ def subject():
 
 def test_ttft_rows_say_what_was_measured(subject):
     report = run_ttft(
-        subject, [Workload(2, 30, 5), Workload(3, 30, 5)], ["full", "naive", "legolink-4"], repeat=1, full_limit=70
+        subject,
+        [Workload(2, 30, 5), Workload(3, 30, 5)],
+        ["full", "naive", "legolink-4"],
+        repeat=1,
+        full_limit=70,
     )
     rows = {(row["context_tokens"], row["policy"], row["engine"]): row for row in report.rows}
     assert set(rows) == {
@@ -86,23 +91,35 @@ def test_competitors_take_turns_behind_a_warm_up():
 
 
 def test_exponents_are_fitted_from_three_lengths_on():
-    rows = [{"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5} for n in (10, 100, 1000)]
+    rows = [
+        {"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5}
+        for n in (10, 100, 1000)
+    ]
     assert scaling_exponents(rows) == {("p", "e"): pytest.approx(1.5)}
     assert scaling_exponents(rows[:2]) == {}
 
 
 def test_decode_compares_formats_and_transformers(subject):
-    subjects = {"auto": subject, "int4": replace(subject, loaded=loaded_model("llama", weights="int4"))}
-    rows = run_decode(subjects, [1, 3], Workload(0, 1, 20), plain=tiny_model("llama"), steps=8, repeat=1).rows
+    subjects = {
+        "auto": subject,
+        "int4": replace(subject, loaded=loaded_model("llama", weights="int4")),
+    }
+    rows = run_decode(
+        subjects, [1, 3], Workload(0, 1, 20), plain=tiny_model("llama"), steps=8, repeat=1
+    ).rows
     assert [(row["case"], row["system"]) for row in rows] == [
-        (case, system) for case in ("1 × 20", "3 × 20") for system in ("kvlinker auto", "kvlinker int4", "transformers")
+        (case, system)
+        for case in ("1 × 20", "3 × 20")
+        for system in ("kvlinker auto", "kvlinker int4", "transformers")
     ]
     assert all(row["ms_per_step"] > 0 for row in rows)
     assert rows[0]["ratio"] == 1
 
 
 def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
-    (row,) = run_decode({"auto": subject}, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
+    (row,) = run_decode(
+        {"auto": subject}, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1
+    ).rows
     assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker auto")
     assert row["ms_per_step"] > 0
 
@@ -130,7 +147,13 @@ def test_processes_that_have_ended_have_no_memory():
 
 def test_reports_become_json_and_plots(tmp_path):
     rows = [
-        {"policy": policy, "engine": "embedded", "context_tokens": 100, "ttft_ms": ms, "speedup": 10 / ms}
+        {
+            "policy": policy,
+            "engine": "embedded",
+            "context_tokens": 100,
+            "ttft_ms": ms,
+            "speedup": 10 / ms,
+        }
         for policy, ms in (("full", 10.0), ("naive", 2.0))
     ]
     report = Report("kvlinker bench ttft", {"cores": 2}, {"torch": "2"}, {"repeat": 1}, rows)

@@ -1,4 +1,5 @@
-"""bench quality on a tiny model: rows, files, and complaints; its figures are not looked at, but full's are exact."""
+"""bench quality on a tiny model: rows, files, and complaints; its figures are not looked at, but
+full's are exact."""
 
 import json
 import math
@@ -32,9 +33,22 @@ FIELDS = {
     "kl",
     "main",
 }
-METRICS = ["exact_match", "f1", "rouge_l", "jaccard", "exact_match_vs_full", "rouge_l_vs_full", "jaccard_vs_full"]
+METRICS = [
+    "exact_match",
+    "f1",
+    "rouge_l",
+    "jaccard",
+    "exact_match_vs_full",
+    "rouge_l_vs_full",
+    "jaccard_vs_full",
+]
 RECORDS = [
-    {"task": task, "passages": [f"{i} is one. ", f"{i} is not two. "], "question": f"What is {i}?", "answers": ["one"]}
+    {
+        "task": task,
+        "passages": [f"{i} is one. ", f"{i} is not two. "],
+        "question": f"What is {i}?",
+        "answers": ["one"],
+    }
     for i, task in enumerate(["a", "b", "a", "b"])
 ]
 
@@ -99,7 +113,9 @@ def test_reruns_are_identical_and_full_need_not_be_asked_for(subject, settings, 
     options = QualityOptions((data,), ("naive", "random-50"), max_tokens=4)
     first, again = (run_quality(subject, settings, options).report for _ in range(2))
     assert first.rows == again.rows
-    with_full = run_quality(subject, settings, replace(options, policies=("naive", "random-50", "full"))).report
+    with_full = run_quality(
+        subject, settings, replace(options, policies=("naive", "random-50", "full"))
+    ).report
     assert [row for row in with_full.rows if row["policy"] != "full"] == first.rows
 
 
@@ -120,11 +136,17 @@ def test_a_finished_run_is_read_back(subject, settings, data, tmp_path):
 def test_splits_and_contexts_change_what_is_asked(subject, data):
     def full_and_naive(split, context):
         settings = load_settings(max_model_len=500, generation_context=context)
-        options = QualityOptions((data,), ("full", "naive"), max_tokens=2, split=split, chunk_tokens=8)
+        options = QualityOptions(
+            (data,), ("full", "naive"), max_tokens=2, split=split, chunk_tokens=8
+        )
         rows = run_quality(subject, settings, options).report.rows
         return [row["kl"] for row in rows if (row["task"], row["metric"]) == ("all", "f1")]
 
-    kls = [full_and_naive(split, context)[1] for split in ContextSplit for context in ("prefix", "alone")]
+    kls = [
+        full_and_naive(split, context)[1]
+        for split in ContextSplit
+        for context in ("prefix", "alone")
+    ]
     assert len(set(kls)) == 4
 
 
@@ -134,17 +156,29 @@ def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings
         options = QualityOptions((data,), ("full", "naive"), max_tokens=2, codec=name)
         report = run_quality(subject, settings, options).report
         assert report.settings["codec"] == name
-        kls[name] = {row["policy"]: row["kl"] for row in report.rows if (row["task"], row["metric"]) == ("all", "f1")}
+        kls[name] = {
+            row["policy"]: row["kl"]
+            for row in report.rows
+            if (row["task"], row["metric"]) == ("all", "f1")
+        }
     assert {found["full"] for found in kls.values()} == {0.0}
     assert len({found["naive"] for found in kls.values()}) == 3
-    assert abs(kls["int8"]["naive"] - kls["raw"]["naive"]) < abs(kls["int4"]["naive"] - kls["raw"]["naive"])
+    assert abs(kls["int8"]["naive"] - kls["raw"]["naive"]) < abs(
+        kls["int4"]["naive"] - kls["raw"]["naive"]
+    )
 
 
 def test_deviations_add_rows_with_their_layers(subject, settings, data):
     options = QualityOptions((data,), ("full", "naive"), max_tokens=2, deviation=True)
     rows = run_quality(subject, settings, options).report.rows
-    inside = {(row["policy"], row["metric"]): row for row in rows if row["task"] == "all" and "layers" in row}
-    assert set(inside) == {(p, m) for p in ("full", "naive") for m in ("kv_deviation", "attention_deviation")}
+    inside = {
+        (row["policy"], row["metric"]): row
+        for row in rows
+        if row["task"] == "all" and "layers" in row
+    }
+    assert set(inside) == {
+        (p, m) for p in ("full", "naive") for m in ("kv_deviation", "attention_deviation")
+    }
     assert inside["full", "kv_deviation"]["layers"] == [0, 0, 0]
     assert inside["naive", "kv_deviation"]["layers"][1] > 0
     with pytest.raises(InvalidRequestError, match="one request at a time"):
@@ -152,7 +186,9 @@ def test_deviations_add_rows_with_their_layers(subject, settings, data):
 
 
 def test_nothing_to_ask_is_an_error_that_says_why(subject, data):
-    with pytest.raises(InvalidRequestError, match=r"No example could be asked\. 6 skipped: record 5: 'passages' is"):
+    with pytest.raises(
+        InvalidRequestError, match=r"No example could be asked\. 6 skipped: record 5: 'passages' is"
+    ):
         run_quality(subject, load_settings(max_model_len=20), QualityOptions((data,), ("full",)))
 
 
@@ -166,7 +202,9 @@ def test_two_data_sets_cannot_have_one_name(subject, settings, data, tmp_path):
 
 def test_plots_have_a_panel_per_task(subject, settings, data, tmp_path):
     rows = main_rows(
-        run_quality(subject, settings, QualityOptions((data,), ("full", "naive"), max_tokens=2)).report.rows
+        run_quality(
+            subject, settings, QualityOptions((data,), ("full", "naive"), max_tokens=2)
+        ).report.rows
     )
     plot_quality(rows, tmp_path / "q.svg")
     assert "<svg" in (tmp_path / "q.svg").read_text()
@@ -176,7 +214,18 @@ def test_plots_have_a_panel_per_task(subject, settings, data, tmp_path):
 
 
 def test_the_command_writes_all_metrics_and_shows_the_main_one(data, tmp_path):
-    arguments = ["bench", "quality", "--shape", "tiny", "--policies", "full,naive", "--dataset", data, "--limit", "2"]
+    arguments = [
+        "bench",
+        "quality",
+        "--shape",
+        "tiny",
+        "--policies",
+        "full,naive",
+        "--dataset",
+        data,
+        "--limit",
+        "2",
+    ]
     files = ["--json", str(tmp_path / "q.json"), "--plot", str(tmp_path / "q.png")]
     result = CliRunner().invoke(app, [*arguments, "--max-tokens", "2", *files])
     assert result.exit_code == 0, result.output
@@ -192,9 +241,15 @@ def test_the_command_writes_all_metrics_and_shows_the_main_one(data, tmp_path):
 
 def test_prose_has_a_loss_and_a_perplexity(subject, settings, tmp_path):
     path = tmp_path / "prose.jsonl"
-    records = [{"passages": [f"One {i}, ", "two, "], "continuation": f"three and {i}."} for i in range(4)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"passages": ["One"]}]))
-    options = QualityOptions((str(path),), ("full", "naive"), limit=3, resume=tmp_path / "run.jsonl")
+    records = [
+        {"passages": [f"One {i}, ", "two, "], "continuation": f"three and {i}."} for i in range(4)
+    ]
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in [*records, {"passages": ["One"]}])
+    )
+    options = QualityOptions(
+        (str(path),), ("full", "naive"), limit=3, resume=tmp_path / "run.jsonl"
+    )
     measured = run_quality(subject, settings, options)
     full, naive = measured.report.rows
     assert set(naive) == FIELDS | {"perplexity"}
@@ -209,7 +264,16 @@ def test_prose_has_a_loss_and_a_perplexity(subject, settings, tmp_path):
 
 
 def test_the_command_says_what_it_skipped(data):
-    arguments = ["--shape", "tiny", "--policies", "naive", "--max-model-len", "300", "--max-tokens", "1"]
+    arguments = [
+        "--shape",
+        "tiny",
+        "--policies",
+        "naive",
+        "--max-model-len",
+        "300",
+        "--max-tokens",
+        "1",
+    ]
     result = CliRunner().invoke(app, ["bench", "quality", "--dataset", data, *arguments])
     assert result.exit_code == 0, result.output
     assert "skipped record 5: 'passages' is empty" in result.stderr
@@ -235,10 +299,15 @@ def test_bad_arguments_end_with_a_clear_message(arguments, message):
 
 
 def test_formats_of_weights_are_compared_with_full_of_the_first(subject, settings, data):
-    others = {form: replace(subject, loaded=loaded_model("llama", weights=form)) for form in ("auto", "int4")}
+    others = {
+        form: replace(subject, loaded=loaded_model("llama", weights=form))
+        for form in ("auto", "int4")
+    }
     options = QualityOptions((data,), ("full", "naive"), max_tokens=4)
     measured = run_quality(subject, settings, options, others)
-    rows = {row["policy"]: row for row in measured.report.rows if row["task"] == "all" and row["main"]}
+    rows = {
+        row["policy"]: row for row in measured.report.rows if row["task"] == "all" and row["main"]
+    }
     assert list(rows) == ["full", "naive", "full@auto", "naive@auto", "full@int4", "naive@int4"]
     assert rows["full@auto"]["kl"] == rows["full"]["kl"] == 0
     assert rows["naive@auto"]["kl"] == rows["naive"]["kl"]

@@ -1,4 +1,5 @@
-"""``kvlinker certify`` on the shipped model: the certificate, its page, and a server that asks for it."""
+"""``kvlinker certify`` on the shipped model: the certificate, its page, and a server that asks for
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ POLICY = "random-100"
 
 def certificate(**changes: Any) -> Certificate:
     agreement = Agreement(20, 19, 0.95, 0.75, 0.99)
-    row = {"dataset": "d", "task": "t", "n": 20, "metric": "f1", "recomputed_fraction": 0.1, "kl": 0.02}
+    row = {
+        "dataset": "d",
+        "task": "t",
+        "n": 20,
+        "metric": "f1",
+        "recomputed_fraction": 0.1,
+        "kl": 0.02,
+    }
     scores = {"score": 0.9, "ci_low": 0.8, "ci_high": 1.0}
     fields: dict[str, Any] = {
         "model": "toy <b>",
@@ -48,9 +56,18 @@ def certificate(**changes: Any) -> Certificate:
 def test_the_page_has_everything_in_it() -> None:
     page = certificate_page(certificate())
     assert page.count("<svg") == 2
-    assert not re.search(r"<(script|link|img|iframe)|src=|@import|url\(http", page), "nothing comes from elsewhere"
+    assert not re.search(r"<(script|link|img|iframe)|src=|@import|url\(http", page), (
+        "nothing comes from elsewhere"
+    )
     assert "toy &lt;b&gt;" in page
-    for text in ("Not certified", "19 of 20 answers agree", "own chunks", "prefill", "f" * 64, "2001-09-09 01:46 UTC"):
+    for text in (
+        "Not certified",
+        "19 of 20 answers agree",
+        "own chunks",
+        "prefill",
+        "f" * 64,
+        "2001-09-09 01:46 UTC",
+    ):
         assert text in page
     assert "Not certified" not in certificate_page(certificate(passed=True))
 
@@ -67,9 +84,22 @@ def test_a_policy_is_certified_and_then_served(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=f"{POLICY} has no certificate .* 'kvlinker certify"):
         LLM.from_model(loaded, load_settings(policy=POLICY, **options))
     with LLM.from_model(loaded, load_settings(**options | {"require_certificate": False})) as llm:
-        llm.generate_context_cache([f"Text number {number} tells of nothing else.\n\n" for number in range(5)])
+        llm.generate_context_cache(
+            [f"Text number {number} tells of nothing else.\n\n" for number in range(5)]
+        )
 
-    arguments = ["--policy", POLICY, "--target", "0.5", "--limit", "4", "--prompts", "2", "--state-dir", str(tmp_path)]
+    arguments = [
+        "--policy",
+        POLICY,
+        "--target",
+        "0.5",
+        "--limit",
+        "4",
+        "--prompts",
+        "2",
+        "--state-dir",
+        str(tmp_path),
+    ]
     run = CliRunner().invoke(app, ["certify", *arguments])
     assert run.exit_code == 0, run.output
     assert f"{POLICY} is certified" in run.output
@@ -78,12 +108,24 @@ def test_a_policy_is_certified_and_then_served(tmp_path: Path) -> None:
     assert (told["object"], told["policy"], told["passed"]) == ("certificate", POLICY, True)
     assert told["fingerprint"] == loaded.fingerprint
     assert told["tasks"]["own chunks"]["samples"] == 2
-    assert sum(task["samples"] for task in told["tasks"].values()) == told["agreement"]["samples"] == 6
+    assert (
+        sum(task["samples"] for task in told["tasks"].values()) == told["agreement"]["samples"] == 6
+    )
     assert {check["passed"] for check in told["checks"]} == {True}
     assert {row["policy"] for row in told["quality"]} == {"full", POLICY}
     assert "<svg" in path.with_suffix(".html").read_text()
 
-    strict = [*arguments, "--target", "0.99", "--limit", "1", "--prompts", "0", "--out", str(tmp_path / "mine.json")]
+    strict = [
+        *arguments,
+        "--target",
+        "0.99",
+        "--limit",
+        "1",
+        "--prompts",
+        "0",
+        "--out",
+        str(tmp_path / "mine.json"),
+    ]
     run = CliRunner().invoke(app, ["certify", *strict])
     assert run.exit_code == 1, run.output
     assert not Certificate.read(tmp_path / "mine.json").passed

@@ -9,15 +9,27 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.quality.evaluation.calibration import calibrate, candidates_of, trial_values
-from kvlinker.quality.evaluation.examples import Continuation, Example, ExampleAnswer, Question, Result, Skipped
+from kvlinker.quality.evaluation.examples import (
+    Continuation,
+    Example,
+    ExampleAnswer,
+    Question,
+    Result,
+    Skipped,
+)
 
-EXAMPLES = [Question(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)]
+EXAMPLES = [
+    Question(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)
+]
 
 
 class Scripted:
-    """Answers as told: policy -> (how many examples are right, tokens computed again out of 100)."""
+    """Answers as told: policy -> (how many examples are right, tokens computed again out of
+    100)."""
 
-    def __init__(self, told: dict[str, tuple[int, int]], skipped: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, told: dict[str, tuple[int, int]], skipped: frozenset[str] = frozenset()
+    ) -> None:
         self.told = told
         self.skipped = skipped
 
@@ -44,7 +56,12 @@ def run(told: dict[str, tuple[int, int]], target: float, **options: Any) -> Any:
 
 
 def test_the_cheapest_setting_that_reaches_the_target_is_chosen() -> None:
-    told = {"cachecraft-0.1": (1, 5), "cachecraft-0.5": (3, 25), "cachecraft-1": (4, 50), "cachecraft-2": (4, 99)}
+    told = {
+        "cachecraft-0.1": (1, 5),
+        "cachecraft-0.5": (3, 25),
+        "cachecraft-1": (4, 50),
+        "cachecraft-2": (4, 99),
+    }
     assert run(told, 0.75).chosen.policy == "cachecraft-0.5"
     assert run(told, 0.76).chosen.policy == "cachecraft-1"
     assert run(told, 0.1).chosen.policy == "cachecraft-0.1"
@@ -63,11 +80,19 @@ def test_what_cannot_be_asked_is_left_out_and_told() -> None:
 def test_text_without_answers_chooses_nothing() -> None:
     examiner: Any = Scripted({})
     with pytest.raises(InvalidRequestError, match="give a data set of questions"):
-        calibrate(examiner, [Continuation("0", "toy", "toy", ("passage",), "goes on")], ["naive"], target=0.9)
+        calibrate(
+            examiner,
+            [Continuation("0", "toy", "toy", ("passage",), "goes on")],
+            ["naive"],
+            target=0.9,
+        )
 
 
 def test_candidates_come_from_a_template() -> None:
-    assert candidates_of("cachecraft-{}-focus", ["0.5", " 1"]) == ("cachecraft-0.5-focus", "cachecraft-1-focus")
+    assert candidates_of("cachecraft-{}-focus", ["0.5", " 1"]) == (
+        "cachecraft-0.5-focus",
+        "cachecraft-1-focus",
+    )
     with pytest.raises(InvalidRequestError, match="must have one"):
         candidates_of("cachecraft", ["1"])
     with pytest.raises(PolicyError, match="from 0 to 1000"):
@@ -97,7 +122,9 @@ def test_values_are_tried_only_where_a_number_goes() -> None:
         with pytest.raises(InvalidRequestError, match="must have one"):
             trial_values(template)
     for template in ("naive-{}", "legolink-4-{}", "query-{}x"):
-        with pytest.raises(InvalidRequestError, match=r"where no number goes. This policy is written \w+"):
+        with pytest.raises(
+            InvalidRequestError, match=r"where no number goes. This policy is written \w+"
+        ):
             trial_values(template)
     with pytest.raises(PolicyError, match="Unknown policy"):
         trial_values("querry-{}")

@@ -22,7 +22,11 @@ POLICIES = ("full", "naive", "legolink-4", "cacheblend-40", "random-50")
 @pytest.fixture(params=["alone", "bos", "prefix"])
 def llm_of_context(request, tmp_path):
     settings = load_settings(
-        state_dir=tmp_path, kv_slots=512, disk_space=0, prefix_cache="off", generation_context=request.param
+        state_dir=tmp_path,
+        kv_slots=512,
+        disk_space=0,
+        prefix_cache="off",
+        generation_context=request.param,
     )
     with LLM.from_model(loaded_model("llama"), settings) as running:
         yield running
@@ -95,7 +99,9 @@ def test_they_are_journaled_beside_answers(llm, tmp_path):
 
 def test_deviations_are_those_of_the_same_prompt(llm):
     inspector = EngineInspector(llm, loaded_model("llama"))
-    outcome = Examiner(llm, inspector=inspector).examine(make_continuation(), ("full", "naive", "random-50"))
+    outcome = Examiner(llm, inspector=inspector).examine(
+        make_continuation(), ("full", "naive", "random-50")
+    )
     full, naive, half = (result.deviation for result in results_of(outcome, Scored))
     assert full is not None
     assert naive is not None

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.quality.evaluation.inspection import LayerView, attention_deviation, deviation, kv_distance
+from kvlinker.quality.evaluation.inspection import (
+    LayerView,
+    attention_deviation,
+    deviation,
+    kv_distance,
+)
 
 TOKENS, HEADS = 3, 2
 

@@ -27,6 +27,8 @@ def test_the_example_runs(tmp_path, monkeypatch):
 def test_the_record_is_one(tmp_path):
     (record,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mine.jsonl").write_text(record)
-    dataset = load_dataset(str(tmp_path / "mine.jsonl"), ContextSplitter(TextEncoder(byte_tokenizer())))
+    dataset = load_dataset(
+        str(tmp_path / "mine.jsonl"), ContextSplitter(TextEncoder(byte_tokenizer()))
+    )
     assert questions_of(dataset)[0].answers == ("1978",)
     assert not dataset.skipped

@@ -32,7 +32,10 @@ def _nothing_asked():
 
 
 def texts(outcomes):
-    return [(example.id, [(result.policy, result.text) for result in results]) for example, results in outcomes]
+    return [
+        (example.id, [(result.policy, result.text) for result in results])
+        for example, results in outcomes
+    ]
 
 
 def test_outcomes_come_in_order_and_are_the_same_one_by_one_and_at_once(llm):
@@ -58,7 +61,10 @@ def test_a_stopped_run_goes_on_where_it_was(llm, tmp_path):
     assert rest == whole
     assert set(asked).isdisjoint({"0", "1"})
     asked.clear()
-    assert list(evaluate(_Counting(llm), EXAMPLES, POLICIES, journal=Journal(path, {"model": "m"}))) == whole
+    assert (
+        list(evaluate(_Counting(llm), EXAMPLES, POLICIES, journal=Journal(path, {"model": "m"})))
+        == whole
+    )
     assert asked == []
 
 
@@ -76,14 +82,23 @@ def test_a_changed_example_is_asked_again(llm, tmp_path):
     path = tmp_path / "run.jsonl"
     list(evaluate(_Counting(llm), EXAMPLES[:1], ("full",), journal=Journal(path, {})))
     asked.clear()
-    list(evaluate(_Counting(llm), [make_example(0, question="Else?")], ("full",), journal=Journal(path, {})))
+    list(
+        evaluate(
+            _Counting(llm),
+            [make_example(0, question="Else?")],
+            ("full",),
+            journal=Journal(path, {}),
+        )
+    )
     assert asked == ["0"]
 
 
 def test_skipped_examples_are_not_journaled(llm, tmp_path):
     long = make_example(9, question="x" * 1000)
     path = tmp_path / "run.jsonl"
-    (_, outcome), (_, results) = evaluate(Examiner(llm), [long, EXAMPLES[0]], ("full",), journal=Journal(path, {}))
+    (_, outcome), (_, results) = evaluate(
+        Examiner(llm), [long, EXAMPLES[0]], ("full",), journal=Journal(path, {})
+    )
     assert isinstance(outcome, Skipped)
     assert [result.policy for result in results_of(results, ExampleAnswer)] == ["full"]
     assert len(path.read_text().splitlines()) == 2
@@ -92,7 +107,9 @@ def test_skipped_examples_are_not_journaled(llm, tmp_path):
 @pytest.mark.parametrize("own", [{"text": "a\nb"}, {"loss": 1 / 3}])
 def test_results_survive_the_journal_with_all_their_fields(tmp_path, own):
     kind = ExampleAnswer if "text" in own else Scored
-    result = kind("d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own, deviation=Deviation((0.1, 0.2), (0.3, 1 / 3)))
+    result = kind(
+        "d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own, deviation=Deviation((0.1, 0.2), (0.3, 1 / 3))
+    )
     Journal(tmp_path / "run.jsonl", {"a": (1,)}).add([result])
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive"]) == (result,)
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive", "full"]) is None
@@ -104,7 +121,10 @@ def test_results_survive_the_journal_with_all_their_fields(tmp_path, own):
         (json.dumps({"settings": {"max_tokens": 8}}) + "\n", "max_tokens was 8 and is 16"),
         ("some notes\n", "cannot be used to resume"),
         ("[1]\n", "cannot be used to resume"),
-        (json.dumps({"settings": {"max_tokens": 16}}) + '\n{"example": 1}\n', "cannot be used to resume"),
+        (
+            json.dumps({"settings": {"max_tokens": 16}}) + '\n{"example": 1}\n',
+            "cannot be used to resume",
+        ),
     ],
 )
 def test_files_of_other_runs_are_refused(tmp_path, content, message):

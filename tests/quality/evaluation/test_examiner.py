@@ -40,12 +40,17 @@ def test_answers_are_those_that_users_get(llm):
 
 def test_full_agrees_with_itself_exactly_and_others_less(llm):
     examiner = Examiner(llm)
-    results = [results_of(examiner.examine(make_example(number), POLICIES), ExampleAnswer) for number in range(4)]
+    results = [
+        results_of(examiner.examine(make_example(number), POLICIES), ExampleAnswer)
+        for number in range(4)
+    ]
     for full, *others in results:
         assert (full.agreement, full.kl, full.recomputed_fraction) == (1, 0, 1)
         assert all(other.kl > 0 for other in others)
         naive, lego, half = others
-        assert naive.recomputed_fraction == 0 < lego.recomputed_fraction < half.recomputed_fraction < 1
+        assert (
+            naive.recomputed_fraction == 0 < lego.recomputed_fraction < half.recomputed_fraction < 1
+        )
 
 
 def test_full_asked_again_is_the_same_to_the_bit(llm):
@@ -59,8 +64,12 @@ def test_full_asked_again_is_the_same_to_the_bit(llm):
 def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
     for number in range(40):  # many are answered with nothing, or with next to nothing
         example = make_example(number, first_line=False)
-        (long,) = results_of(Examiner(llm, max_tokens=40).examine(example, ("naive",)), ExampleAnswer)
-        (short,) = results_of(Examiner(llm, max_tokens=3).examine(example, ("naive",)), ExampleAnswer)
+        (long,) = results_of(
+            Examiner(llm, max_tokens=40).examine(example, ("naive",)), ExampleAnswer
+        )
+        (short,) = results_of(
+            Examiner(llm, max_tokens=3).examine(example, ("naive",)), ExampleAnswer
+        )
         assert long.text.startswith(short.text)
         if len(short.text) < len(long.text):
             break
@@ -69,7 +78,9 @@ def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
     lines: Any = _Said("  yes, \n no")
     (first_line,) = results_of(Examiner(lines).examine(make_example(), ("full",)), ExampleAnswer)
     assert first_line.text == "yes,"
-    (whole,) = results_of(Examiner(lines).examine(make_example(first_line=False), ("full",)), ExampleAnswer)
+    (whole,) = results_of(
+        Examiner(lines).examine(make_example(first_line=False), ("full",)), ExampleAnswer
+    )
     assert whole.text == "yes, \n no"
 
 
@@ -77,7 +88,8 @@ def test_of_choices_one_is_given(llm):
     choices = ("the red one", "a blue one")
     for policy in POLICIES:
         (result,) = results_of(
-            Examiner(llm).examine(make_example(choices=choices, max_tokens=16), (policy,)), ExampleAnswer
+            Examiner(llm).examine(make_example(choices=choices, max_tokens=16), (policy,)),
+            ExampleAnswer,
         )
         assert result.text in choices
 
@@ -90,19 +102,26 @@ def test_contexts_over_the_window_are_skipped_or_truncated(llm):
     assert skipped.where == "toys 0"
     assert f"the model takes {WINDOW}" in skipped.reason
     assert "--truncate" in skipped.reason
-    (truncated,) = results_of(Examiner(llm, truncate=True).examine(example, ("naive",)), ExampleAnswer)
+    (truncated,) = results_of(
+        Examiner(llm, truncate=True).examine(example, ("naive",)), ExampleAnswer
+    )
     ends = dataclasses.replace(example, passages=(passages[0], passages[1], passages[7]))
     (expected,) = results_of(Examiner(llm).examine(ends, ("naive",)), ExampleAnswer)
     assert truncated.text == expected.text
     assert truncated.cached_tokens == 300
-    assert isinstance(Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES), Skipped)
+    assert isinstance(
+        Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES),
+        Skipped,
+    )
     too_long = make_example(question="x" * 500)
     assert isinstance(Examiner(llm, truncate=True).examine(too_long, POLICIES), Skipped)
 
 
 def test_an_answer_that_ends_at_once_still_has_a_distribution(llm):
     silent: Any = _Silent(llm)
-    full, naive = results_of(Examiner(silent).examine(make_example(), ("full", "naive")), ExampleAnswer)
+    full, naive = results_of(
+        Examiner(silent).examine(make_example(), ("full", "naive")), ExampleAnswer
+    )
     assert full.text == naive.text == ""
     assert full.kl == 0 < naive.kl
 
@@ -111,7 +130,14 @@ def test_a_failing_policy_takes_its_example_out_for_all(llm):
     failing: Any = _Failing(llm, "naive", KVLinkerError("It broke."))
     outcome = Examiner(failing).examine(make_example(), POLICIES)
     assert outcome == Skipped("toys 0", "It broke.")
-    assert len(results_of(Examiner(failing).examine(make_example(), ("full", "legolink-4")), ExampleAnswer)) == 2
+    assert (
+        len(
+            results_of(
+                Examiner(failing).examine(make_example(), ("full", "legolink-4")), ExampleAnswer
+            )
+        )
+        == 2
+    )
     failing = _Failing(llm, "naive", EngineClosedError("Closed."))
     with pytest.raises(EngineClosedError):
         Examiner(failing).examine(make_example(), POLICIES)
@@ -170,11 +196,19 @@ class _Said:
         from kvlinker.llm import Answer
 
         best = TokenLogprob(1, "x", -0.1)
-        return Answer(self._text, (1,), "stop", Usage(1, 0, 1), Timing(), (dataclasses.replace(best, top=(best,)),))
+        return Answer(
+            self._text,
+            (1,),
+            "stop",
+            Usage(1, 0, 1),
+            Timing(),
+            (dataclasses.replace(best, top=(best,)),),
+        )
 
 
 def test_prompts_are_prepared_and_policies_need_no_name(llm):
-    """Chunks exchanged for variants that are exact where they stand: nothing is left to repair, so naive is full."""
+    """Chunks exchanged for variants that are exact where they stand: nothing is left to repair, so
+    naive is full."""
 
     class Everything(Policy):
         family = "everything"
@@ -188,7 +222,9 @@ def test_prompts_are_prepared_and_policies_need_no_name(llm):
 
     example = make_example(3)
     examiner = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()})
-    full, naive, everything = results_of(examiner.examine(example, ("full", "naive", "everything")), ExampleAnswer)
+    full, naive, everything = results_of(
+        examiner.examine(example, ("full", "naive", "everything")), ExampleAnswer
+    )
     assert full.text == naive.text == everything.text
     assert naive.kl == pytest.approx(0, abs=1e-4)
     assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)

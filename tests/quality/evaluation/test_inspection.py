@@ -13,7 +13,15 @@ from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import make_example, results_of
 from tests.toy_models import loaded_model
 
-FAMILIES = ("llama", "qwen3", "mistral-window", "gemma2-softcap", "gpt_oss-sinks", "cohere2-interleaved-nope", "yarn")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "mistral-window",
+    "gemma2-softcap",
+    "gpt_oss-sinks",
+    "cohere2-interleaved-nope",
+    "yarn",
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -25,7 +33,12 @@ def family(request, tmp_path):
 
 
 def messages_of(llm, example):
-    return [{"role": "user", "content": [*llm.generate_context_cache(example.passages), example.question]}]
+    return [
+        {
+            "role": "user",
+            "content": [*llm.generate_context_cache(example.passages), example.question],
+        }
+    ]
 
 
 def test_a_full_prefill_shows_the_models_own_attention(family):
@@ -38,7 +51,9 @@ def test_a_full_prefill_shows_the_models_own_attention(family):
     assert len(views) == len(own) == len(loaded.layers)
     for view, expected in zip(views, own, strict=True):
         assert view.attention.shape[1] == LAST_QUERIES
-        torch.testing.assert_close(view.attention, expected[0, :, -LAST_QUERIES:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            view.attention, expected[0, :, -LAST_QUERIES:], rtol=1e-4, atol=1e-5
+        )
         assert view.key.shape[1] == view.value.shape[1] == ids.shape[1]
     assert loaded.model.config._attn_implementation == ATTENTION_NAME
 
@@ -64,7 +79,10 @@ def test_linked_prompts_deviate_where_they_must(family):
         assert found["prefix"].kv[layer] < 1e-5
         assert 1e-4 < found["random-50"].kv[layer] < found["naive"].kv[layer]
         assert found["naive"].attention[layer] > 1e-5
-    for policy in ("cacheblend-50", "query-50"):  # the one narrows between layers, the other runs twice
+    for policy in (
+        "cacheblend-50",
+        "query-50",
+    ):  # the one narrows between layers, the other runs twice
         assert 1e-4 < found[policy].kv[-1] < found["naive"].kv[-1]
 
 
@@ -82,7 +100,9 @@ def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):
 
 def test_results_carry_deviations_when_they_are_wanted(family):
     loaded, llm = family
-    outcome = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(make_example(), ("full", "naive"))
+    outcome = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(
+        make_example(), ("full", "naive")
+    )
     full, naive = (result.deviation for result in results_of(outcome, ExampleAnswer))
     assert full is not None
     assert naive is not None

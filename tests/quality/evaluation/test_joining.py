@@ -17,9 +17,14 @@ PASSAGES = ["First passage.\n\n", "  The second one."]
 
 
 def test_passages_stand_bare_where_the_template_says() -> None:
-    joined = Template("own", "Read:\n{context}\nNow: {question} ({question})", between=" | ").join(PASSAGES, "Who?")
+    joined = Template("own", "Read:\n{context}\nNow: {question} ({question})", between=" | ").join(
+        PASSAGES, "Who?"
+    )
     assert joined.text == "Read:\nFirst passage. | The second one.\nNow: Who? (Who?)"
-    assert [joined.text[begin:end] for begin, end in joined.passages] == ["First passage.", "The second one."]
+    assert [joined.text[begin:end] for begin, end in joined.passages] == [
+        "First passage.",
+        "The second one.",
+    ]
 
 
 def test_templates_have_names_or_are_spelled() -> None:
@@ -34,7 +39,9 @@ def test_frameworks_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("a_framework")
     module.PROMPT = "C: {context_str} Q: {query_str}"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_framework", module)
-    monkeypatch.setitem(joining.FRAMEWORKS, "langchain", (("no_such_module", "a_framework"), "PROMPT"))
+    monkeypatch.setitem(
+        joining.FRAMEWORKS, "langchain", (("no_such_module", "a_framework"), "PROMPT")
+    )
     assert find_template("langchain") == Template("langchain", "C: {context} Q: {question}")
     monkeypatch.setitem(joining.FRAMEWORKS, "langchain", (("no_such_module",), "PROMPT"))
     with pytest.raises(InvalidRequestError, match="not installed"):

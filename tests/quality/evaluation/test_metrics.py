@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from kvlinker.quality.evaluation.metrics import best_score, exact_match, f1, jaccard, normalised, rouge_l, similarity
-
-WORDS = st.lists(st.sampled_from(["the", "a", "cat", "cats", "Sat", "mat.", "U.S.", "an", "x"]), max_size=8).map(
-    " ".join
+from kvlinker.quality.evaluation.metrics import (
+    best_score,
+    exact_match,
+    f1,
+    jaccard,
+    normalised,
+    rouge_l,
+    similarity,
 )
+
+WORDS = st.lists(
+    st.sampled_from(["the", "a", "cat", "cats", "Sat", "mat.", "U.S.", "an", "x"]), max_size=8
+).map(" ".join)
 
 
 def squad_normalised(text):
@@ -41,7 +49,9 @@ def squad_f1(answer, reference):
 @given(WORDS, WORDS)
 def test_f1_and_exact_match_are_squads(answer, reference):
     assert normalised(answer) == squad_normalised(reference) or not exact_match(answer, reference)
-    assert exact_match(answer, reference) == (squad_normalised(answer) == squad_normalised(reference))
+    assert exact_match(answer, reference) == (
+        squad_normalised(answer) == squad_normalised(reference)
+    )
     assert f1(answer, reference) == pytest.approx(squad_f1(answer, reference))
 
 

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from kvlinker.quality.evaluation.statistics import grouped_correlation, mann_whitney, mean_interval, spearman
+from kvlinker.quality.evaluation.statistics import (
+    grouped_correlation,
+    mann_whitney,
+    mean_interval,
+    spearman,
+)
 
 
 def test_an_interval_is_as_wide_as_the_normal_approximation():
@@ -23,7 +28,8 @@ def test_reruns_are_identical_and_constants_have_no_width():
 
 
 def test_bounds_of_the_percentile_bootstrap():
-    """Of two values, a resample's mean is one of three: each value twice in a quarter of the resamples."""
+    """Of two values, a resample's mean is one of three: each value twice in a quarter of the
+    resamples."""
     assert mean_interval([0.0, 1.0]) == (0, 1)
     low, high = mean_interval([0.0] * 50 + [1.0] * 50)
     assert (low, high) == pytest.approx((0.4, 0.6), abs=0.011)  # binomial quantiles of 100 draws
@@ -68,12 +74,16 @@ def test_correlation_of_groups() -> None:
     falling = grouped_correlation([1, 2, 3], [3, 2, 1], [0, 1, 2])
     assert falling.value == pytest.approx(-1)
     generator = np.random.default_rng(1)
-    noise = grouped_correlation(generator.normal(size=60).tolist(), generator.normal(size=60).tolist(), list(range(60)))
+    noise = grouped_correlation(
+        generator.normal(size=60).tolist(), generator.normal(size=60).tolist(), list(range(60))
+    )
     assert noise.interval.low < 0 < noise.interval.high
     assert str(noise).endswith("(no clear effect)")
 
 
-@pytest.mark.parametrize(("x", "y"), [([], []), ([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0])])
+@pytest.mark.parametrize(
+    ("x", "y"), [([], []), ([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0])]
+)
 def test_what_never_changes_correlates_with_nothing(x: list[float], y: list[float]) -> None:
     found = grouped_correlation(x, y, list(range(len(x))))
     assert found.value is None

@@ -7,15 +7,27 @@ from kvlinker.quality.evaluation.task_scores import task_scores
 from tests.quality.evaluation.conftest import make_continuation, make_example
 
 
-def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None):
-    return ExampleAnswer(example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation)
+def result(
+    example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None
+):
+    return ExampleAnswer(
+        example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation
+    )
 
 
 def answered():
-    first, second, third = (make_example(n, answers=("red cat", "blue"), metric="exact_match") for n in range(3))
+    first, second, third = (
+        make_example(n, answers=("red cat", "blue"), metric="exact_match") for n in range(3)
+    )
     return [
-        (first, [result(first, "full", "blue"), result(first, "p", "Blue.", agreement=0.0, kl=0.5)]),
-        (second, [result(second, "full", "red"), result(second, "p", "dog", cached=100, recomputed=0)]),
+        (
+            first,
+            [result(first, "full", "blue"), result(first, "p", "Blue.", agreement=0.0, kl=0.5)],
+        ),
+        (
+            second,
+            [result(second, "full", "red"), result(second, "p", "dog", cached=100, recomputed=0)],
+        ),
         (third, [result(third, "full", ""), result(third, "p", "")]),
     ]
 

@@ -1,4 +1,5 @@
-"""The auditor over an engine that scores by rule: who is drawn, what is recorded, and what becomes of it."""
+"""The auditor over an engine that scores by rule: who is drawn, what is recorded, and what becomes
+of it."""
 
 import json
 import threading
@@ -28,7 +29,8 @@ BEST, OTHER = np.log(0.75), np.log(0.25)
 
 
 class ScoringEngine:
-    """Finds the tokens of ``best`` the most likely ones of an answer, with 3/4, and the next number with 1/4."""
+    """Finds the tokens of ``best`` the most likely ones of an answer, with 3/4, and the next number
+    with 1/4."""
 
     def __init__(self, best):
         self.best = best
@@ -42,7 +44,9 @@ class ScoringEngine:
         ids = np.array([[token, token + 1] for token in self.best[: len(tokens) - first]])
         logprobs = np.tile([BEST, OTHER], (len(ids), 1)).astype(np.float32)
         done: Future[PromptLogprobs] = Future()
-        done.set_result(PromptLogprobs(tokens[first:], logprobs[:, 0], ids, logprobs, Usage(0, 0, len(tokens))))
+        done.set_result(
+            PromptLogprobs(tokens[first:], logprobs[:, 0], ids, logprobs, Usage(0, 0, len(tokens)))
+        )
         return done
 
 
@@ -55,7 +59,9 @@ def make():
         seen: list[object] = []
         events.subscribe(seen.append)
         engine = ScoringEngine(best)
-        auditor = Auditor(cast(Engine, engine), events, AuditOptions(share, tokens_per_hour), **options)
+        auditor = Auditor(
+            cast(Engine, engine), events, AuditOptions(share, tokens_per_hour), **options
+        )
         made.append((auditor, engine))
         return auditor, seen
 
@@ -71,15 +77,23 @@ def entry(token):
 
 
 def request(policy="naive", prompt=PROMPT, **sampling):
-    return GenerationRequest(prompt, parse_policy(policy), SamplingParams(temperature=0, **sampling), "tenant")
+    return GenerationRequest(
+        prompt, parse_policy(policy), SamplingParams(temperature=0, **sampling), "tenant"
+    )
 
 
 def answer(auditor, asked, tokens=(7, 8), ends=None, reason="stop", implicit=False):
-    """Let the request be answered by these tokens, then one without a distribution; return what the caller saw."""
+    """Let the request be answered by these tokens, then one without a distribution; return what the
+    caller saw."""
     told = []
     given, sink = auditor.watch(asked, lambda choice, event: told.append(event), implicit=implicit)
     for token in tokens:
-        sink(0, Delta(f"w{token}", (token,), () if given.sampling.logprobs is None else (entry(token),)))
+        sink(
+            0,
+            Delta(
+                f"w{token}", (token,), () if given.sampling.logprobs is None else (entry(token),)
+            ),
+        )
     if ends is not None:
         sink(0, Delta("", (ends,)))
     sink(0, Finished(reason, USAGE, Timing()))
@@ -98,7 +112,11 @@ def test_an_answer_that_the_full_computation_would_have_given_agrees(make):
     assert (found.samples, found.agreement, found.alike_share) == (1, 1.0, 1.0)
     assert found.kl == pytest.approx(0, abs=1e-6)
     assert auditor._engine.scored == [([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, TOP, "tenant")]
-    assert seen == [AnswerAudited("naive", agrees=True, alike=True, kl=found.kl, answer_kl=found.answer_kl, tokens=9)]
+    assert seen == [
+        AnswerAudited(
+            "naive", agrees=True, alike=True, kl=found.kl, answer_kl=found.answer_kl, tokens=9
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,9 @@ def test_what_is_exact_is_not_computed_again(make, asked):
     assert noted == ([("tenant", "full", True)] if asked.policy.exact else [])
 
 
-@pytest.mark.parametrize("end", [Finished("cancelled", USAGE, Timing()), Failed(KVLinkerError("broke"))])
+@pytest.mark.parametrize(
+    "end", [Finished("cancelled", USAGE, Timing()), Failed(KVLinkerError("broke"))]
+)
 def test_what_is_not_answered_does_not_agree(make, end):
     noted = []
     auditor, _ = make(noted=lambda *told: noted.append(told))
@@ -189,7 +209,9 @@ def test_what_cannot_be_compared_is_counted(make):
 
 def test_a_sampled_end_is_not_taken_for_the_most_likely_token(make):
     auditor, _ = make(best=(7, 8, 10))
-    sampled = GenerationRequest(PROMPT, parse_policy("naive"), SamplingParams(temperature=1), "tenant")
+    sampled = GenerationRequest(
+        PROMPT, parse_policy("naive"), SamplingParams(temperature=1), "tenant"
+    )
     answer(auditor, sampled, ends=9)
     assert tally(auditor).alike == 1
 
@@ -281,7 +303,10 @@ def test_lines_have_hashes_and_figures_and_texts_if_asked_for(make, tmp_path, te
     assert (first["prompt_tokens"], first["answer_tokens"], first["recomputed_tokens"]) == (6, 2, 1)
     assert path.stat().st_mode & 0o077 == 0
     if texts:
-        assert (first["prompt"], first["answer"]) == ("text of [1, 2, 3, 4, 5, 6]", "text of [7, 8]")
+        assert (first["prompt"], first["answer"]) == (
+            "text of [1, 2, 3, 4, 5, 6]",
+            "text of [7, 8]",
+        )
     else:
         assert "prompt" not in first
 

@@ -8,12 +8,19 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import parse_policy
-from kvlinker.service.audit.certificate import Agreement, Certificate, CertifiedPolicies, certificate_path
+from kvlinker.service.audit.certificate import (
+    Agreement,
+    Certificate,
+    CertifiedPolicies,
+    certificate_path,
+)
 
 FINGERPRINT = "ab" * 32
 
 
-def write(folder: Path, policy: str, *, passed: bool = True, fingerprint: str = FINGERPRINT) -> Certificate:
+def write(
+    folder: Path, policy: str, *, passed: bool = True, fingerprint: str = FINGERPRINT
+) -> Certificate:
     agreement = Agreement(10, 10, 1.0, 0.7, 1.0)
     made = Certificate(
         model="m",
@@ -47,7 +54,9 @@ def test_what_is_no_certificate_is_said_to_be_none(tmp_path: Path, content: str)
         Certificate.read(path)
 
 
-def test_policies_that_passed_with_this_model_may_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_policies_that_passed_with_this_model_may_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, "query-5")
     write(tmp_path, "naive", passed=False)
     write(tmp_path, "query-1", fingerprint=FINGERPRINT[:-1] + "0")

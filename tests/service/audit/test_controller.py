@@ -1,4 +1,5 @@
-"""The controller on known curves: it keeps the target, settles, and says why it does what it does."""
+"""The controller on known curves: it keeps the target, settles, and says why it does what it
+does."""
 
 import logging
 import random
@@ -8,16 +9,25 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import parse_policy
-from kvlinker.service.audit.controller import CONFIDENCE, EVERYBODY, RETRY_ANSWERS, QualityController, Reason
+from kvlinker.service.audit.controller import (
+    CONFIDENCE,
+    EVERYBODY,
+    RETRY_ANSWERS,
+    QualityController,
+    Reason,
+)
 from kvlinker.service.audit.ladder import Ladder, make_ladder
 
-LADDER = make_ladder(parse_policy("query-5"), ["query-1", "query-5", "query-10", "query-20", "full"])
+LADDER = make_ladder(
+    parse_policy("query-5"), ["query-1", "query-5", "query-10", "query-20", "full"]
+)
 FULL = len(LADDER.policies) - 1
 TARGET = 0.98
 
 
 def simulate(curve, answers=4000, *, start=1, seed=0, target=TARGET):
-    """Let so many answers agree as the ``curve`` says for each step; return the controller, and the steps taken."""
+    """Let so many answers agree as the ``curve`` says for each step; return the controller, and the
+    steps taken."""
     controller = QualityController(Ladder(LADDER.policies, start), target)
     draw = random.Random(seed)
     names = LADDER.names
@@ -63,7 +73,10 @@ def test_a_policy_that_keeps_the_target_is_rarely_raised():
     raised = 0
     for seed in range(60):
         controller, _ = simulate(curve, 300, seed=seed)
-        raised += any(each.reason is Reason.BELOW and each.before == "query-5" for each in controller.decisions)
+        raised += any(
+            each.reason is Reason.BELOW and each.before == "query-5"
+            for each in controller.decisions
+        )
     assert raised <= 60 * (1 - CONFIDENCE)
 
 
@@ -90,7 +103,11 @@ def test_a_fall_after_a_good_time_is_noticed_soon(rate, most):
 def test_a_policy_that_failed_is_left_alone_and_longer_each_time():
     curve = [0.0, 0.5, 1.0, 1.0, 1.0]
     _, steps = simulate(curve, 8000)
-    visits = [number for number, step in enumerate(steps) if step == 1 and (number == 0 or steps[number - 1] != 1)]
+    visits = [
+        number
+        for number, step in enumerate(steps)
+        if step == 1 and (number == 0 or steps[number - 1] != 1)
+    ]
     waits = [later - sooner for sooner, later in pairwise(visits)]
     assert waits[0] >= RETRY_ANSWERS
     assert all(later >= 1.9 * sooner for sooner, later in pairwise(waits))
@@ -142,8 +159,18 @@ def test_tenants_are_steered_together_or_apart(per_tenant):
         ("query-7", (), ["query-1", "query-2", "query-5", "query-7"], 3),
         ("legolink-16", (), ["legolink-1", "legolink-2", "legolink-4", "legolink-8"], 4),
         ("naive", (), ["naive", "query-1-sensitive", "query-2-sensitive", "query-5-sensitive"], 0),
-        ("query-5+legolink-4", (), ["query-5+legolink-4", *(f"query-{r}-sensitive" for r in (1, 2, 5))], 0),
-        ("query-5", ("naive", "query-5", "query-5+legolink-4"), ["naive", "query-5", "query-5+legolink-4", "full"], 1),
+        (
+            "query-5+legolink-4",
+            (),
+            ["query-5+legolink-4", *(f"query-{r}-sensitive" for r in (1, 2, 5))],
+            0,
+        ),
+        (
+            "query-5",
+            ("naive", "query-5", "query-5+legolink-4"),
+            ["naive", "query-5", "query-5+legolink-4", "full"],
+            1,
+        ),
         ("full", ("query-5",), ["query-5", "full"], 1),
     ],
 )

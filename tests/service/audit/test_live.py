@@ -13,7 +13,9 @@ QUESTIONS = 8
 
 
 def start(reader, folder, **options):
-    settings = load_settings(state_dir=folder, disk_space=0, prefix_cache="off", kv_slots=8192, **options)
+    settings = load_settings(
+        state_dir=folder, disk_space=0, prefix_cache="off", kv_slots=8192, **options
+    )
     return LLM.from_model(reader, settings)
 
 
@@ -63,8 +65,14 @@ def test_answers_are_the_same_with_and_without_it(reader, anaphora, tmp_path):
 
 
 def test_a_bad_policy_is_caught_and_raised_within_200_requests(reader, anaphora, tmp_path):
-    """``naive`` on anaphora agrees in about half of all answers; requests that name no policy leave it."""
-    options = {"audit": "50%", "policy": "naive", "quality_target": "98%", "quality_policies": "naive,query-10"}
+    """``naive`` on anaphora agrees in about half of all answers; requests that name no policy leave
+    it."""
+    options = {
+        "audit": "50%",
+        "policy": "naive",
+        "quality_target": "98%",
+        "quality_policies": "naive,query-10",
+    }
     with start(reader, tmp_path, **options) as llm:
         asked = []
         for number in range(200):
@@ -77,7 +85,13 @@ def test_a_bad_policy_is_caught_and_raised_within_200_requests(reader, anaphora,
             if asked[-1] != "naive":
                 break
         (decision,) = llm.policy_manager.controller.decisions
-        assert llm.read_chat(messages, policy="naive").policy.name == "naive", "who names a policy gets it"
+        assert llm.read_chat(messages, policy="naive").policy.name == "naive", (
+            "who names a policy gets it"
+        )
     assert set(asked[:-1]) == {"naive"}
-    assert (decision.before, decision.after, decision.reason) == ("naive", "query-10", "below target")
+    assert (decision.before, decision.after, decision.reason) == (
+        "naive",
+        "query-10",
+        "below target",
+    )
     assert decision.agreeing < 0.98 * decision.samples

@@ -39,12 +39,16 @@ class Watched:
             policy = self.controller.policy(tenant).name
             agrees = draw.random() < RATES[policy]
             kind = RequestKind("1", "0-1023", draw.random() < 0.5)
-            answer = ServedAnswer(Prompt((FreshSegment((1,)),)), policy, tenant, kind, True, (2,), (), Usage(0, 0, 1))
+            answer = ServedAnswer(
+                Prompt((FreshSegment((1,)),)), policy, tenant, kind, True, (2,), (), Usage(0, 0, 1)
+            )
             self.figures.add(answer, Comparison(agrees, 0.25, 0.5, None if agrees else 0))
             self.controller.note(tenant, policy, agrees)
 
     def remembered(self, folder: Path, fingerprint: str = FINGERPRINT) -> AuditMemory:
-        return AuditMemory(memory_path(folder, FINGERPRINT), fingerprint, self.figures, self.controller)
+        return AuditMemory(
+            memory_path(folder, FINGERPRINT), fingerprint, self.figures, self.controller
+        )
 
     @property
     def state(self) -> object:
@@ -61,7 +65,9 @@ def test_the_next_process_goes_on_where_this_one_ended(tmp_path: Path, answers: 
     assert anew.state == watched.state
     for each in (watched, anew):
         each.notice(400, seed=2)
-    assert [each.after for each in anew.controller.decisions] == [each.after for each in watched.controller.decisions]
+    assert [each.after for each in anew.controller.decisions] == [
+        each.after for each in watched.controller.decisions
+    ]
     assert anew.figures.state() == watched.figures.state()
 
 
@@ -78,7 +84,9 @@ def test_the_file_is_written_when_something_is_new(tmp_path: Path) -> None:
     assert path.stat().st_ino == written.st_ino
 
 
-def test_a_newer_versions_file_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newer_versions_file_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = memory_path(tmp_path, FINGERPRINT)
     path.parent.mkdir()
     path.write_text('{"version": 2, "unknown": {}}')
@@ -87,7 +95,10 @@ def test_a_newer_versions_file_is_left_alone(tmp_path: Path, caplog: pytest.LogC
     watched.notice(3, seed=0)
     memory.close()
     assert path.read_text() == '{"version": 2, "unknown": {}}'
-    assert "written by a newer kvlinker (version 2, this one knows up to 1), and is left alone" in caplog.text
+    assert (
+        "written by a newer kvlinker (version 2, this one knows up to 1), and is left alone"
+        in caplog.text
+    )
 
 
 def test_a_full_disk_is_told_once_and_what_was_found_is_written_when_there_is_room(
@@ -97,7 +108,9 @@ def test_a_full_disk_is_told_once_and_what_was_found_is_written_when_there_is_ro
     memory, path = watched.remembered(tmp_path), memory_path(tmp_path, FINGERPRINT)
     watched.notice(1, seed=0)
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr(
+            "os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        )
         memory.save()
         memory.save()
     assert caplog.text.count("No space left on device") == 1
@@ -108,7 +121,12 @@ def test_a_full_disk_is_told_once_and_what_was_found_is_written_when_there_is_ro
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(b"{", "cannot be read"), (b"[]", "cannot be read"), (b"\xff", "cannot be read"), (None, "another model's")],
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (None, "another model's"),
+    ],
     ids=["cut off", "something else", "no text", "another model's"],
 )
 def test_what_cannot_be_used_is_none(
@@ -121,14 +139,20 @@ def test_what_cannot_be_used_is_none(
     if content is not None:
         memory_path(tmp_path, FINGERPRINT).write_bytes(content)
     anew = Watched()
-    anew.remembered(tmp_path, FINGERPRINT if content is not None else FINGERPRINT[:-1] + "0").close()
+    anew.remembered(
+        tmp_path, FINGERPRINT if content is not None else FINGERPRINT[:-1] + "0"
+    ).close()
     assert anew.state == Watched().state
     assert told in caplog.text
 
 
 @pytest.mark.parametrize(
     "changed",
-    [Watched(target=0.9), Watched(Ladder(LADDER.policies, 0)), Watched(Ladder(LADDER.policies[1:], 0))],
+    [
+        Watched(target=0.9),
+        Watched(Ladder(LADDER.policies, 0)),
+        Watched(Ladder(LADDER.policies[1:], 0)),
+    ],
     ids=["target", "default policy", "ladder"],
 )
 def test_another_target_begins_anew_and_figures_go_on(
@@ -144,7 +168,9 @@ def test_another_target_begins_anew_and_figures_go_on(
     assert "begins as it is set" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "audit").write_text("no folder")
     watched = Watched()
     memory = watched.remembered(tmp_path)

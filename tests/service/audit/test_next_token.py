@@ -8,7 +8,9 @@ from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
 
 
 def distribution(seed, scale=2.0, vocabulary=50):
-    logits = scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = scale * torch.randn(
+        vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.log_softmax(logits, -1)
 
 
@@ -46,5 +48,7 @@ def test_nothing_diverges_from_itself():
 def test_distributions_without_a_common_token_diverge_by_a_finite_amount():
     p = NextToken(np.array([1]), np.log([0.999]))
     q = NextToken(np.array([2]), np.log([0.999]))
-    assert kl_divergence(p, q) == 0  # nothing is known of either's common part but that it is everything
+    assert (
+        kl_divergence(p, q) == 0
+    )  # nothing is known of either's common part but that it is everything
     assert not agree(p, q)

@@ -33,7 +33,8 @@ def outcomes(rate, count, seed):
 
 
 def crossed(test, successes, threshold=20.0):
-    """The number of answers after which the evidence reached the threshold; None if it never did."""
+    """The number of answers after which the evidence reached the threshold; None if it never
+    did."""
     for number, success in enumerate(successes, 1):
         test.note(success)
         if test.evidence >= threshold:
@@ -94,7 +95,9 @@ def test_evidence_is_a_likelihood_ratio():
 def test_a_fall_is_noticed_and_the_new_rate_learnt():
     detector = DriftDetector()
     assert not any(detector.note(success) for success in outcomes(0.97, 1000, 1))
-    alarms = [number for number, success in enumerate(outcomes(0.75, 500, 2)) if detector.note(success)]
+    alarms = [
+        number for number, success in enumerate(outcomes(0.75, 500, 2)) if detector.note(success)
+    ]
     assert len(alarms) == 1
     assert alarms[0] < 80
     assert detector.alarms == 1

@@ -21,7 +21,8 @@ ENCODER = TextEncoder(byte_level())
 
 
 class Catalog:
-    """Token ids of chunks by tenant, in the order in which they were entered, as ``Recognizer`` asks for them."""
+    """Token ids of chunks by tenant, in the order in which they were entered, as ``Recognizer``
+    asks for them."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[str, tuple[int, ...]]] = []
@@ -36,7 +37,9 @@ class Catalog:
     def tokens_since(
         self, number: int, tenant: str, fingerprint: str, *, limit: int
     ) -> tuple[int, list[tuple[int, ...]]]:
-        return len(self.entered), [tokens for owner, tokens in self.entered[number:] if owner == tenant]
+        return len(self.entered), [
+            tokens for owner, tokens in self.entered[number:] if owner == tenant
+        ]
 
 
 class Reader:
@@ -45,13 +48,24 @@ class Reader:
         made: Any = self.catalog
         self.recognizer = Recognizer(made, ENCODER, fingerprint="model")
 
-    def marked(self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True) -> list[str]:
+    def marked(
+        self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True
+    ) -> list[str]:
         """The texts that are marked; all else is what was asked."""
-        asked = [message if isinstance(message, ChatMessage) else user(message) for message in messages]
+        asked = [
+            message if isinstance(message, ChatMessage) else user(message) for message in messages
+        ]
         told = self.recognizer.mark(asked, tenant=tenant, notes=notes)
         assert [_text(message) for message in told] == [_text(message) for message in asked]
-        assert [replace(message, content=()) for message in told] == [replace(message, content=()) for message in asked]
-        return [part.text for message in told for part in message.content if isinstance(part, MarkedText)]
+        assert [replace(message, content=()) for message in told] == [
+            replace(message, content=()) for message in asked
+        ]
+        return [
+            part.text
+            for message in told
+            for part in message.content
+            if isinstance(part, MarkedText)
+        ]
 
 
 def user(*content: str | CachedPart) -> ChatMessage[CachedPart]:
@@ -71,7 +85,9 @@ def _tools(*definitions: str) -> ChatMessage[CachedPart]:
 
 
 def _text(message: ChatMessage[CachedPart]) -> str:
-    return "".join(part.text if isinstance(part, MarkedText) else str(part) for part in message.content)
+    return "".join(
+        part.text if isinstance(part, MarkedText) else str(part) for part in message.content
+    )
 
 
 def joined(*documents: str, question: str) -> str:
@@ -89,10 +105,14 @@ def test_passages_are_marked_at_their_second_sight_and_known_then() -> None:
 
 def test_results_of_tools_are_marked_at_their_second_sight() -> None:
     reader = Reader()
-    result: ChatMessage[CachedPart] = ChatMessage("tool", (document("a"),), fields={"tool_call_id": "c1"})
+    result: ChatMessage[CachedPart] = ChatMessage(
+        "tool", (document("a"),), fields={"tool_call_id": "c1"}
+    )
     assert reader.marked("Who?", _calling("c1"), result) == []
     assert reader.marked("Who?", _calling("c1"), result, "Sure?") == [], "the conversation goes on"
-    assert reader.marked("Who?", _calling("c2"), replace(result, fields={"tool_call_id": "c2"})) == [document("a")]
+    assert reader.marked(
+        "Who?", _calling("c2"), replace(result, fields={"tool_call_id": "c2"})
+    ) == [document("a")]
 
 
 def test_behind_other_tools_nothing_begins_alike() -> None:
@@ -105,7 +125,10 @@ def test_behind_other_tools_nothing_begins_alike() -> None:
 def test_definitions_of_tools_are_marked_at_their_second_sight() -> None:
     """In another row, that is: tools that always stand first are reused as they were computed."""
     reader = Reader()
-    f, g = (f'{{"name": "{name}", "description": "{document(name)[:300]}"}}'.replace("\n", " ") for name in "fg")
+    f, g = (
+        f'{{"name": "{name}", "description": "{document(name)[:300]}"}}'.replace("\n", " ")
+        for name in "fg"
+    )
     assert reader.marked(_tools(f, g), "Who?") == []
     assert reader.marked(_tools(f, g), "Why?") == []
     assert reader.marked(_tools(g, f), "Who?") == [g, f]
@@ -145,13 +168,15 @@ def test_a_conversation_that_goes_on_is_one_sight() -> None:
     a, answer = document("a"), _answer("An answer. " * 40)
     assert reader.marked(a) == []
     assert reader.marked(a, answer, "And then?") == []
-    assert reader.marked(a, answer, "And then?", answer, "So?") == [_text(answer).strip()], "said again"
+    assert reader.marked(a, answer, "And then?", answer, "So?") == [_text(answer).strip()], (
+        "said again"
+    )
     assert reader.marked("Hi.", a) == [a], "in another conversation"
 
 
 def test_what_begins_as_an_earlier_prompt_is_reused_and_not_linked() -> None:
-    """A prompt that is asked again, or begins with the same instructions, finds what was computed in just this
-    sequence."""
+    """A prompt that is asked again, or begins with the same instructions, finds what was computed
+    in just this sequence."""
     reader = Reader()
     a, b, c = map(document, "abc")
     for _ in range(3):
@@ -159,9 +184,13 @@ def test_what_begins_as_an_earlier_prompt_is_reused_and_not_linked() -> None:
     assert reader.marked(joined(a, b, question="Why?")) == []
     assert reader.marked(joined(a, c, b, question="Why?")) == [b]
     assert reader.marked(joined(a, c, question="Where?")) == []
-    assert reader.marked(ChatMessage("system", (joined(a, b, question="Who?"),))) == [joined(a, b, question="Who?")]
+    assert reader.marked(ChatMessage("system", (joined(a, b, question="Who?"),))) == [
+        joined(a, b, question="Who?")
+    ]
     reader.catalog.enter(a)
-    assert reader.marked(joined(a, b, question="When?")) == [a], "what is known is recognised anywhere"
+    assert reader.marked(joined(a, b, question="When?")) == [a], (
+        "what is known is recognised anywhere"
+    )
 
 
 def test_what_is_not_noted_was_not_seen() -> None:
@@ -192,7 +221,10 @@ def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> No
     reader = Reader()
     for number in range(300):
         reader.catalog.enter(document(f"k{number}"))
-    texts = [joined(*(document(f"{number}-{each}", 10) for each in range(20)), question="Who?") for number in range(9)]
+    texts = [
+        joined(*(document(f"{number}-{each}", 10) for each in range(20)), question="Who?")
+        for number in range(9)
+    ]
     assert min(map(len, texts)) > 9000
     reader.marked("load")
     seconds = []

@@ -13,7 +13,9 @@ from kvlinker.service.implicit.seen_lines import SeenLines, units_of
 
 
 def document(name: str, lines: int = 6) -> str:
-    return "\n".join(f"Line {number} of document {name}, which goes on for a while." for number in range(lines))
+    return "\n".join(
+        f"Line {number} of document {name}, which goes on for a while." for number in range(lines)
+    )
 
 
 def units(text: str) -> list[str]:
@@ -37,7 +39,11 @@ def test_documents_in_another_order_are_seen_one_by_one(joint: str) -> None:
     seen_lines = SeenLines()
     a, b, c = map(document, "abc")
     assert seen(seen_lines, f"Answer by this:\n{joint.join([a, b, c])}\n\nQuestion: who?") == []
-    assert seen(seen_lines, f"Answer by this:\n{joint.join([c, b, a])}\n\nQuestion: where?") == [c, b, a]
+    assert seen(seen_lines, f"Answer by this:\n{joint.join([c, b, a])}\n\nQuestion: where?") == [
+        c,
+        b,
+        a,
+    ]
 
 
 def test_short_passages_stay_text() -> None:
@@ -65,7 +71,9 @@ def test_units_are_apart_and_bare(text: str) -> None:
         end = unit.end
 
 
-@pytest.mark.parametrize("text", ["a" + " " * 100_000, "\n" * 100_000, "a \n" * 30_000, " \n" * 50_000, "a" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["a" + " " * 100_000, "\n" * 100_000, "a \n" * 30_000, " \n" * 50_000, "a" * 100_000]
+)
 def test_strange_texts_take_no_longer(text: str) -> None:
     begun = time.thread_time()
     units_of(text, 0, len(text))

@@ -23,7 +23,11 @@ NOW = 1000.0
 
 
 def record(
-    number: int = 0, *, tenant: str = "anna", created_at: float = NOW, expires_at: float | None = None
+    number: int = 0,
+    *,
+    tenant: str = "anna",
+    created_at: float = NOW,
+    expires_at: float | None = None,
 ) -> ContextCache:
     chunk = Chunk(tokens=(number, 2**32 - 1, 0), prefix=(1,))
     return ContextCache(
@@ -56,7 +60,9 @@ def count(catalog: Catalog, tenant: str, now: float) -> int:
     return len(catalog.list(tenant, now, limit=1000).items)
 
 
-def test_what_is_added_is_found_in_every_field_also_after_a_restart(path: Path, catalog: Catalog) -> None:
+def test_what_is_added_is_found_in_every_field_also_after_a_restart(
+    path: Path, catalog: Catalog
+) -> None:
     plain = dataclasses.replace(record(1), name=None, metadata={})
     full = record(2, expires_at=NOW + 1)
     catalog.add([plain, full])
@@ -85,7 +91,9 @@ def test_a_context_cache_cannot_be_changed_by_its_reader(catalog: Catalog) -> No
 def test_ids_are_of_the_promised_form_and_differ() -> None:
     ids = {new_context_cache_id() for _ in range(100)}
     assert len(ids) == 100
-    assert all(len(each) == 27 and each.startswith("cc_") and int(each[3:], 16) >= 0 for each in ids)
+    assert all(
+        len(each) == 27 and each.startswith("cc_") and int(each[3:], 16) >= 0 for each in ids
+    )
 
 
 def test_another_tenants_context_cache_is_as_if_absent(catalog: Catalog) -> None:
@@ -125,7 +133,9 @@ def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("way", ["delete", "expiry", "sweep", "metadata"])
-def test_listings_go_on_behind_what_was_removed(catalog: Catalog, order: Literal["asc", "desc"], way: str) -> None:
+def test_listings_go_on_behind_what_was_removed(
+    catalog: Catalog, order: Literal["asc", "desc"], way: str
+) -> None:
     """Those of one creation, too, which differ in their number only."""
     records = [record(n, expires_at=NOW + 5 if n == 2 else None) for n in range(5)]
     catalog.add(records)
@@ -140,7 +150,9 @@ def test_listings_go_on_behind_what_was_removed(catalog: Catalog, order: Literal
     elif way == "metadata":
         catalog.delete_matching("anna", now, {"page": "2"}, limit=9)
     assert catalog.get(cursor.id, "anna", now) is None
-    assert list(catalog.list("anna", now, limit=9, order=order, after=cursor.id).items) == in_order[3:]
+    assert (
+        list(catalog.list("anna", now, limit=9, order=order, after=cursor.id).items) == in_order[3:]
+    )
     with pytest.raises(ContextCacheNotFoundError):
         catalog.list("bert", now, limit=9, after=cursor.id)
 
@@ -210,11 +222,14 @@ Order = Literal["asc", "desc"]
 
 
 def all_pages(catalog: Catalog, order: Order, limit: int) -> list[ContextCache]:
-    """Everything listed page by page, with others added at both ends after each of the first pages."""
+    """Everything listed page by page, with others added at both ends after each of the first
+    pages."""
     items: list[ContextCache] = []
     others = 5
     while True:
-        page = catalog.list("anna", NOW, limit=limit, after=items[-1].id if items else None, order=order)
+        page = catalog.list(
+            "anna", NOW, limit=limit, after=items[-1].id if items else None, order=order
+        )
         items += page.items
         if not page.has_more:
             return items
@@ -239,7 +254,9 @@ def test_pages_neither_repeat_nor_skip_while_others_are_added(
     catalog.add([record(99, tenant="bert"), record(98, expires_at=1.0)])
     listed = all_pages(catalog, order, limit)
     catalog.close()
-    expected = sorted(records, key=lambda each: each.created_at)  # stable: equal times stay in order of creation
+    expected = sorted(
+        records, key=lambda each: each.created_at
+    )  # stable: equal times stay in order of creation
     if order == "desc":
         expected.reverse()
     known = set(records)
@@ -272,7 +289,9 @@ def test_ten_thousand_are_paged_through_while_others_come_and_go(
 
 
 @pytest.mark.parametrize("metadata", [{}, {"source": "färöisch.md"}], ids=["all", "by metadata"])
-def test_a_page_far_behind_costs_no_more_than_the_first(catalog: Catalog, metadata: dict[str, str]) -> None:
+def test_a_page_far_behind_costs_no_more_than_the_first(
+    catalog: Catalog, metadata: dict[str, str]
+) -> None:
     """An index is read from the page's time of creation on, and nothing is sorted."""
     first = record(1)
     catalog.add([first, record(2)])
@@ -284,7 +303,9 @@ def test_a_page_far_behind_costs_no_more_than_the_first(catalog: Catalog, metada
         return query(statement, values)
 
     with mock.patch.object(catalog._database, "query", listen):
-        assert catalog.list("anna", NOW, limit=5, after=first.id, order="asc", metadata=metadata).items
+        assert catalog.list(
+            "anna", NOW, limit=5, after=first.id, order="asc", metadata=metadata
+        ).items
     plan = [row[-1] for row in query(f"EXPLAIN QUERY PLAN {asked[-1][0]}", asked[-1][1])]
     assert "created_at" in plan[0], plan
     assert not any("SCAN" in line or "TEMP B-TREE" in line for line in plan), plan
@@ -302,7 +323,10 @@ def test_two_catalogs_on_one_file(path: Path) -> None:
     opened: list[Catalog] = []
     run_threads(*[lambda: opened.append(Catalog(path))] * 4)
     first, second = opened[:2]
-    mine, theirs = [record(number) for number in range(40)], [record(number) for number in range(40)]
+    mine, theirs = (
+        [record(number) for number in range(40)],
+        [record(number) for number in range(40)],
+    )
 
     def add_all(catalog: Catalog, records: list[ContextCache]) -> None:
         for each in records:
@@ -384,5 +408,10 @@ def test_a_path_that_cannot_be_a_catalog_is_an_error_that_names_it(tmp_path: Pat
 def test_the_file_is_for_its_owner_only(path: Path, catalog: Catalog) -> None:
     catalog.add([record()])
     files = list(path.parent.iterdir())
-    assert {each.name for each in files} == {"catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm", "lock"}
+    assert {each.name for each in files} == {
+        "catalog.sqlite3",
+        "catalog.sqlite3-wal",
+        "catalog.sqlite3-shm",
+        "lock",
+    }
     assert all(each.stat().st_mode & 0o077 == 0 for each in files)

@@ -1,4 +1,5 @@
-"""A catalog that was harmed from outside says so, is mended by ``check``, and accepts nothing that would be lost."""
+"""A catalog that was harmed from outside says so, is mended by ``check``, and accepts nothing that
+would be lost."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def harm(path: Path, statement: str, *values: object) -> None:
 
 
 @pytest.mark.parametrize("tokens", [b"\1\0\0\0\7\0\0\0\7\0\0\0", b"\1\0\0", b""])
-def test_changed_token_ids_are_never_answered_with(path: Path, catalog: Catalog, tokens: bytes) -> None:
+def test_changed_token_ids_are_never_answered_with(
+    path: Path, catalog: Catalog, tokens: bytes
+) -> None:
     changed, other = record(1), record(2)
     catalog.add([changed, other])
     harm(path, "UPDATE chunks SET tokens = ? WHERE key = ?", tokens, changed.chunk_key)
@@ -84,7 +87,9 @@ def test_chunks_that_nothing_holds_go(path: Path, catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_catalog_that_was_removed_accepts_nothing(path: Path, catalog: Catalog, replaced: bool) -> None:
+def test_a_catalog_that_was_removed_accepts_nothing(
+    path: Path, catalog: Catalog, replaced: bool
+) -> None:
     kept = record(1)
     catalog.add([kept])
     catalog.persist()
@@ -104,7 +109,8 @@ def test_a_catalog_that_was_removed_accepts_nothing(path: Path, catalog: Catalog
 
 
 def test_what_was_persisted_is_in_the_files(path: Path, catalog: Catalog, tmp_path: Path) -> None:
-    """Also where the process has not closed the catalog, and whatever SQLite has moved from the log by then."""
+    """Also where the process has not closed the catalog, and whatever SQLite has moved from the log
+    by then."""
     for number in range(3):
         added = record(number)
         catalog.add([added])

@@ -1,4 +1,5 @@
-"""What is deleted goes from every tier, however late a tier can be told, and whatever a request stores again."""
+"""What is deleted goes from every tier, however late a tier can be told, and whatever a request
+stores again."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def create(state: State, *numbers: int, **options: object) -> list[str]:
-    created = state.caches.create([str(number) for number in numbers], tenant="anna", **options).result()  # type: ignore[arg-type]
+def create(state: State, *numbers: int, **options: Any) -> list[str]:
+    created = state.caches.create(
+        [str(number) for number in numbers], tenant="anna", **options
+    ).result()
     return [cache.id for cache in created]
 
 
@@ -60,7 +63,9 @@ def test_a_deletion_in_an_outage_that_outlasts_the_process(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5.0, LONGEST_REQUEST_SECONDS - 1])
-def test_what_a_request_stores_again_goes_with_the_next_sweep(tmp_path: Path, clock: Clock, seconds: float) -> None:
+def test_what_a_request_stores_again_goes_with_the_next_sweep(
+    tmp_path: Path, clock: Clock, seconds: float
+) -> None:
     with closing(open_state(tmp_path)) as state:
         (one,) = create(state, 1)
         state.caches.delete(one, tenant="anna")
@@ -101,7 +106,9 @@ def test_what_is_created_beside_the_deletion_of_its_last_holder_is_kept(
         assert not state.store.keys()
 
 
-def test_what_could_not_be_entered_goes(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_entered_goes(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(open_state(tmp_path)) as state:
 
         def fail() -> None:
@@ -114,8 +121,11 @@ def test_what_could_not_be_entered_goes(tmp_path: Path, clock: Clock, monkeypatc
         assert not state.store.keys()
 
 
-def before_entering(state: State, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ``act`` called when the KV of new context caches is stored, before the catalog has them."""
+def before_entering(
+    state: State, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have ``act`` called when the KV of new context caches is stored, before the catalog has
+    them."""
     add = state.catalog.add
 
     def act_first(*arguments: Any, **options: Any) -> Any:
@@ -140,7 +150,9 @@ def test_a_deletion_that_becomes_visible_late(tmp_path: Path, clock: Clock) -> N
 
 
 @pytest.mark.parametrize("deleted_after", [-86_400.0, 86_400.0], ids=["set back", "set forward"])
-def test_a_deletion_is_followed_though_the_clock_jumps(tmp_path: Path, clock: Clock, deleted_after: float) -> None:
+def test_a_deletion_is_followed_though_the_clock_jumps(
+    tmp_path: Path, clock: Clock, deleted_after: float
+) -> None:
     with closing(open_state(tmp_path)) as one, closing(open_state(tmp_path)) as other:
         before, after = create(one, 1, 2)
         for cache in one.caches.usable([before, after], tenant="anna").values():
@@ -166,7 +178,9 @@ def test_implicit_context_caches_do_not_outlive_others_since_the_clock_was_set_b
         running.caches.enter_implicit({chunk_of(2): 60.0}, tenant="anna", kept=())
         clock.now -= 86_400.0
     with closing(open_state(tmp_path)) as restarted:
-        assert {cache.expires_at for cache in restarted.caches.list(tenant="anna").items} == {clock.now + 60.0}
+        assert {cache.expires_at for cache in restarted.caches.list(tenant="anna").items} == {
+            clock.now + 60.0
+        }
         clock.now += 61.0
         restarted.caches.sweep()
         assert restarted.caches.list(tenant="anna").items == ()
@@ -190,7 +204,9 @@ def test_pages_go_on_though_the_clock_jumps(tmp_path: Path, clock: Clock) -> Non
         assert set(seen) >= set(throughout)
 
 
-def test_expired_context_caches_make_room_though_others_hold_their_chunk(tmp_path: Path, clock: Clock) -> None:
+def test_expired_context_caches_make_room_though_others_hold_their_chunk(
+    tmp_path: Path, clock: Clock
+) -> None:
     with closing(open_state(tmp_path, quotas=Quotas(Quota(caches=2)))) as state:
         create(state, 1)
         create(state, 1, expires_at=clock.now + 1)

@@ -1,4 +1,5 @@
-"""Implicit context caches are found by content, make room for others in order, and damage to one harms no other."""
+"""Implicit context caches are found by content, make room for others in order, and damage to one
+harms no other."""
 
 from __future__ import annotations
 
@@ -48,9 +49,14 @@ def test_damage_to_one_chunk_harms_no_other(path: Path, catalog: Catalog) -> Non
     damaged, other = implicit(1), implicit(2)
     catalog.add([damaged, other])
     harm(path, "UPDATE chunks SET tokens = ? WHERE key = ?", b"\1\0\0", damaged.chunk_key)
-    found = catalog.implicit.find({each.chunk.content for each in (damaged, other)}, "anna", "weights", NOW)
+    found = catalog.implicit.find(
+        {each.chunk.content for each in (damaged, other)}, "anna", "weights", NOW
+    )
     assert found == {other.chunk.content: [other]}
-    assert catalog.implicit.tokens_since(0, "anna", "weights", limit=9) == (2, (other.chunk.tokens,))
+    assert catalog.implicit.tokens_since(0, "anna", "weights", limit=9) == (
+        2,
+        (other.chunk.tokens,),
+    )
     again = dataclasses.replace(damaged, id="cc_again")
     assert catalog.implicit.enter([again], limits(), now=NOW, kept=()) == [None]
     (entered,) = catalog.implicit.enter([implicit(3)], limits(), now=NOW, kept=())
@@ -66,7 +72,11 @@ def test_those_that_were_used_longest_ago_make_room(catalog: Catalog) -> None:
     (entered,) = catalog.implicit.enter([implicit(6)], limits(5), now=NOW, kept={caches[4].id})
     assert entered is not None
     assert entered.room == Room(1, (caches[3].chunk_key,))
-    assert ids(catalog) == {entered.cache.id, named.id, *(caches[number].id for number in (0, 1, 2, 4))}
+    assert ids(catalog) == {
+        entered.cache.id,
+        named.id,
+        *(caches[number].id for number in (0, 1, 2, 4)),
+    }
     assert ids(catalog, "bert") == {foreign.id}
     added = [record(number) for number in (10, 11, 12)]
     assert catalog.add(added, limits(caches=6)).evicted == 3
@@ -121,7 +131,9 @@ def test_a_tenant_may_have_none(catalog: Catalog) -> None:
     assert catalog.implicit.enter([implicit(1)], limits(0), now=NOW, kept=()) == [None]
 
 
-def test_many_are_entered_in_one_transaction(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_are_entered_in_one_transaction(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[bool] = []
     transaction = Database.transaction
 
@@ -130,7 +142,9 @@ def test_many_are_entered_in_one_transaction(catalog: Catalog, monkeypatch: pyte
         return transaction(self)
 
     monkeypatch.setattr(Database, "transaction", noting)
-    entered = catalog.implicit.enter([implicit(number) for number in range(5)], limits(3), now=NOW, kept=())
+    entered = catalog.implicit.enter(
+        [implicit(number) for number in range(5)], limits(3), now=NOW, kept=()
+    )
     assert [each is not None for each in entered] == [True, True, True, False, False]
     assert len(begun) == 1
     assert catalog.implicit.total()[0] == 3

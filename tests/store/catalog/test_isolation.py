@@ -45,7 +45,8 @@ LOOKUPS = {
 
 
 def steps_of(catalog: Catalog, lookup: str, cache_id: str) -> tuple[list[str], int]:
-    """The statements that a lookup runs, but for their values, and the instructions of SQLite's machine."""
+    """The statements that a lookup runs, but for their values, and the instructions of SQLite's
+    machine."""
     connection: sqlite3.Connection = catalog._database._connection
     statements: list[str] = []
     instructions = 0
@@ -70,7 +71,10 @@ def test_same_statements_and_same_steps(catalog: Catalog, lookup: str) -> None:
     catalog.add([*foreign, *(record(number, "anna") for number in range(300))])
     unknown = [new_context_cache_id() for _ in foreign]
     steps_of(catalog, lookup, unknown[0])
-    seen = [{str(steps_of(catalog, lookup, each)) for each in ids} for ids in (unknown, [f.id for f in foreign])]
+    seen = [
+        {str(steps_of(catalog, lookup, each)) for each in ids}
+        for ids in (unknown, [f.id for f in foreign])
+    ]
     assert seen[0] == seen[1]
     assert len(seen[0]) == 1
 

@@ -1,4 +1,5 @@
-"""Quotas and pins in the catalog: counted exactly, never exceeded, whoever comes at the same time."""
+"""Quotas and pins in the catalog: counted exactly, never exceeded, whoever comes at the same
+time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.store.store_chunks import run_threads
 NOW = 1000.0
 
 
-def record(number: int, *, tenant: str = "anna", pinned: bool = False, **metadata: str) -> ContextCache:
+def record(
+    number: int, *, tenant: str = "anna", pinned: bool = False, **metadata: str
+) -> ContextCache:
     """Number n has n + 1 tokens of 10 bytes."""
     chunk = Chunk(tokens=tuple(range(number + 1)), shared=tenant == SHARED_TENANT)
     return ContextCache(
@@ -58,32 +61,45 @@ def counted(records: list[ContextCache]) -> TenantUsage:
 @settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["add", "add", "delete", "matching", "expire"]), st.integers(0, 4)), max_size=25
+        st.tuples(
+            st.sampled_from(["add", "add", "delete", "matching", "expire"]), st.integers(0, 4)
+        ),
+        max_size=25,
     )
 )
-def test_usage_is_what_is_there(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]) -> None:
+def test_usage_is_what_is_there(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
     catalog = Catalog(tmp_path_factory.mktemp("catalog") / "catalog.sqlite")
     held: list[ContextCache] = []
     for step, number in steps:
         now = NOW
         if step == "add":
-            new = [record(number, tenant=tenant, n=str(number)) for tenant in ("anna", "bert", "anna")]
+            new = [
+                record(number, tenant=tenant, n=str(number)) for tenant in ("anna", "bert", "anna")
+            ]
             catalog.add(new)
             held += new
         elif step == "delete" and held:
             gone = held.pop(number % len(held))
             catalog.delete(gone.id, gone.tenant, now)
         elif step == "matching":
-            matching = [each for each in held if each.tenant == "anna" and each.metadata["n"] == str(number)]
+            matching = [
+                each for each in held if each.tenant == "anna" and each.metadata["n"] == str(number)
+            ]
             count, _ = catalog.delete_matching("anna", now, {"n": str(number)}, limit=2)
             assert count == min(2, len(matching))
-            gone_ids = {each.id for each in matching} - {each.id for each in catalog.list("anna", now, limit=999).items}
+            gone_ids = {each.id for each in matching} - {
+                each.id for each in catalog.list("anna", now, limit=999).items
+            }
             held = [each for each in held if each.id not in gone_ids]
         elif step == "expire":
             catalog.expire(NOW + 10)
             held = [each for each in held if each.expires_at is None]
         for tenant in ("anna", "bert"):
-            assert catalog.usage(tenant) == counted([each for each in held if each.tenant == tenant])
+            assert catalog.usage(tenant) == counted(
+                [each for each in held if each.tenant == tenant]
+            )
         assert catalog.chunk_keys().keys() == {each.chunk_key for each in held}
     catalog.close()
 
@@ -92,10 +108,15 @@ def test_a_quota_counts_each_chunk_once_and_names_the_numbers(catalog: Catalog) 
     limits = quota(bytes=30)
     catalog.add([record(0), record(1), record(1)], limits)
     catalog.add([record(1)], limits)
-    with pytest.raises(QuotaExceededError, match=r"30 bytes of KV .* 30 are kept, and this adds 30.*tenant_quota_byt"):
+    with pytest.raises(
+        QuotaExceededError,
+        match=r"30 bytes of KV .* 30 are kept, and this adds 30.*tenant_quota_byt",
+    ):
         catalog.add([record(0), record(2)], limits)
     assert catalog.usage("anna") == TenantUsage(caches=4, chunks=2, tokens=3, bytes=30)
-    with pytest.raises(QuotaExceededError, match=r"of 4 context caches .* 4 are kept, and this adds 1"):
+    with pytest.raises(
+        QuotaExceededError, match=r"of 4 context caches .* 4 are kept, and this adds 1"
+    ):
         catalog.add([record(0)], quota(caches=4))
     catalog.add([record(2, tenant="bert")], limits)
     catalog.add([record(9, tenant=SHARED_TENANT)], limits)
@@ -115,7 +136,10 @@ LIMIT = st.none() | st.integers(0, 80)
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kept=RECORDS, added=RECORDS, quota=st.builds(Quota, LIMIT, st.none() | st.integers(0, 5), LIMIT), most_pinned=LIMIT
+    kept=RECORDS,
+    added=RECORDS,
+    quota=st.builds(Quota, LIMIT, st.none() | st.integers(0, 5), LIMIT),
+    most_pinned=LIMIT,
 )
 def test_what_is_checked_before_is_what_counts_afterwards(
     tmp_path_factory: pytest.TempPathFactory,
@@ -127,11 +151,17 @@ def test_what_is_checked_before_is_what_counts_afterwards(
     """What would be too much is refused, and nothing else, as counting what was added shows."""
     limits = Limits(Quotas(quota, {SHARED_TENANT: quota}), most_pinned)
     folder = tmp_path_factory.mktemp("catalog")
-    with closing(Catalog(folder / "limited.sqlite")) as limited, closing(Catalog(folder / "free.sqlite")) as free:
+    with (
+        closing(Catalog(folder / "limited.sqlite")) as limited,
+        closing(Catalog(folder / "free.sqlite")) as free,
+    ):
         for catalog in (limited, free):
             catalog.add([dataclasses.replace(one, id=new_context_cache_id()) for one in kept])
         tenants = {one.tenant for one in added}
-        before = {tenant: (free.usage(tenant), free.pinned_bytes(tenant)) for tenant in ("anna", "bert", SHARED_TENANT)}
+        before = {
+            tenant: (free.usage(tenant), free.pinned_bytes(tenant))
+            for tenant in ("anna", "bert", SHARED_TENANT)
+        }
         free.add(added)
         after = {tenant: (free.usage(tenant), free.pinned_bytes(tenant)) for tenant in before}
 
@@ -143,7 +173,9 @@ def test_what_is_checked_before_is_what_counts_afterwards(
             or exceeds(quota.bytes, before[tenant][0].bytes, after[tenant][0].bytes)
             for tenant in tenants
         )
-        pinned, was_pinned = (sum(nbytes for _, nbytes in counted.values()) for counted in (after, before))
+        pinned, was_pinned = (
+            sum(nbytes for _, nbytes in counted.values()) for counted in (after, before)
+        )
         too_many_pins = exceeds(most_pinned, was_pinned, pinned) or any(
             exceeds(quota.pinned_bytes, before[tenant][1], after[tenant][1]) for tenant in tenants
         )
@@ -154,7 +186,9 @@ def test_what_is_checked_before_is_what_counts_afterwards(
             else:
                 call(added, limits)
         expected = before if too_much or too_many_pins else after
-        assert {tenant: (limited.usage(tenant), limited.pinned_bytes(tenant)) for tenant in before} == expected
+        assert {
+            tenant: (limited.usage(tenant), limited.pinned_bytes(tenant)) for tenant in before
+        } == expected
 
 
 def test_a_quota_that_was_lowered_lets_nothing_in_but_what_costs_nothing(catalog: Catalog) -> None:
@@ -195,7 +229,9 @@ def test_no_number_of_requests_at_once_exceeds_a_quota(tmp_path: Path) -> None:
             except QuotaExceededError as error:
                 refused.append(error)
 
-    run_threads(*(lambda c=catalog, s=start: work(c, s) for start in (0, 10) for catalog in catalogs))
+    run_threads(
+        *(lambda c=catalog, s=start: work(c, s) for start in (0, 10) for catalog in catalogs)
+    )
     assert catalogs[0].usage("anna").caches == 25
     assert len(refused) == 15
     for catalog in catalogs:
@@ -209,7 +245,9 @@ def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> 
     assert catalog.pinned() == {first.chunk_key}
     pinned = catalog.update(second.id, "bert", NOW, pinned=True, limits=limits)
     assert pinned == dataclasses.replace(second, pinned=True)
-    with pytest.raises(PinLimitError, match=r"At most 50 bytes .*: 50 are, and this would add 10") as caught:
+    with pytest.raises(
+        PinLimitError, match=r"At most 50 bytes .*: 50 are, and this would add 10"
+    ) as caught:
         catalog.add([record(0, pinned=True)], limits)
     assert (caught.value.status, caught.value.code) == (403, "pin_limit_exceeded")
     late = record(0)
@@ -230,7 +268,11 @@ def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_listing_by_metadata(catalog: Catalog, order: Literal["asc", "desc"]) -> None:
     records = [record(4, project="x", page=str(index % 3)) for index in range(10)]
-    others = [record(4, project="x'; --"), record(4, tenant="bert", project="x"), record(3, project="x", page="1")]
+    others = [
+        record(4, project="x'; --"),
+        record(4, tenant="bert", project="x"),
+        record(3, project="x", page="1"),
+    ]
     catalog.add([*records, *others])
 
     def listed(now: float = NOW + 10, **metadata: str) -> list[str]:
@@ -238,12 +280,18 @@ def test_listing_by_metadata(catalog: Catalog, order: Literal["asc", "desc"]) ->
         has_more = True
         while has_more:
             after = ids[-1] if ids else None
-            page, has_more = catalog.list("anna", now, limit=3, after=after, order=order, metadata=metadata)
+            page, has_more = catalog.list(
+                "anna", now, limit=3, after=after, order=order, metadata=metadata
+            )
             ids += [each.id for each in page]
         return ids if order == "asc" else ids[::-1]
 
     assert listed(project="x") == [each.id for each in records]
-    assert listed(project="x", page="1") == listed(page="1", project="x") == [each.id for each in records[1::3]]
+    assert (
+        listed(project="x", page="1")
+        == listed(page="1", project="x")
+        == [each.id for each in records[1::3]]
+    )
     assert listed(NOW, page="1")[-1] == others[-1].id
     assert listed(project="x'; --") == [others[0].id]
     assert listed(project="y") == listed(x="project") == listed(project="x", other="1") == []

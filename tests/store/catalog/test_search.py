@@ -25,7 +25,9 @@ TEXTS = (
 )
 
 
-def record(text: str, *, tenant: str = "anna", fingerprint: str = "weights", **fields: object) -> ContextCache:
+def record(
+    text: str, *, tenant: str = "anna", fingerprint: str = "weights", **fields: object
+) -> ContextCache:
     """A context cache of a chunk whose tokens are the text's bytes."""
     chunk = Chunk(tokens=tuple(text.encode()))
     made = ContextCache(
@@ -55,7 +57,9 @@ def search(
     fingerprint: str = "weights",
     **metadata: str,
 ) -> tuple[SearchHit, ...]:
-    return catalog.search.search(query, tenant=tenant, fingerprint=fingerprint, now=now, limit=limit, metadata=metadata)
+    return catalog.search.search(
+        query, tenant=tenant, fingerprint=fingerprint, now=now, limit=limit, metadata=metadata
+    )
 
 
 def texts(hits: tuple[SearchHit, ...]) -> list[str]:
@@ -73,7 +77,9 @@ def test_best_match_is_first(catalog: Catalog) -> None:
     records = [record(text, metadata={"page": str(page)}) for page, text in enumerate(TEXTS)]
     add(catalog, *records)
     hits = search(catalog, "Where does Tom Reyes live?")
-    assert hits[0] == SearchHit(records[1].id, hits[0].score, TEXTS[1], len(TEXTS[1]), {"page": "1"})
+    assert hits[0] == SearchHit(
+        records[1].id, hits[0].score, TEXTS[1], len(TEXTS[1]), {"page": "1"}
+    )
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
     assert hits[0].score > hits[-1].score > 0
     assert texts(search(catalog, "oslo", limit=1)) == [TEXTS[2]]
@@ -111,7 +117,9 @@ def test_the_first_words_of_a_long_query_count(catalog: Catalog) -> None:
     assert search(catalog, f"{others} Tom") == ()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # no example changes the catalog
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # no example changes the catalog
 @given(query=st.text(min_size=1, max_size=30))
 def test_any_query_is_answered_or_refused(catalog: Catalog, query: str) -> None:
     if not catalog.tenants():
@@ -168,7 +176,11 @@ def test_same_text_is_found_once(catalog: Catalog) -> None:
 
 @pytest.mark.parametrize("way", ["delete", "expire", "delete_matching"])
 def test_text_goes_with_its_chunk(catalog: Catalog, tmp_path: Path, way: str) -> None:
-    add(catalog, record("cat one", expires_at=NOW + 1, metadata={"a": "1"}, id="cc_1"), record("cat two"))
+    add(
+        catalog,
+        record("cat one", expires_at=NOW + 1, metadata={"a": "1"}, id="cc_1"),
+        record("cat two"),
+    )
     if way == "delete":
         catalog.delete("cc_1", "anna", NOW)
     elif way == "expire":
@@ -182,9 +194,15 @@ def test_text_goes_with_its_chunk(catalog: Catalog, tmp_path: Path, way: str) ->
 
 
 def test_what_is_not_indexed_yet_is_told(catalog: Catalog) -> None:
-    one, two, other = record("cat one"), record("cat two", tenant="bert"), record("cat", fingerprint="other weights")
+    one, two, other = (
+        record("cat one"),
+        record("cat two", tenant="bert"),
+        record("cat", fingerprint="other weights"),
+    )
     catalog.add([one, two, other])
-    assert catalog.without_text("weights", limit=10) == {r.chunk_key: r.chunk.tokens for r in (one, two)}
+    assert catalog.without_text("weights", limit=10) == {
+        r.chunk_key: r.chunk.tokens for r in (one, two)
+    }
     assert len(catalog.without_text("weights", limit=1)) == 1
     catalog.search.add({one.chunk_key: "cat one", "0" * 64: "a chunk that is gone"})
     catalog.search.add({one.chunk_key: "cat again"})

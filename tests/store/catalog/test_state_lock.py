@@ -63,7 +63,9 @@ def test_a_first_key_waits_for_those_who_have_none(tmp_path: Path) -> None:
         Catalog(path)
 
 
-def test_many_start_at_once_on_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_start_at_once_on_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("cryptography")
     monkeypatch.setattr("kvlinker.store.catalog.encryption.PATIENCE_SECONDS", 10.0)
     path = tmp_path / "catalog.sqlite"

@@ -21,7 +21,10 @@ def source(journeys: list[tuple[int, int]], ahead: int) -> ReadAheadSource:
     return ReadAheadSource(len(DATA), fetch, ahead_bytes=ahead)
 
 
-@given(reads=st.lists(st.tuples(st.integers(0, 1100), st.integers(0, 300)), max_size=20), ahead=st.integers(1, 400))
+@given(
+    reads=st.lists(st.tuples(st.integers(0, 1100), st.integers(0, 300)), max_size=20),
+    ahead=st.integers(1, 400),
+)
 def test_reads_give_the_bytes_that_are_there(reads: list[tuple[int, int]], ahead: int) -> None:
     far = source([], ahead)
     for offset, length in reads:

@@ -20,7 +20,13 @@ from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format import header as chunk_header
 from kvlinker.store.format.byte_source import BufferSource
-from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_chunk, read_chunk_file, write_chunk_file
+from kvlinker.store.format.chunk_file import (
+    decode_chunk,
+    encode_chunk,
+    open_chunk,
+    read_chunk_file,
+    write_chunk_file,
+)
 from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
@@ -55,10 +61,14 @@ def test_round_trip_keeps_every_bit(path: Path, dtype: torch.dtype, tokens: int)
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_scores_come_back_with_the_sensitivity_where_it_was_measured(path: Path, measured: bool) -> None:
+def test_scores_come_back_with_the_sensitivity_where_it_was_measured(
+    path: Path, measured: bool
+) -> None:
     """Files that were written before sensitivity was have none, and are read."""
     inter, received, sensitivity = np.random.default_rng(0).random((3, 5), dtype=np.float32)
-    scores = ChunkScores(Contextualization(5, 1.5), inter, received, sensitivity if measured else None)
+    scores = ChunkScores(
+        Contextualization(5, 1.5), inter, received, sensitivity if measured else None
+    )
     kv = replace(chunk_kv(7, tokens=5), scores=scores)
     names = ["scores.inter", "scores.received", "scores.sensitivity"][: 3 if measured else 2]
     write(path, kv)
@@ -69,7 +79,11 @@ def test_scores_come_back_with_the_sensitivity_where_it_was_measured(path: Path,
     assert read.scores.contextualization == scores.contextualization
     assert (read.scores.inter == inter).all()
     assert (read.scores.received == received).all()
-    assert (read.scores.sensitivity == sensitivity).all() if measured else read.scores.sensitivity is None
+    assert (
+        (read.scores.sensitivity == sensitivity).all()
+        if measured
+        else read.scores.sensitivity is None
+    )
 
 
 def test_layers_may_differ_in_heads_and_share_memory(path: Path) -> None:
@@ -84,14 +98,21 @@ def test_any_safetensors_reader_reads_it(path: Path) -> None:
     write(path, kv)
     tensors = load_file(path)
     assert set(tensors) == {"layer.00.key", "layer.00.value", "layer.01.key", "layer.01.value"}
-    read = [LayerKV(tensors[f"layer.{index:02d}.key"], tensors[f"layer.{index:02d}.value"]) for index in range(2)]
+    read = [
+        LayerKV(tensors[f"layer.{index:02d}.key"], tensors[f"layer.{index:02d}.value"])
+        for index in range(2)
+    ]
     assert same_kv(ChunkKV(tuple(read)), kv)
 
 
 def test_layers_lie_in_order_even_beyond_a_hundred(path: Path) -> None:
     kv = chunk_kv(4, layers=101, tokens=1, kv_heads=1)
     data = write(path, kv)
-    raw = b"".join(part.view(torch.uint8).numpy().tobytes() for layer in kv.layers for part in (layer.key, layer.value))
+    raw = b"".join(
+        part.view(torch.uint8).numpy().tobytes()
+        for layer in kv.layers
+        for part in (layer.key, layer.value)
+    )
     assert data.endswith(raw)
     assert same_kv(read_chunk_file(path, KEY), kv)
 
@@ -123,7 +144,8 @@ def test_another_version_is_refused(path: Path) -> None:
 
 
 def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a miss, in a tier, in ``check`` and beside a write of the same chunk, and says which version it is of."""
+    """It is a miss, in a tier, in ``check`` and beside a write of the same chunk, and says which
+    version it is of."""
     recorder = Recorder()
     tier = DiskTier(tmp_path, 1 << 20, recorder.events)
     with mock.patch.object(chunk_header, "FORMAT_VERSION", 5):
@@ -188,7 +210,11 @@ def test_flipped_bits_never_give_other_data(path: Path, flips: set[int]) -> None
 
 
 @settings(max_examples=50, deadline=None)
-@given(text=st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+@given(
+    text=st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)
+    )
+)
 def test_any_other_header_is_refused(path: Path, text: object) -> None:
     header = json.dumps(text).encode()
     overwrite(path, len(header).to_bytes(8, "little") + header)
@@ -272,10 +298,16 @@ def test_a_codec_that_is_not_installed_here_is_no_damage(path: Path) -> None:
         read_chunk_file(path, KEY)
 
 
-def normal_kv(number: int, *, tokens: int = 5, layers: int = 3, dtype: torch.dtype = torch.bfloat16) -> ChunkKV:
+def normal_kv(
+    number: int, *, tokens: int = 5, layers: int = 3, dtype: torch.dtype = torch.bfloat16
+) -> ChunkKV:
     """Numbers that every codec takes; key and value differ in head_dim."""
     generator = torch.Generator().manual_seed(number)
-    heads = [torch.randn(2, tokens, dim, generator=generator).to(dtype) for _ in range(layers) for dim in (8, 12)]
+    heads = [
+        torch.randn(2, tokens, dim, generator=generator).to(dtype)
+        for _ in range(layers)
+        for dim in (8, 12)
+    ]
     return ChunkKV(tuple(LayerKV(*pair) for pair in zip(heads[::2], heads[1::2], strict=True)))
 
 
@@ -285,7 +317,9 @@ def test_a_file_holds_what_its_codec_keeps(path: Path, codec: Codec, dtype: torc
     kv = normal_kv(1, dtype=dtype)
     kept = ChunkKV(
         tuple(
-            LayerKV(*(codec.decode(codec.encode(heads), dtype) for heads in (layer.key, layer.value)))
+            LayerKV(
+                *(codec.decode(codec.encode(heads), dtype) for heads in (layer.key, layer.value))
+            )
             for layer in kv.layers
         )
     )
@@ -314,7 +348,9 @@ def test_layers_are_read_alone(path: Path, codec: Codec) -> None:
     data[-1] ^= 1
     reader = open_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), KEY)
     assert reader.layers == 3
-    whole = decode_chunk(BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY)
+    whole = decode_chunk(
+        BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY
+    )
     assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(whole.layers[:2]))
     with pytest.raises(ChunkFileError, match=r"layer\.02\.value"):
         reader.read(2)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.settings import load_settings
-from kvlinker.store.format.codecs import Layout, Parts, Room, base, find_codec, known_codecs, register
+from kvlinker.store.format.codecs import (
+    Layout,
+    Parts,
+    Room,
+    base,
+    find_codec,
+    known_codecs,
+    register,
+)
 
 PLAIN = [name for name, codec in known_codecs().items() if not codec.compresses]
 
@@ -20,7 +28,9 @@ BYTES = {"raw": 2.0, "int8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
 """Per number of bfloat16, in heads of 64."""
 
 
-def heads(seed: int = 0, shape: tuple[int, ...] = (2, 33, 64), dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def heads(
+    seed: int = 0, shape: tuple[int, ...] = (2, 33, 64), dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -50,7 +60,11 @@ def test_a_rotation_helps_where_one_number_is_far_out() -> None:
     codec = find_codec("int4")
     decoded = codec.decode(codec.encode(outlying), torch.float32)
     others = [index for index in range(64) if index != 5]
-    plain = (outlying / (outlying.abs().amax(-1, keepdim=True) / 7)).round() * outlying.abs().amax(-1, keepdim=True) / 7
+    plain = (
+        (outlying / (outlying.abs().amax(-1, keepdim=True) / 7)).round()
+        * outlying.abs().amax(-1, keepdim=True)
+        / 7
+    )
     assert (decoded - outlying)[..., others].norm() < 0.7 * (plain - outlying)[..., others].norm()
 
 
@@ -99,7 +113,9 @@ class Halves:
         return parts[""].to(dtype)
 
 
-def test_a_codec_of_ones_own_is_found_by_name_also_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_of_ones_own_is_found_by_name_also_compressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(base._registry, "_values", dict(base._registry.known()))
     with pytest.raises(InvalidRequestError, match=r"'halves'.*it must be one of raw, int8, int4"):
         load_settings(disk_codec="halves")
@@ -114,7 +130,9 @@ def test_a_codec_of_ones_own_is_found_by_name_also_compressed(monkeypatch: pytes
     class Sum(Halves):
         name = "one+two"
 
-    with pytest.raises(ValueError, match=r"codec 'raw' is registered already, by kvlinker.store.format.codecs.base"):
+    with pytest.raises(
+        ValueError, match=r"codec 'raw' is registered already, by kvlinker.store.format.codecs.base"
+    ):
         register(Other)
     with pytest.raises(ValueError, match=r"'one\+two' has a '\+' in its name"):
         register(Sum)

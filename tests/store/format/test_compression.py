@@ -33,7 +33,9 @@ COMPRESSING = [name for name, codec in known_codecs().items() if codec.compresse
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8]
 
 
-def even(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+def even(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> torch.Tensor:
     """Few different numbers: they compress, but not too well."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 20, shape, generator=generator).to(dtype)
@@ -45,7 +47,9 @@ def buffer(data: bytes | bytearray) -> Bytes:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    dtype=st.sampled_from(DTYPES), shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=st.integers(0, 9)
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    seed=st.integers(0, 9),
 )
 def test_every_bit_comes_back(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     tensor = even(tuple(shape), dtype, seed)
@@ -66,12 +70,16 @@ def test_bytes_of_one_significance_come_together() -> None:
     numbers = 1 + torch.rand(4, 512, 32, generator=generator)
     small = compressed(numbers)
     assert small is not None
-    plain = len(zstandard.ZstdCompressor(level=compression.LEVEL).compress(numbers.numpy().tobytes()))
+    plain = len(
+        zstandard.ZstdCompressor(level=compression.LEVEL).compress(numbers.numpy().tobytes())
+    )
     assert small.nbytes < 0.9 * plain
 
 
 def test_what_gains_nothing_is_left_alone() -> None:
-    noise = torch.randint(0, 256, (4, 100, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(
+        0, 256, (4, 100, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     assert compressed(noise) is None
 
 
@@ -119,7 +127,10 @@ def test_a_frame_that_asks_for_much_memory_is_refused() -> None:
 
 def compressible(*, tokens: int = 40, layers: int = 3) -> ChunkKV:
     return ChunkKV(
-        tuple(LayerKV(even((2, tokens, 8), seed=2 * i), even((2, tokens, 12), seed=2 * i + 1)) for i in range(layers))
+        tuple(
+            LayerKV(even((2, tokens, 8), seed=2 * i), even((2, tokens, 12), seed=2 * i + 1))
+            for i in range(layers)
+        )
     )
 
 
@@ -137,12 +148,18 @@ def test_compressed_files_hold_the_same_in_less(codec: str) -> None:
     small, large = encoded(kv, codec), encoded(kv, codec.removesuffix("+zstd"))
     assert len(small) < 0.9 * len(large)
     assert same_kv(decoded(small), decoded(large))
-    assert all(tensor.dtype == torch.uint8 for name, tensor in load(bytes(small)).items() if name.startswith("layer"))
+    assert all(
+        tensor.dtype == torch.uint8
+        for name, tensor in load(bytes(small)).items()
+        if name.startswith("layer")
+    )
 
 
 def test_files_of_which_nothing_is_compressed_are_as_ever() -> None:
     def version(data: bytes | bytearray) -> str:
-        return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["version"])
+        return str(
+            json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["version"]
+        )
 
     noise = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(0)).view(torch.uint8)
     noisy = ChunkKV((LayerKV(*(noise.view(torch.float32),) * 2),))
@@ -155,9 +172,14 @@ def test_layers_are_read_alone() -> None:
     data[-1] ^= 1
     reader = open_chunk(BufferSource(buffer(data)), KEY)
     assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(kv.layers[:2]))
-    with mock.patch("kvlinker.store.format.chunk_file.decompressed") as untouched, pytest.raises(ChunkFileError):
+    with (
+        mock.patch("kvlinker.store.format.chunk_file.decompressed") as untouched,
+        pytest.raises(ChunkFileError),
+    ):
         reader.read(2)
-    assert untouched.call_count == 1, "the key is sound; the value is not decompressed before it is verified"
+    assert untouched.call_count == 1, (
+        "the key is sound; the value is not decompressed before it is verified"
+    )
 
 
 def test_no_changed_byte_goes_unnoticed() -> None:
@@ -195,7 +217,9 @@ FIRST = "plain.layer.00.key"
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.update({name: '["BF16", 2, 400000000, 8]' for name in m if name.startswith("plain")}),
+        lambda m: m.update(
+            {name: '["BF16", 2, 400000000, 8]' for name in m if name.startswith("plain")}
+        ),
         lambda m: m.update({FIRST: '["BF16", 2, 400, 800000000]'}),
         lambda m: m.update({FIRST: '["BF16", 2, 400, 9]'}),
         lambda m: m.update({FIRST: '["F16", 2, 400, 8]'}),
@@ -219,13 +243,18 @@ def test_forged_sizes_are_refused(change: Callable[[dict[str, str]], object]) ->
 @pytest.fixture
 def without_zstd() -> Callable[[], object]:
     def missing() -> None:
-        raise compression.MissingLibraryError("zstandard is missing: install it with  pip install 'kvlinker[zstd]'")
+        raise compression.MissingLibraryError(
+            "zstandard is missing: install it with  pip install 'kvlinker[zstd]'"
+        )
 
     return lambda: mock.patch.object(compression, "_zstandard", missing)
 
 
 def test_the_codec_says_what_is_missing(without_zstd) -> None:
-    with without_zstd(), pytest.raises(StoreError, match=r"int8\+zstd cannot be used: .*kvlinker\[zstd\]"):
+    with (
+        without_zstd(),
+        pytest.raises(StoreError, match=r"int8\+zstd cannot be used: .*kvlinker\[zstd\]"),
+    ):
         find_codec("int8+zstd")
 
 

@@ -41,7 +41,10 @@ def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path: Path) -> Non
 def test_what_fails_leaves_the_old_file_alone(tmp_path: Path, step: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with mock.patch(f"os.{step}", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+    with (
+        mock.patch(f"os.{step}", side_effect=OSError("full")),
+        pytest.raises(OSError, match="full"),
+    ):
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,5 @@
-"""Encryption at rest: what is stored can be read with the key alone, and whatever was changed reads as damage."""
+"""Encryption at rest: what is stored can be read with the key alone, and whatever was changed reads
+as damage."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from pydantic import SecretStr
 
 from kvlinker.base.events import ChunkDamaged
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.store import Catalog, ContextCache, DiskTier, StoreError, load_cipher, new_context_cache_id
+from kvlinker.store import (
+    Catalog,
+    ContextCache,
+    DiskTier,
+    StoreError,
+    load_cipher,
+    new_context_cache_id,
+)
 from kvlinker.store.format import encryption as module
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.encryption import NOT_SEALED, Cipher, SealedDataError, Sealing
@@ -37,7 +45,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
 
 
-def sealed(plain: bytes, key: str = key_of(1), *, cuts: tuple[int, ...] = (), cipher: bytes = KEY) -> bytearray:
+def sealed(
+    plain: bytes, key: str = key_of(1), *, cuts: tuple[int, ...] = (), cipher: bytes = KEY
+) -> bytearray:
     """``plain`` in pieces, cut at these places."""
     edges = [0, *sorted(cut % (len(plain) + 1) for cut in cuts), len(plain)]
     pieces = [memoryview(plain[begin:end]) for begin, end in itertools.pairwise(edges)]
@@ -48,7 +58,9 @@ def sealed(plain: bytes, key: str = key_of(1), *, cuts: tuple[int, ...] = (), ci
 
 
 def source_of(data: bytes | bytearray, key: str = key_of(1), cipher: bytes = KEY):
-    return Sealing(Cipher(cipher)).source(key, BufferSource(np.frombuffer(bytes(data), dtype=np.uint8)))
+    return Sealing(Cipher(cipher)).source(
+        key, BufferSource(np.frombuffer(bytes(data), dtype=np.uint8))
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,7 +69,9 @@ def source_of(data: bytes | bytearray, key: str = key_of(1), cipher: bytes = KEY
     cuts=st.lists(st.integers(0, 10_000), max_size=6),
     reads=st.lists(st.tuples(st.integers(0, 5 * BLOCK), st.integers(0, 5 * BLOCK)), max_size=8),
 )
-def test_any_part_can_be_read_in_any_order(size: int, cuts: list[int], reads: list[tuple[int, int]]) -> None:
+def test_any_part_can_be_read_in_any_order(
+    size: int, cuts: list[int], reads: list[tuple[int, int]]
+) -> None:
     plain = os.urandom(size)
     source = source_of(sealed(plain, cuts=tuple(cuts)))
     assert source.size == size
@@ -95,7 +109,10 @@ def test_blocks_files_and_keys_cannot_be_exchanged() -> None:
     size = BLOCK + 16
     start = len(data) - 3 * size
     first, second = data[start : start + size], data[start + size : start + 2 * size]
-    for forged in (data[:start] + second + first + data[start + 2 * size :], data[:start] + sealed(plain)[start:]):
+    for forged in (
+        data[:start] + second + first + data[start + 2 * size :],
+        data[:start] + sealed(plain)[start:],
+    ):
         with pytest.raises(SealedDataError):
             read_all(forged)
     for key, cipher in ((key_of(2), KEY), (key_of(1), OTHER)):
@@ -121,14 +138,18 @@ def test_records_open_in_their_place_only() -> None:
             Cipher(key).open(sealed_record, place)
 
 
-@pytest.mark.parametrize("text", [KEY.hex(), base64.b64encode(KEY).decode(), f" {KEY.hex().upper()}\n"])
+@pytest.mark.parametrize(
+    "text", [KEY.hex(), base64.b64encode(KEY).decode(), f" {KEY.hex().upper()}\n"]
+)
 def test_keys_in_hex_and_base64(text: str) -> None:
     cipher = load_cipher(SecretStr(text))
     assert cipher is not None
     assert cipher.open(Cipher(KEY).seal(b"a", b""), b"") == b"a"
 
 
-@pytest.mark.parametrize("text", ["", "secret", KEY.hex()[:-2], base64.b64encode(KEY[:-1]).decode(), "ü" * 44])
+@pytest.mark.parametrize(
+    "text", ["", "secret", KEY.hex()[:-2], base64.b64encode(KEY[:-1]).decode(), "ü" * 44]
+)
 def test_bad_keys_are_told_but_not_shown(text: str) -> None:
     with pytest.raises(StoreError, match=r"KVLINKER_ENCRYPTION_KEY .*openssl rand") as caught:
         load_cipher(SecretStr(text))
@@ -214,7 +235,9 @@ def on_disk(path: Path) -> bytes:
 
 
 def secret_bytes() -> tuple[bytes, bytes]:
-    return np.asarray(SECRET[:9], dtype="<u4").tobytes(), np.asarray(SECRET[:-10:-1], dtype="<u4").tobytes()
+    return np.asarray(SECRET[:9], dtype="<u4").tobytes(), np.asarray(
+        SECRET[:-10:-1], dtype="<u4"
+    ).tobytes()
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -232,7 +255,10 @@ def test_the_catalog_keeps_no_plain_token_ids(tmp_path: Path, later: bool) -> No
     assert catalog.get(added.id, "anna", NOW) == added
     assert not any(part in on_disk(path) for part in secret_bytes())
     catalog.close()
-    for cipher, message in ((None, "is encrypted. Give its key"), (Cipher(OTHER), "is not the key")):
+    for cipher, message in (
+        (None, "is encrypted. Give its key"),
+        (Cipher(OTHER), "is not the key"),
+    ):
         with pytest.raises(StoreError, match=message):
             Catalog(path, cipher)
     again = Catalog(path, Cipher(KEY))
@@ -246,7 +272,9 @@ def test_exchanged_entries_of_the_catalog_are_found(tmp_path: Path) -> None:
     first, second = record((1, 2)), record((3, 4))
     catalog.add([first, second])
     with sqlite3.connect(path) as raw:
-        (tokens,) = raw.execute("SELECT tokens FROM chunks WHERE key = ?", (second.chunk_key,)).fetchone()
+        (tokens,) = raw.execute(
+            "SELECT tokens FROM chunks WHERE key = ?", (second.chunk_key,)
+        ).fetchone()
         raw.execute("UPDATE chunks SET tokens = ? WHERE key = ?", (tokens, first.chunk_key))
     raw.close()
     with pytest.raises(StoreError, match="changed from outside"):

@@ -72,7 +72,11 @@ def test_the_busy_share_is_averaged_too() -> None:
 
 def test_threads_that_read_at_once_deliver_together() -> None:
     bandwidths = Bandwidths()
-    reads = [TimedRead(10.0, 11.0, 0.1, 400), TimedRead(10.5, 11.5, 0.3, 400), TimedRead(12.0, 12.5, 0.1, 200)]
+    reads = [
+        TimedRead(10.0, 11.0, 0.1, 400),
+        TimedRead(10.5, 11.5, 0.3, 400),
+        TimedRead(12.0, 12.5, 0.1, 200),
+    ]
     bandwidths.note_reads("disk", reads)
     taken = bandwidths.time([("disk", 1000)])
     assert taken is not None
@@ -94,10 +98,17 @@ def test_what_an_earlier_process_measured_is_known_but_not_fresh() -> None:
 
 def test_names_tell_apart_all_that_speed_depends_on(tmp_path: Path) -> None:
     def disk(folder: str, codec: str, cipher: Cipher | None = None) -> str:
-        made = DiskTier(tmp_path / folder, 1 << 20, Events(), codec=find_codec(codec), sealing=Sealing(cipher))
+        made = DiskTier(
+            tmp_path / folder, 1 << 20, Events(), codec=find_codec(codec), sealing=Sealing(cipher)
+        )
         return made.speed_name
 
-    names = [disk("a", "raw"), disk("b", "raw"), disk("a", "int8"), disk("a", "raw", Cipher(bytes(32)))]
+    names = [
+        disk("a", "raw"),
+        disk("b", "raw"),
+        disk("a", "int8"),
+        disk("a", "raw", Cipher(bytes(32))),
+    ]
     assert len(set(names)) == 4
     assert disk("a", "raw") == names[0]
 

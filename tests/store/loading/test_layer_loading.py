@@ -21,7 +21,13 @@ from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.bandwidths import DRIFT_NOTES, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
-from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency, preload_depth
+from kvlinker.store.loading.prompt_load import (
+    ChunkLoad,
+    LoadedChunk,
+    OpenedChunk,
+    Urgency,
+    preload_depth,
+)
 from kvlinker.store.tiers import object_tier
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.host import ResidentReader
@@ -36,16 +42,24 @@ ENDLESS = Urgency(compute=1e6, prefill=1e6)
 HASTY = Urgency(compute=1.0, prefill=0.01)
 """What has not begun after the shortest time is computed instead."""
 HANGING = module.STALL_SECONDS + 1
-"""The seconds after which a read that began at their beginning hangs; nobody but the hasty gives up before."""
+"""The seconds after which a read that began at their beginning hangs; nobody but the hasty gives up
+before."""
 
 
 class ScriptedReader:
-    """Notes what is read into ``log``, waits for ``permits``, and fails at layer ``fails``. ``asked`` is the last layer
-    that somebody began to read."""
+    """Notes what is read into ``log``, waits for ``permits``, and fails at layer ``fails``.
+    ``asked`` is the last layer that somebody began to read."""
 
-    def __init__(self, number: int, log: list[tuple[int, int]], *, layers: int = 4, fails: int | None = None) -> None:
+    def __init__(
+        self, number: int, log: list[tuple[int, int]], *, layers: int = 4, fails: int | None = None
+    ) -> None:
         self.kv = chunk_kv(number, layers=layers)
-        self.layers, self.tokens, self.nbytes, self.scores = layers, self.kv.tokens, self.kv.nbytes, None
+        self.layers, self.tokens, self.nbytes, self.scores = (
+            layers,
+            self.kv.tokens,
+            self.kv.nbytes,
+            None,
+        )
         self.permits: threading.Semaphore | None = None
         self.asked = -1
         self.closed = 0
@@ -84,7 +98,10 @@ def chunk_of(reader: ChunkReader, ended: list[LoadedChunk | None]) -> ChunkLoad:
 
 
 def opened_by(
-    opens: Callable[[], OpenedChunk | LoadedChunk | None], ended: list[LoadedChunk | None], *, key: str
+    opens: Callable[[], OpenedChunk | LoadedChunk | None],
+    ended: list[LoadedChunk | None],
+    *,
+    key: str,
 ) -> ChunkLoad:
     chunk = ChunkLoad(key, lambda tried: None if tried else opens())
     chunk.ended.add_done_callback(lambda future: ended.append(future.result()))
@@ -115,7 +132,9 @@ def arriving(chunk: ChunkLoad) -> ArrivingKV:
     return kv
 
 
-def test_the_chunks_of_a_prompt_advance_together(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunks_of_a_prompt_advance_together(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "THREADS", 1)
     log: list[tuple[int, int]] = []
     ended: list[LoadedChunk | None] = []
@@ -123,19 +142,28 @@ def test_the_chunks_of_a_prompt_advance_together(loader: LayerLoader, monkeypatc
     chunks = [chunk_of(reader, ended) for reader in readers]
     loader.load(chunks, ENDLESS)
     wait_for(ended, len(chunks))
-    assert log == [(layer, number) for layer in range(4) for number in range(5) if layer < readers[number].layers]
+    assert log == [
+        (layer, number)
+        for layer in range(4)
+        for number in range(5)
+        if layer < readers[number].layers
+    ]
     assert all(one is not None for one in ended)
     for reader, kv in zip(readers, complete([one.begun for one in chunks]), strict=True):
         assert kv is not None
         assert same_kv(kv, reader.kv)
 
 
-def test_who_came_first_is_served_first(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_came_first_is_served_first(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "THREADS", 1)
     log: list[tuple[int, int]] = []
     ended: list[LoadedChunk | None] = []
     permits = threading.Semaphore(0)
-    prompts = [[ScriptedReader(10 * prompt + number, log) for number in range(4)] for prompt in range(2)]
+    prompts = [
+        [ScriptedReader(10 * prompt + number, log) for number in range(4)] for prompt in range(2)
+    ]
     for readers in prompts:
         for reader in readers:
             reader.permits = permits
@@ -145,7 +173,9 @@ def test_who_came_first_is_served_first(loader: LayerLoader, monkeypatch: pytest
     assert [number // 10 for _, number in log] == [0] * 16 + [1] * 16
 
 
-@pytest.mark.parametrize(("share", "shares", "begins"), [(0.0, True, 4), (0.0, False, 1), (1e9, True, 1)])
+@pytest.mark.parametrize(
+    ("share", "shares", "begins"), [(0.0, True, 4), (0.0, False, 1), (1e9, True, 1)]
+)
 def test_reading_that_takes_the_computations_processors_comes_first(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
 ) -> None:
@@ -252,7 +282,9 @@ def test_who_holds_nobody_up_begins_with_the_first_layer_and_may_wait_for_the_re
     assert kv.delivered == 1
     (prompt,) = loader._prompts
     wait_until(lambda: prompt.begun)
-    assert prompt.deadline > clock.now + 0.9 + prompt_load.PATIENCE_SECONDS, "the reading takes a second"
+    assert prompt.deadline > clock.now + 0.9 + prompt_load.PATIENCE_SECONDS, (
+        "the reading takes a second"
+    )
     reader.permits.release(4)
     assert awaited(kv, 3) is not None
 
@@ -295,7 +327,9 @@ def test_closing_ends_what_is_read_and_what_waits() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name in own]
 
 
-def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tier_is_tried_again_after_a_while(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader.bandwidths.note("slow", 1000, 1.0)
     assert loader.bandwidths.worth_loading("slow", 1000, 1.5)
     assert not loader.bandwidths.worth_loading("slow", 1000, 0.5)
@@ -304,8 +338,11 @@ def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypat
 
 
 @given(layers=st.integers(1, 200), compute=st.integers(0, 1000), load=st.integers(0, 1000))
-def test_with_the_preloaded_layers_none_is_missing_in_its_turn(layers: int, compute: int, load: int) -> None:
-    """Reading proceeds at an even pace, and so does computing: the k-th layer is there when its turn comes."""
+def test_with_the_preloaded_layers_none_is_missing_in_its_turn(
+    layers: int, compute: int, load: int
+) -> None:
+    """Reading proceeds at an even pace, and so does computing: the k-th layer is there when its
+    turn comes."""
     depth = preload_depth(layers, compute_seconds=compute, load_seconds=load)
     assert 1 <= depth <= layers
     begin = depth * load / layers
@@ -364,7 +401,9 @@ def test_whoever_waits_notices_at_once_that_layers_are_lost() -> None:
         assert waiting.result(TIMEOUT) is None
 
 
-def test_subscribers_are_told_of_each_layer_and_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+def test_subscribers_are_told_of_each_layer_and_of_the_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kv, told = empty(3), []
 
     def fails() -> None:
@@ -397,7 +436,12 @@ class Slow(HostTier):
         if kv is None:
             return None
         reader = ScriptedReader(int(key[:8], 16), self.reads)
-        reader.kv, reader.layers, reader.tokens, reader.nbytes = kv, len(kv.layers), kv.tokens, kv.nbytes
+        reader.kv, reader.layers, reader.tokens, reader.nbytes = (
+            kv,
+            len(kv.layers),
+            kv.tokens,
+            kv.nbytes,
+        )
         reader.permits = self.permits
         self.opened.release()
         return reader
@@ -477,16 +521,26 @@ def test_a_chunk_that_two_load_at_once_is_read_once(slow_store: tuple[ChunkStore
     assert not slow.opened.acquire(blocking=False)
 
 
-def test_a_chunk_that_stands_twice_in_a_prompt_is_read_once(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_a_chunk_that_stands_twice_in_a_prompt_is_read_once(
+    slow_store: tuple[ChunkStore, Slow],
+) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     slow.permits.release(10)
-    keys = [key_of(1), key_of(2), key_of(1), key_of(2), key_of(1)]  # each thread has those of one chunk
+    keys = [
+        key_of(1),
+        key_of(2),
+        key_of(1),
+        key_of(2),
+        key_of(1),
+    ]  # each thread has those of one chunk
     assert all(kv is not None for kv in complete(store.load(keys, ENDLESS)))
     assert (reads_of(slow, 1), reads_of(slow, 2)) == ([0, 1], [0, 1])
 
 
-def test_what_came_to_memory_while_it_waited_is_not_read_again(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_what_came_to_memory_while_it_waited_is_not_read_again(
+    slow_store: tuple[ChunkStore, Slow],
+) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     busy = store.load([key_of(1), key_of(2)], ENDLESS)
@@ -512,8 +566,12 @@ def test_prompts_that_share_chunks_in_any_order_read_each_once(loader: LayerLoad
     for chunks in prompts:
         loader.load(chunks, ENDLESS)
     permits.release(100)
-    assert all(kv is not None for kv in complete([one.begun for chunks in prompts for one in chunks]))
-    assert sorted(log) == [(layer, number) for layer in range(4) for number in range(4)], "each is read once"
+    assert all(
+        kv is not None for kv in complete([one.begun for chunks in prompts for one in chunks])
+    )
+    assert sorted(log) == [(layer, number) for layer in range(4) for number in range(4)], (
+        "each is read once"
+    )
 
 
 def test_reading_goes_on_for_who_joins_when_the_first_gives_up(
@@ -569,7 +627,9 @@ def test_what_nobody_wants_any_more_is_not_read_on(slow_store: tuple[ChunkStore,
     assert reads_of(slow, 1) == [0, 1]
 
 
-def test_who_joins_keeps_its_own_deadline(slow_store: tuple[ChunkStore, Slow], clock: ManualClock) -> None:
+def test_who_joins_keeps_its_own_deadline(
+    slow_store: tuple[ChunkStore, Slow], clock: ManualClock
+) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     (patient,) = store.load([key_of(1)], ENDLESS)
@@ -591,7 +651,12 @@ class FailingTier(HostTier):
         if kv is None:
             return None
         reader = ScriptedReader(0, [], fails=1)
-        reader.kv, reader.layers, reader.tokens, reader.nbytes = kv, len(kv.layers), kv.tokens, kv.nbytes
+        reader.kv, reader.layers, reader.tokens, reader.nbytes = (
+            kv,
+            len(kv.layers),
+            kv.tokens,
+            kv.nbytes,
+        )
         return reader
 
 
@@ -609,7 +674,9 @@ def test_where_a_copy_fails_another_tiers_goes_on(another: bool) -> None:
             found = whole(kv)
             assert found is not None
             assert same_kv(found, chunk_kv(1))
-        elif isinstance(kv, ArrivingKV):  # the first copy's speed is known, and its first layer was enough to begin
+        elif isinstance(
+            kv, ArrivingKV
+        ):  # the first copy's speed is known, and its first layer was enough to begin
             awaited(kv, 1)
             assert kv.lost
         else:
@@ -741,7 +808,10 @@ def test_chunks_beside_one_that_hangs_are_read(loader: LayerLoader, clock: Manua
 
 
 def test_no_more_than_so_many_threads_are_replaced(
-    loader: LayerLoader, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loader: LayerLoader,
+    clock: ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     replaced = 3
     monkeypatch.setattr(module, "MOST_ABANDONED", replaced)
@@ -764,7 +834,9 @@ def test_no_more_than_so_many_threads_are_replaced(
     assert complete([sound.begun]) != [None], "once they have returned, reading goes on"
 
 
-def test_a_read_that_hangs_does_not_hold_up_the_end(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_hangs_does_not_hold_up_the_end(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
     ended: list[LoadedChunk | None] = []
     (reader,), permits = hanging(1)
@@ -824,7 +896,9 @@ def test_how_long_loading_takes_is_summed_over_the_chunks_tiers() -> None:
     assert recorder.of(ChunkLookup) == []
 
 
-def test_what_is_loaded_ahead_leaves_a_thread_to_who_needs_one(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_what_is_loaded_ahead_leaves_a_thread_to_who_needs_one(
+    slow_store: tuple[ChunkStore, Slow],
+) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     for number in (3, 4):
@@ -899,11 +973,17 @@ def test_tiers_open_what_they_hold_and_drop_what_is_damaged(kind: str, tmp_path:
     assert tier.open(key_of(2)) is None
     reader = tier.open(key_of(1))
     assert reader is not None
-    assert same_kv(ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores), kv)
+    assert same_kv(
+        ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores), kv
+    )
     assert reader.nbytes == kv.nbytes
     reader.close()
     reader.close()
-    (path,) = [path for path in (tmp_path / "tier").rglob("*") if path.is_file() and path.stat().st_size > kv.nbytes]
+    (path,) = [
+        path
+        for path in (tmp_path / "tier").rglob("*")
+        if path.is_file() and path.stat().st_size > kv.nbytes
+    ]
     data = bytearray(path.read_bytes())
     data[-kv.nbytes // 2] ^= 1
     path.write_bytes(data)

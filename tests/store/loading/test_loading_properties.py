@@ -1,4 +1,5 @@
-"""Whatever tiers, prompts and those who compute do, in any order: nobody hangs, and nobody gets a wrong layer."""
+"""Whatever tiers, prompts and those who compute do, in any order: nobody hangs, and nobody gets a
+wrong layer."""
 
 from __future__ import annotations
 
@@ -86,18 +87,27 @@ copies = st.dictionaries(
 )
 prompts = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
-    st.sampled_from([Urgency(), Urgency(0.02, 0.02), Urgency(1e3, 1e3), Urgency(1e3, 1e3, shares_processors=True)]),
+    st.sampled_from(
+        [
+            Urgency(),
+            Urgency(0.02, 0.02),
+            Urgency(1e3, 1e3),
+            Urgency(1e3, 1e3, shares_processors=True),
+        ]
+    ),
     st.booleans(),
 )
 actions = st.lists(
-    st.tuples(st.just("load"), prompts) | st.tuples(st.sampled_from(["give up", "rest", "close"]), st.none())
+    st.tuples(st.just("load"), prompts)
+    | st.tuples(st.sampled_from(["give up", "rest", "close"]), st.none())
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(copies=copies, actions=actions)
 def test_nobody_hangs_and_nobody_gets_a_wrong_layer(
-    copies: dict[tuple[str, int], Copy], actions: list[tuple[str, tuple[list[int], Urgency, bool] | None]]
+    copies: dict[tuple[str, int], Copy],
+    actions: list[tuple[str, tuple[list[int], Urgency, bool] | None]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STALL_SECONDS", 0.05)
@@ -109,7 +119,9 @@ def test_nobody_hangs_and_nobody_gets_a_wrong_layer(
         for action, prompt in actions:
             if prompt is not None:
                 numbers, urgency, ahead = prompt
-                chunks = [ChunkLoad(str(number), partial(medium.find, number)) for number in numbers]
+                chunks = [
+                    ChunkLoad(str(number), partial(medium.find, number)) for number in numbers
+                ]
                 loader.load(chunks, urgency, ahead=ahead)
                 wanted += zip(numbers, chunks, strict=True)
             elif action == "give up":
@@ -130,7 +142,9 @@ def test_nobody_hangs_and_nobody_gets_a_wrong_layer(
         medium.released.set()
         loader.close()
         deadline = time.monotonic() + TIMEOUT
-        while not all(reader.closed for reader in medium.opened):  # those that hung, soon after they return
+        while not all(
+            reader.closed for reader in medium.opened
+        ):  # those that hung, soon after they return
             assert time.monotonic() < deadline
             time.sleep(0.002)
         assert not loader._prompts

@@ -30,7 +30,9 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def store_with(recorder: Recorder, device_bytes: int = PLENTY, device: torch.device = CPU) -> ChunkStore:
+def store_with(
+    recorder: Recorder, device_bytes: int = PLENTY, device: torch.device = CPU
+) -> ChunkStore:
     device_copies = DeviceTier(device_bytes, device, recorder.events)
     return ChunkStore([HostTier(PLENTY, recorder.events)], recorder.events, device=device_copies)
 
@@ -52,7 +54,10 @@ def test_chunks_move_up_on_use(recorder: Recorder) -> None:
     assert isinstance(kv, ChunkKV)
     assert devices_of(kv) == {"meta"}
     assert [lookup.tier for lookup in recorder.of(ChunkLookup)] == ["host", "device", "device"]
-    assert store.usage() == (TierUsage("device", SIZE, PLENTY, 1), TierUsage("host", SIZE, PLENTY, 1))
+    assert store.usage() == (
+        TierUsage("device", SIZE, PLENTY, 1),
+        TierUsage("host", SIZE, PLENTY, 1),
+    )
     assert store.usage_of({key_of(1)}) == store.usage()
 
 
@@ -87,7 +92,9 @@ def test_what_has_no_room_on_the_device_is_taken_from_the_host(
     assert devices_of(store.get(key_of(1))) == {"cpu"}
     store = store_with(recorder, device=META)
     store.put(key_of(1), chunk_kv(1))
-    with mock.patch.object(torch.Tensor, "to", side_effect=torch.OutOfMemoryError("no memory left")):
+    with mock.patch.object(
+        torch.Tensor, "to", side_effect=torch.OutOfMemoryError("no memory left")
+    ):
         assert devices_of(store.get(key_of(1))) == {"cpu"}
     assert "no memory left" in caplog.text
     assert devices_of(store.get(key_of(1))) == {"meta"}
@@ -148,9 +155,13 @@ def test_pins_are_for_the_tiers_behind(recorder: Recorder) -> None:
     assert [store.tier_of(key_of(number)) for number in range(2)] == ["host", "device"]
 
 
-def budgets(tmp_path: Path, device: torch.device | None, device_memory: int | None) -> dict[str, int]:
+def budgets(
+    tmp_path: Path, device: torch.device | None, device_memory: int | None
+) -> dict[str, int]:
     """The budgets of a store's tiers where a model runs on the device."""
-    settings = sized(tmp_path, PLENTY, 0, **({} if device_memory is None else {"device_memory": device_memory}))
+    settings = sized(
+        tmp_path, PLENTY, 0, **({} if device_memory is None else {"device_memory": device_memory})
+    )
     with closing(open_store(settings, Recorder().events, device=device)) as store:
         return {usage.name: usage.budget_bytes for usage in store.usage()}
 

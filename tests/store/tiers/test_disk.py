@@ -1,4 +1,5 @@
-"""The disk tier where the medium fails, others share the folder, or threads meet. Its contract: ``test_tiers``."""
+"""The disk tier where the medium fails, others share the folder, or threads meet. Its contract:
+``test_tiers``."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [truncate, empty, flip, replace])
-def test_a_damaged_file_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: Recorder, tier: DiskTier, harm) -> None:
+def test_a_damaged_file_is_a_miss_is_removed_and_told(
+    tmp_path: Path, recorder: Recorder, tier: DiskTier, harm
+) -> None:
     tier.put(key_of(1), chunk_kv(1))
     tier.put(key_of(2), chunk_kv(2))
     harm(file_of(tmp_path, 1))
@@ -78,16 +81,27 @@ def test_a_damaged_file_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: 
     assert same_kv(kv, chunk_kv(1))
 
 
-def test_what_cannot_be_read_is_damage_but_a_lack_of_handles_is_not(recorder: Recorder, tier: DiskTier) -> None:
+def test_what_cannot_be_read_is_damage_but_a_lack_of_handles_is_not(
+    recorder: Recorder, tier: DiskTier
+) -> None:
     for code in (errno.EMFILE, errno.EIO, errno.EACCES):
         recorder.seen.clear()
         tier.put(key_of(1), chunk_kv(1))
-        with mock.patch("kvlinker.store.tiers.disk.read_chunk_file", side_effect=OSError(code, os.strerror(code))):
+        with mock.patch(
+            "kvlinker.store.tiers.disk.read_chunk_file",
+            side_effect=OSError(code, os.strerror(code)),
+        ):
             assert tier.get(key_of(1)) is None
-        assert bool(recorder.of(ChunkDamaged)) == (not tier.contains(key_of(1))) == (code != errno.EMFILE)
+        assert (
+            bool(recorder.of(ChunkDamaged))
+            == (not tier.contains(key_of(1)))
+            == (code != errno.EMFILE)
+        )
 
 
-def test_check_removes_and_reports_what_is_damaged(tmp_path: Path, recorder: Recorder, tier: DiskTier) -> None:
+def test_check_removes_and_reports_what_is_damaged(
+    tmp_path: Path, recorder: Recorder, tier: DiskTier
+) -> None:
     for number in range(4):
         tier.put(key_of(number), chunk_kv(number))
     before = tier.keys()
@@ -99,7 +113,9 @@ def test_check_removes_and_reports_what_is_damaged(tmp_path: Path, recorder: Rec
     assert tier.keys() == tuple(key for key in before if key != key_of(2))
 
 
-def test_leftovers_of_a_crash_go_and_strangers_files_stay(tmp_path: Path, recorder: Recorder, tier: DiskTier) -> None:
+def test_leftovers_of_a_crash_go_and_strangers_files_stay(
+    tmp_path: Path, recorder: Recorder, tier: DiskTier
+) -> None:
     tier.put(key_of(1), chunk_kv(1))
     folder = file_of(tmp_path, 1).parent
     leftover = folder / f"{key_of(1)}abc.tmp"
@@ -160,7 +176,9 @@ def put_a_link(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [put_a_folder, put_a_full_folder, put_a_link, os.mkfifo])
 @pytest.mark.parametrize("way", ["get", "put", "check", "reopen"])
-def test_what_is_no_file_gives_way(tmp_path: Path, recorder: Recorder, tier: DiskTier, harm, way: str) -> None:
+def test_what_is_no_file_gives_way(
+    tmp_path: Path, recorder: Recorder, tier: DiskTier, harm, way: str
+) -> None:
     tier.put(key_of(1), chunk_kv(1))
     file_of(tmp_path, 1).unlink()
     harm(file_of(tmp_path, 1))
@@ -183,10 +201,14 @@ def test_what_is_no_file_gives_way(tmp_path: Path, recorder: Recorder, tier: Dis
     assert notes == (["somebody's"] if harm is put_a_full_folder else [])
 
 
-def test_failed_writes_free_the_room_that_they_had_reserved(tmp_path: Path, recorder: Recorder) -> None:
+def test_failed_writes_free_the_room_that_they_had_reserved(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     tier = open_tier(tmp_path, recorder, 5000)
     for _ in range(10):
-        with mock.patch("kvlinker.store.tiers.disk.write_chunk_file", side_effect=OSError(errno.ENOSPC, "full")):
+        with mock.patch(
+            "kvlinker.store.tiers.disk.write_chunk_file", side_effect=OSError(errno.ENOSPC, "full")
+        ):
             assert not tier.put(key_of(1), chunk_kv(1))
         with mock.patch("os.replace", side_effect=OSError(errno.EROFS, "read-only")):
             assert not tier.put(key_of(2), chunk_kv(2))
@@ -203,7 +225,8 @@ def test_room_is_made_before_the_file_is_written(tmp_path: Path, recorder: Recor
     tier = open_tier(tmp_path, recorder, tier.used_bytes)
     present = []
     with mock.patch(
-        "kvlinker.store.tiers.disk.write_chunk_file", side_effect=lambda *_: present.extend(files_in(tmp_path))
+        "kvlinker.store.tiers.disk.write_chunk_file",
+        side_effect=lambda *_: present.extend(files_in(tmp_path)),
     ):
         tier.put(key_of(3), chunk_kv(3))
     assert [name for name in present if not name.endswith(".tmp")] == [f"{key_of(2)}.safetensors"]
@@ -229,7 +252,9 @@ def test_a_file_is_on_the_disk_before_it_is_in_its_place(tier: DiskTier) -> None
     assert folder == key_of(1)[:2]
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_that_names_it(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_folder_that_cannot_be_used_is_an_error_that_names_it(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(StoreError, match=str(path)):
@@ -263,7 +288,9 @@ def test_two_tiers_on_one_folder(tmp_path: Path, recorder: Recorder, tier: DiskT
     assert file_of(tmp_path, 2).exists()
 
 
-def test_what_another_process_wrote_counts_against_the_budget(tmp_path: Path, recorder: Recorder) -> None:
+def test_what_another_process_wrote_counts_against_the_budget(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     writer = open_tier(tmp_path, Recorder())
     writer.put(key_of(1), chunk_kv(1))
     writer.put(key_of(9), chunk_kv(9, tokens=200))
@@ -301,11 +328,15 @@ def test_the_budget_is_that_of_all_processes_together(tmp_path: Path, recorder: 
         assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) <= 4 * size
     assert first.used_bytes == 4 * size
     assert first.put(key_of(20), chunk_kv(20))
-    assert set(first.keys()) == {key_of(number) for number in (11, 12, 13, 20)}, "what the other evicted counts no more"
+    assert set(first.keys()) == {key_of(number) for number in (11, 12, 13, 20)}, (
+        "what the other evicted counts no more"
+    )
     assert len(files_in(folder)) == 4
 
 
-def test_much_written_is_reason_to_look(tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_written_is_reason_to_look(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(other_processes, "LOOK_SHARE", math.inf)
     size = put_size(tmp_path / "measured", recorder)
     folder = tmp_path / "shared"
@@ -339,7 +370,9 @@ def test_a_processs_own_uses_keep_their_order(tmp_path: Path, recorder: Recorder
     assert set(tier.keys()) == {key_of(number) for number in (0, 2, 3)}
 
 
-def test_a_chunk_that_another_process_evicts_while_it_is_read_is_whole(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_chunk_that_another_process_evicts_while_it_is_read_is_whole(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     first, second = (open_tier(tmp_path, recorder) for _ in range(2))
     first.put(key_of(1), chunk_kv(1))
     reader = second.open(key_of(1))
@@ -352,7 +385,9 @@ def test_a_chunk_that_another_process_evicts_while_it_is_read_is_whole(tmp_path:
     assert recorder.of(ChunkDamaged) == []
 
 
-def test_a_delete_while_reading_is_a_miss_without_damage(recorder: Recorder, tier: DiskTier) -> None:
+def test_a_delete_while_reading_is_a_miss_without_damage(
+    recorder: Recorder, tier: DiskTier
+) -> None:
     def read(*_: object) -> None:
         tier.delete(key_of(1))
         raise FileNotFoundError
@@ -368,7 +403,9 @@ def test_a_reader_does_not_wait_for_a_writer(tier: DiskTier) -> None:
     seen: list[object] = []
 
     def write(*_: object) -> None:
-        run_threads(lambda: seen.append(tier.get(key_of(1))), lambda: seen.append(tier.nbytes(key_of(2))))
+        run_threads(
+            lambda: seen.append(tier.get(key_of(1))), lambda: seen.append(tier.nbytes(key_of(2)))
+        )
 
     with mock.patch("kvlinker.store.tiers.disk.write_chunk_file", side_effect=write):
         tier.put(key_of(2), chunk_kv(2))
@@ -399,7 +436,9 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
     assert tier.check().damaged == ()
 
 
-def test_room_for_another_processs_file_is_made_as_for_ones_own(tmp_path: Path, recorder: Recorder) -> None:
+def test_room_for_another_processs_file_is_made_as_for_ones_own(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     size = put_size(tmp_path / "measured", recorder)
     tier = open_tier(tmp_path / "tier", recorder, 3 * size)
     for number in range(3):
@@ -411,7 +450,9 @@ def test_room_for_another_processs_file_is_made_as_for_ones_own(tmp_path: Path, 
     assert set(tier.keys()) == {key_of(0), key_of(2)}
 
 
-def test_a_tier_that_does_not_yield_leaves_a_full_disk_to_others(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_tier_that_does_not_yield_leaves_a_full_disk_to_others(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     tier = DiskTier(tmp_path, BUDGET, recorder.events, yields=False)
     assert tier.put(key_of(0), chunk_kv(0))
     full = OSError(errno.ENOSPC, "no space left")

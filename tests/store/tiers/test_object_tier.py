@@ -1,4 +1,5 @@
-"""The object tier over fsspec's local and memory file systems: a tier like the others, shared by several servers."""
+"""The object tier over fsspec's local and memory file systems: a tier like the others, shared by
+several servers."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_a_second_server_finds_what_the_first_one_put(url: str, recorder: Record
     assert recorder.of(ChunkDamaged) == []
 
 
-def test_a_new_server_lists_what_is_there_in_the_order_of_writing(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_new_server_lists_what_is_there_in_the_order_of_writing(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     url = f"file://{tmp_path}"
     first = object_tier(url, PLENTY, recorder.events)
     for age, number in enumerate((3, 1, 2)):
@@ -104,7 +107,9 @@ def test_a_new_server_lists_what_is_there_in_the_order_of_writing(tmp_path: Path
 
 def test_listing_again_finds_what_others_did(tmp_path: Path, recorder: Recorder) -> None:
     first = object_tier(f"file://{tmp_path}", PLENTY, recorder.events)
-    medium = ObjectMedium(f"file://{tmp_path}", blob_size(1) + blob_size(2), timeout=5, listing_seconds=0.05)
+    medium = ObjectMedium(
+        f"file://{tmp_path}", blob_size(1) + blob_size(2), timeout=5, listing_seconds=0.05
+    )
     second = BlobTier("object", medium, recorder.events)
     for number in (1, 2):
         first.put(key_of(number), KV[number])
@@ -113,7 +118,9 @@ def test_listing_again_finds_what_others_did(tmp_path: Path, recorder: Recorder)
     second.put(key_of(3), KV[3])
     wait_until(lambda: second.used_bytes <= second.budget_bytes)
     assert second.contains(key_of(3))
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= second.budget_bytes
+    assert (
+        sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= second.budget_bytes
+    )
 
 
 def test_strangers_objects_stay_and_leftovers_go(tmp_path: Path, recorder: Recorder) -> None:
@@ -148,7 +155,9 @@ def test_damage_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: Recorder
     assert same_kv(tier.get(key_of(1)), KV[1])
 
 
-def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, recorder: Recorder, caplog) -> None:
+def test_a_place_that_cannot_be_written_is_no_error(
+    tmp_path: Path, recorder: Recorder, caplog
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     tier = object_tier(f"file://{blocked}/below", PLENTY, recorder.events)
@@ -160,7 +169,10 @@ def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, recorder: Re
 
 
 def test_a_file_system_that_hangs_costs_one_timeout(
-    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     medium = ObjectMedium(f"file://{tmp_path}", PLENTY, timeout=PATIENCE)
     tier = BlobTier("object", medium, recorder.events, answer_seconds=1, pause_seconds=0.1)
@@ -171,7 +183,9 @@ def test_a_file_system_that_hangs_costs_one_timeout(
     os.mkfifo(file)  # reading it waits for somebody who writes
     goes_on = threading.Event()
     reach = medium.open
-    monkeypatch.setattr(medium, "open", lambda: goes_on.wait(PATIENCE) and reach())  # with which it is tried
+    monkeypatch.setattr(
+        medium, "open", lambda: goes_on.wait(PATIENCE) and reach()
+    )  # with which it is tried
     assert tier.get(key_of(1)) is None
     assert tier.get(key_of(2)) is None
     assert len(recorder.own(TierUnavailable)) == len(caplog.messages) == 1
@@ -193,7 +207,9 @@ def test_threads_meet_without_harm(url: str, recorder: Recorder) -> None:
             if turn % 4 == 0:
                 tier.delete(key_of(number))
 
-    run_threads(*(lambda tier=tier, seed=seed: work(tier, seed) for seed, tier in enumerate(tiers * 2)))
+    run_threads(
+        *(lambda tier=tier, seed=seed: work(tier, seed) for seed, tier in enumerate(tiers * 2))
+    )
     assert [*recorder.of(TierUnavailable), *recorder.of(ChunkDamaged)] == []
 
 
@@ -213,7 +229,9 @@ for number in range(5):
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
 
 
-@pytest.mark.parametrize("url", ["nosuchthing://user:se-cret@host/path", "s3-cret://x?secret=se-cret"])
+@pytest.mark.parametrize(
+    "url", ["nosuchthing://user:se-cret@host/path", "s3-cret://x?secret=se-cret"]
+)
 def test_a_url_that_is_none_is_told_without_its_password(url: str) -> None:
     with pytest.raises(StoreError, match="s3://bucket/folder") as raised:
         object_tier(url, PLENTY, Recorder().events)

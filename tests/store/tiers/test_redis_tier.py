@@ -1,4 +1,5 @@
-"""The Redis tier on a real server: a tier like the others, with accounting that all servers share."""
+"""The Redis tier on a real server: a tier like the others, with accounting that all servers
+share."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def tier(redis_server: RedisServer, recorder: Recorder) -> Iterator[BlobTier]:
     tier.close()
 
 
-def test_a_budget_from_the_settings_is_one_that_every_parser_packs(redis_server: RedisServer) -> None:
+def test_a_budget_from_the_settings_is_one_that_every_parser_packs(
+    redis_server: RedisServer,
+) -> None:
     """hiredis, where it is installed, refuses subclasses of int."""
     medium = RedisMedium(redis_server.url, ByteSize(1 << 20), prefix="kvlinker", timeout=1.0)
     assert type(medium.budget_bytes) is int
@@ -81,7 +84,10 @@ def test_any_sequence_of_calls_is_a_least_recently_used_cache(running_redis: Red
         @invariant()
         def redis_holds_what_is_counted(self) -> None:
             if hasattr(self, "tier"):
-                names = {name.decode().rpartition(":")[2] for name in running_redis.client.keys("kvlinker:chunk:*")}
+                names = {
+                    name.decode().rpartition(":")[2]
+                    for name in running_redis.client.keys("kvlinker:chunk:*")
+                }
                 assert names == {key_of(number) for number in self.model}
                 assert not running_redis.client.keys("kvlinker:temporary:*")
                 assert self.recorder.of(TierUnavailable) == []
@@ -112,7 +118,9 @@ def test_sizes_take_one_question_for_many_keys(redis_server: RedisServer, tier: 
     found = tier.sizes(map(key_of, range(3 * KEYS_AT_ONCE)))
     asked = redis_server.client.info("stats")["total_commands_processed"] - before
     assert found == {key_of(number): blob_size(number) for number in (1, 2)}
-    assert asked <= 2 * 3 + 1, "a script and what it calls, for each batch, and the question of how many"
+    assert asked <= 2 * 3 + 1, (
+        "a script and what it calls, for each batch, and the question of how many"
+    )
 
 
 def test_sizes_that_are_none_are_left_out(redis_server: RedisServer, tier: BlobTier) -> None:
@@ -130,13 +138,21 @@ def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -
     assert size > 9 * PART_BYTES
     whole = bytearray(size)
     tier._medium.read_into(key_of(1), 0, memoryview(whole))
-    for start, length in ((0, 8), (PART_BYTES - 1, 2), (PART_BYTES, PART_BYTES), (size - 3, 3), (7, size - 7)):
+    for start, length in (
+        (0, 8),
+        (PART_BYTES - 1, 2),
+        (PART_BYTES, PART_BYTES),
+        (size - 3, 3),
+        (7, size - 7),
+    ):
         part = bytearray(length)
         tier._medium.read_into(key_of(1), start, memoryview(part))
         assert part == whole[start : start + length]
 
 
-def test_a_second_server_finds_what_the_first_one_put(redis_server: RedisServer, tier: BlobTier) -> None:
+def test_a_second_server_finds_what_the_first_one_put(
+    redis_server: RedisServer, tier: BlobTier
+) -> None:
     tier.put(key_of(1), KV[1])
     other = redis_tier(redis_server.url, PLENTY, Recorder().events)
     assert other.contains(key_of(1))
@@ -148,7 +164,12 @@ def test_a_second_server_finds_what_the_first_one_put(redis_server: RedisServer,
 
 
 def test_foreign_keys_are_never_touched(redis_server: RedisServer, recorder: Recorder) -> None:
-    foreign = {b"mine": b"1", b"kvlinker": b"2", b"kvlinker2:chunk:" + key_of(1).encode(): b"3", b"other:uses": b"4"}
+    foreign = {
+        b"mine": b"1",
+        b"kvlinker": b"2",
+        b"kvlinker2:chunk:" + key_of(1).encode(): b"3",
+        b"other:uses": b"4",
+    }
     for name, value in foreign.items():
         redis_server.client.set(name, value)
     neighbour = redis_tier(redis_server.url, PLENTY, recorder.events, prefix="kv?inker*")
@@ -170,11 +191,15 @@ def test_foreign_keys_are_never_touched(redis_server: RedisServer, recorder: Rec
 def test_nothing_readable_lies_beside_the_kv(redis_server: RedisServer, tier: BlobTier) -> None:
     tier.put(key_of(1), KV[1])
     names = {name.decode() for name in redis_server.client.keys("*")}
-    assert names == {f"kvlinker:{name}" for name in ("uses", "sizes", "totals", f"chunk:{key_of(1)}")}
+    assert names == {
+        f"kvlinker:{name}" for name in ("uses", "sizes", "totals", f"chunk:{key_of(1)}")
+    }
     assert redis_server.client.zrange("kvlinker:uses", 0, -1) == [key_of(1).encode()]
 
 
-def test_the_budget_holds_with_several_servers_at_once(redis_server: RedisServer, recorder: Recorder) -> None:
+def test_the_budget_holds_with_several_servers_at_once(
+    redis_server: RedisServer, recorder: Recorder
+) -> None:
     budget = 3 * blob_size(5)
     tiers = [redis_tier(redis_server.url, budget, recorder.events) for _ in range(3)]
     over = []
@@ -197,7 +222,9 @@ def test_the_budget_holds_with_several_servers_at_once(redis_server: RedisServer
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        run_threads(*(lambda tier=tier, seed=seed: work(tier, seed) for seed, tier in enumerate(tiers)))
+        run_threads(
+            *(lambda tier=tier, seed=seed: work(tier, seed) for seed, tier in enumerate(tiers))
+        )
     finally:
         done.set()
         watching.join()
@@ -206,7 +233,9 @@ def test_the_budget_holds_with_several_servers_at_once(redis_server: RedisServer
     assert [*recorder.of(ChunkDamaged), *recorder.of(TierUnavailable)] == []
     client = redis_server.client
     names = {name.rpartition(b":")[2] for name in client.keys("kvlinker:chunk:*")}
-    assert names == set(client.zrange("kvlinker:uses", 0, -1)) == set(client.hkeys("kvlinker:sizes"))
+    assert (
+        names == set(client.zrange("kvlinker:uses", 0, -1)) == set(client.hkeys("kvlinker:sizes"))
+    )
     assert tiers[0].used_bytes == sum(map(int, client.hvals("kvlinker:sizes")))
     assert not client.keys("kvlinker:temporary:*")
 
@@ -224,7 +253,10 @@ def test_what_redis_evicted_by_itself_is_a_miss_and_check_sets_the_account_right
     assert same_kv(tier.get(key_of(2)), KV[2])
     assert tier.keys() == (key_of(2),)
     assert tier.check().checked == 2
-    assert (set(tier.keys()), tier.used_bytes) == ({key_of(2), key_of(3)}, blob_size(2) + blob_size(3))
+    assert (set(tier.keys()), tier.used_bytes) == (
+        {key_of(2), key_of(3)},
+        blob_size(2) + blob_size(3),
+    )
     assert recorder.of(ChunkDamaged) == []
 
 
@@ -300,7 +332,9 @@ def test_garbage_in_the_account_mends_itself(redis_server: RedisServer, tier: Bl
     assert (tier.used_bytes, len(tier)) == (blob_size(1), 1)
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "redis://:se/cret@host:1", "redis://x:port"])
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://localhost", "redis://:se/cret@host:1", "redis://x:port"]
+)
 def test_a_url_that_is_none_is_told_without_its_password(url: str) -> None:
     with pytest.raises(StoreError, match=r"redis://\[user:password@\]host:port") as raised:
         redis_tier(url, PLENTY, Recorder().events)
@@ -308,7 +342,13 @@ def test_a_url_that_is_none_is_told_without_its_password(url: str) -> None:
 
 
 def test_caller_mistakes_are_told(tier: BlobTier) -> None:
-    for call in (tier.get, tier.contains, tier.delete, tier.nbytes, lambda key: tier.put(key, KV[1])):
+    for call in (
+        tier.get,
+        tier.contains,
+        tier.delete,
+        tier.nbytes,
+        lambda key: tier.put(key, KV[1]),
+    ):
         with pytest.raises(ValueError, match="not a chunk key"):
             call("../etc")
 
@@ -321,7 +361,11 @@ def test_caller_mistakes_are_told(tier: BlobTier) -> None:
     ],
 )
 def test_a_missing_library_is_told_with_the_extra_that_brings_it(
-    library: str, module: str, make: Callable[..., BlobTier], extra: str, monkeypatch: pytest.MonkeyPatch
+    library: str,
+    module: str,
+    make: Callable[..., BlobTier],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"kvlinker.store.tiers.{module}", raising=False)

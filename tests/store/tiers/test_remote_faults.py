@@ -1,4 +1,5 @@
-"""Whatever happens to a Redis: callers see hits and misses, in bounded time, and the tier is used again afterwards."""
+"""Whatever happens to a Redis: callers see hits and misses, in bounded time, and the tier is used
+again afterwards."""
 
 from __future__ import annotations
 
@@ -40,8 +41,14 @@ def make_tier(recorder: Recorder) -> Iterator[Callable[..., BlobTier]]:
     tiers = []
 
     def make(port: int, budget: int = PLENTY, timeout: float = TIMEOUT) -> BlobTier:
-        medium = RedisMedium(f"redis://default:hidden@127.0.0.1:{port}/0", budget, prefix="kvlinker", timeout=timeout)
-        tiers.append(BlobTier("redis", medium, recorder.events, answer_seconds=2 * timeout, pause_seconds=PAUSE))
+        medium = RedisMedium(
+            f"redis://default:hidden@127.0.0.1:{port}/0", budget, prefix="kvlinker", timeout=timeout
+        )
+        tiers.append(
+            BlobTier(
+                "redis", medium, recorder.events, answer_seconds=2 * timeout, pause_seconds=PAUSE
+            )
+        )
         return tiers[-1]
 
     yield make
@@ -141,7 +148,9 @@ def test_deletes_during_an_outage_are_done_after_it(frail_redis: RedisServer, ma
         lambda client, name: client.hset(name, "7", b"more"),
     ],
 )
-def test_a_harmed_value_is_damage_and_goes(redis_server: RedisServer, make_tier, recorder: Recorder, harm) -> None:
+def test_a_harmed_value_is_damage_and_goes(
+    redis_server: RedisServer, make_tier, recorder: Recorder, harm
+) -> None:
     tier = make_tier(redis_server.port, timeout=PATIENT)
     tier.put(key_of(1), KV[1])
     harm(redis_server.client, f"kvlinker:chunk:{key_of(1)}")
@@ -165,7 +174,9 @@ def test_a_full_redis_makes_room_from_what_is_ours(
     redis_server.client.set("foreign", b"x" * 1_000_000)
     for number in (1, 2):
         assert tier.put(key_of(number), KV[number])
-    redis_server.client.config_set("maxmemory", redis_server.client.info("memory")["used_memory"] + 500_000)
+    redis_server.client.config_set(
+        "maxmemory", redis_server.client.info("memory")["used_memory"] + 500_000
+    )
     for number in (3, 4, 5):
         assert tier.put(key_of(number), KV[number])
         assert same_kv(tier.get(key_of(number)), KV[number])
@@ -175,7 +186,9 @@ def test_a_full_redis_makes_room_from_what_is_ours(
 
     for key in keys:
         tier.delete(key)
-    redis_server.client.config_set("maxmemory", redis_server.client.info("memory")["used_memory"] + 100_000)
+    redis_server.client.config_set(
+        "maxmemory", redis_server.client.info("memory")["used_memory"] + 100_000
+    )
     assert not tier.put(key_of(1), KV[1])
     assert not tier.put(key_of(2), KV[2])
     assert (tier.keys(), tier.used_bytes) == ((), 0)
@@ -191,7 +204,9 @@ def test_a_full_redis_makes_room_from_what_is_ours(
     assert redis_server.client.get("foreign") == b"x" * 1_000_000
 
 
-def test_a_read_only_redis_is_still_read(redis_server: RedisServer, make_tier, recorder: Recorder) -> None:
+def test_a_read_only_redis_is_still_read(
+    redis_server: RedisServer, make_tier, recorder: Recorder
+) -> None:
     tier = make_tier(redis_server.port, timeout=PATIENT)
     tier.put(key_of(1), KV[1])
     redis_server.client.execute_command("ACL", "SETUSER", "default", "-hset")
@@ -222,7 +237,9 @@ def test_a_connection_that_is_cut_inside_a_value(
     proxy.close()
 
 
-def test_what_a_server_wrote_until_it_was_killed_does_not_stay(redis_server: RedisServer, make_tier) -> None:
+def test_what_a_server_wrote_until_it_was_killed_does_not_stay(
+    redis_server: RedisServer, make_tier
+) -> None:
     proxy = CuttingProxy(redis_server.port)
     tier = make_tier(proxy.port)
     assert tier.put(key_of(1), KV[1])
@@ -251,7 +268,9 @@ def test_something_that_is_no_redis(make_tier, recorder: Recorder) -> None:
 def test_a_wrong_password_is_no_error_and_stays_hidden(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture, recorder: Recorder
 ) -> None:
-    tier = redis_tier(f"redis://nobody:very-secret@127.0.0.1:{redis_server.port}/0", PLENTY, recorder.events)
+    tier = redis_tier(
+        f"redis://nobody:very-secret@127.0.0.1:{redis_server.port}/0", PLENTY, recorder.events
+    )
     every_call(tier)
     assert len(warnings(caplog)) == 1
     assert "very-secret" not in caplog.text + repr(recorder.seen)
@@ -279,7 +298,9 @@ def test_a_hanging_redis_holds_up_neither_disk_nor_answers(
     frail_redis: RedisServer, make_tier, recorder: Recorder, tmp_path: Path
 ) -> None:
     disk = DiskTier(tmp_path, PLENTY, recorder.events)
-    store = ChunkStore([HostTier(PLENTY, recorder.events), disk, make_tier(frail_redis.port)], recorder.events)
+    store = ChunkStore(
+        [HostTier(PLENTY, recorder.events), disk, make_tier(frail_redis.port)], recorder.events
+    )
     store.put(key_of(0), KV[0])
     store.flush()
     frail_redis.hang()
@@ -287,7 +308,11 @@ def test_a_hanging_redis_holds_up_neither_disk_nor_answers(
         store.put(key_of(number), KV[number])
     wait_until(lambda: len(disk) == 6)
     assert [store.get("0" * 64) for _ in range(20)] == [None] * 20
-    assert len(recorder.own(TierUnavailable)) <= 1, "this thread waited once, or the writer did before it"
+    assert len(recorder.own(TierUnavailable)) <= 1, (
+        "this thread waited once, or the writer did before it"
+    )
     begun = time.monotonic()
     store.close()
-    assert time.monotonic() - begun < SHARED_TIERS_CLOSE_SECONDS, "closing waited for what cannot be written"
+    assert time.monotonic() - begun < SHARED_TIERS_CLOSE_SECONDS, (
+        "closing waited for what cannot be written"
+    )

@@ -1,4 +1,5 @@
-"""Both tiers against one model of a least-recently-used cache with a budget, the disk tier over restarts too."""
+"""Both tiers against one model of a least-recently-used cache with a budget, the disk tier over
+restarts too."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ KV = {number: chunk_kv(number, tokens=2 * number + 1) for number in range(6)}  #
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Any sequence of calls leaves the tier as the model, in content, order, accounting and events."""
+    """Any sequence of calls leaves the tier as the model, in content, order, accounting and
+    events."""
 
     tier: Tier
 
     def __init__(self) -> None:
         super().__init__()
         self.recorder = Recorder()
-        self.model: OrderedDict[int, int] = OrderedDict()  # number -> bytes, least recently used first
+        self.model: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # number -> bytes, least recently used first
         self.evicted: list[int] = []
 
     def size(self, number: int) -> int:
@@ -117,7 +121,9 @@ class DiskMachine(TierMachine):
     @invariant()
     def files_are_what_is_counted(self) -> None:
         if hasattr(self, "tier"):
-            sizes = {path.stem: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
+            sizes = {
+                path.stem: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()
+            }
             assert sizes == {key_of(number): size for number, size in self.model.items()}
 
     def teardown(self) -> None:
@@ -135,7 +141,11 @@ TestDiskTier.settings = settings(max_examples=50, stateful_step_count=30, deadli
 @pytest.fixture(params=["host", "disk"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
     events = Recorder().events
-    return HostTier(1 << 20, events) if request.param == "host" else DiskTier(tmp_path, 1 << 20, events)
+    return (
+        HostTier(1 << 20, events)
+        if request.param == "host"
+        else DiskTier(tmp_path, 1 << 20, events)
+    )
 
 
 def test_getting_and_putting_again_are_uses_and_looking_is_not(tier: Tier) -> None:

@@ -1,4 +1,5 @@
-"""Measures whether a model that chooses between two answers keeps its choice, which accuracy may hide."""
+"""Measures whether a model that chooses between two answers keeps its choice, which accuracy may
+hide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measures policies on chunks as long as the papers', windows of 256 and 512 tokens with several facts in each."""
+"""Measures policies on chunks as long as the papers', windows of 256 and 512 tokens with several
+facts in each."""
 
 from __future__ import annotations
 

@@ -18,13 +18,20 @@ from kvlinker.settings import Settings
 @settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
 def figure(
     settings: Settings,
-    name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.", metavar="NAME")],
-    page: Annotated[Path, typer.Option(help="Write the figure into this page.", dir_okay=False)] = Path(
-        "reproduction.md"
-    ),
+    name: Annotated[
+        str,
+        typer.Argument(help="Name of the figure, or all; list shows their names.", metavar="NAME"),
+    ],
+    page: Annotated[
+        Path, typer.Option(help="Write the figure into this page.", dir_okay=False)
+    ] = Path("reproduction.md"),
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each measurement.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")] = None,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")] = False,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")
+    ] = None,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")
+    ] = False,
 ) -> None:
     """Measure a figure of the papers anew: a plot, a table, and the paper's claim beside them."""
     from kvlinker_lab.figures.figure import find_figure, known_figures
@@ -42,7 +49,9 @@ def figure(
             if redraw:
                 show_figure(page, one, list(known))
                 continue
-            command = shlex.join(["kvlinker-lab", *(one.name if word == "all" else word for word in sys.argv[1:])])
+            command = shlex.join(
+                ["kvlinker-lab", *(one.name if word == "all" else word for word in sys.argv[1:])]
+            )
             with progress_display() as progress:
                 rows = one.measure(lab := Lab(settings, command, limit, shape, progress))
             write_figure(page, one, lab.report(rows, one.shape), list(known))

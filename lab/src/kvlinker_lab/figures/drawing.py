@@ -12,7 +12,8 @@ from kvlinker.quality.bench.harness.report import Row
 
 
 def quality_over_recomputed(canvas: Any, rows: Sequence[Row], tasks: Sequence[str]) -> None:
-    """Draw a panel per task: score with its interval over the recomputed share, a line per family of policies."""
+    """Draw a panel per task: score with its interval over the recomputed share, a line per family
+    of policies."""
     panels = canvas.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
     for axes, task in zip(panels, tasks, strict=True):
         score_lines(axes, [row for row in rows if row["task"] == task])
@@ -35,7 +36,8 @@ def score_lines(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequence[str]) -> None:
-    """Draw a group of bars per label, in each a bar per key of ``groups``: scores with their confidence intervals.
+    """Draw a group of bars per label, in each a bar per key of ``groups``: scores with their
+    confidence intervals.
 
     Every sequence of rows has one per label.
     """
@@ -43,7 +45,15 @@ def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequenc
     for index, (name, rows) in enumerate(groups.items()):
         at = np.arange(len(rows)) + (index - (len(groups) - 1) / 2) * width
         scores = [row["score"] for row in rows]
-        bars = axes.bar(at, scores, width, yerr=reaches(rows), capsize=2, error_kw={"linewidth": 0.8}, label=name)
+        bars = axes.bar(
+            at,
+            scores,
+            width,
+            yerr=reaches(rows),
+            capsize=2,
+            error_kw={"linewidth": 0.8},
+            label=name,
+        )
         axes.bar_label(bars, [f"{score:.2f}" for score in scores], label_type="center", fontsize=7)
     axes.set_xticks(range(len(labels)), labels)
     axes.set(ylabel="score", ylim=(0, 1.05))
@@ -51,8 +61,12 @@ def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequenc
 
 
 def reaches(rows: Sequence[Row]) -> list[list[float]]:
-    """Return how far confidence intervals reach below and above their scores, as matplotlib wants them."""
-    return [[row["score"] - row["ci_low"] for row in rows], [row["ci_high"] - row["score"] for row in rows]]
+    """Return how far confidence intervals reach below and above their scores, as matplotlib wants
+    them."""
+    return [
+        [row["score"] - row["ci_low"] for row in rows],
+        [row["ci_high"] - row["score"] for row in rows],
+    ]
 
 
 def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -69,21 +83,40 @@ def family_of(policy: str) -> str:
 
 
 def score_over_ttft(axes: Any, rows: Sequence[Row], title: str) -> None:
-    """Draw score over time to first token, a point per policy: a marker and colour per family, darker for more.
+    """Draw score over time to first token, a point per policy: a marker and colour per family,
+    darker for more.
 
-    A line joins the rows that are ``pareto``, which have a black edge; what lies right of it or below is beaten.
+    A line joins the rows that are ``pareto``, which have a black edge; what lies right of it or
+    below is beaten.
     """
     from matplotlib import colormaps
 
     best = sorted((row["ttft_ms"], row["score"]) for row in rows if row["pareto"] == "yes")
-    axes.step([ttft for ttft, _ in best], [score for _, score in best], "grey", where="post", linewidth=0.8, zorder=1)
+    axes.step(
+        [ttft for ttft, _ in best],
+        [score for _, score in best],
+        "grey",
+        where="post",
+        linewidth=0.8,
+        zorder=1,
+    )
     for family, members in by_family(rows).items():
         marker, colours = _STYLES.get(family, ("x", "Greys"))
         for rank, row in enumerate(members):
             colour = colormaps[colours](0.45 + 0.5 * (rank + 1) / len(members))
             edge = "black" if row["pareto"] == "yes" else colour
-            axes.scatter(row["ttft_ms"], row["score"], 60, color=colour, edgecolor=edge, marker=marker, zorder=2)
-            axes.scatter([], [], 60, color=colour, marker=marker, label=row["policy"])  # in the legend, without an edge
+            axes.scatter(
+                row["ttft_ms"],
+                row["score"],
+                60,
+                color=colour,
+                edgecolor=edge,
+                marker=marker,
+                zorder=2,
+            )
+            axes.scatter(
+                [], [], 60, color=colour, marker=marker, label=row["policy"]
+            )  # in the legend, without an edge
     axes.set(xlabel="time to first token (ms)", title=title, ylim=(-0.05, 1.05))
     axes.set_xlim(left=0)
 

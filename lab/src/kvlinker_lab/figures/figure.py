@@ -13,7 +13,8 @@ from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.lab import Lab
 
 PAPERS = ("EPIC", "CacheBlend", "Cache-Craft")
-"""The papers in the order of the page, as ``Figure.source`` begins; figures of other sources follow."""
+"""The papers in the order of the page, as ``Figure.source`` begins; figures of other sources
+follow."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Figure:
         return rows if self.table is None else self.table(rows)
 
 
-_registry: Registry[Figure] = Registry("figure", own="kvlinker_lab.figures", group="kvlinker.figures")
+_registry: Registry[Figure] = Registry(
+    "figure", own="kvlinker_lab.figures", group="kvlinker.figures"
+)
 
 
 def register(figure: Figure) -> Figure:
@@ -56,15 +59,19 @@ def register(figure: Figure) -> Figure:
 
 
 def known_figures() -> Mapping[str, Figure]:
-    """Return all registered figures by name, in the order of the page, those of installed packages included."""
+    """Return all registered figures by name, in the order of the page, those of installed packages
+    included."""
     return {figure.name: figure for figure in sorted(_registry.known().values(), key=_place)}
 
 
 def find_figure(name: str) -> Figure:
-    """Return the figure of this name. Raises InvalidRequestError, which lists the names, for an unknown one."""
+    """Return the figure of this name. Raises InvalidRequestError, which lists the names, for an
+    unknown one."""
     known = known_figures()
     if name not in known:
-        raise InvalidRequestError(f"There is no figure {name!r}; there are {', '.join(known)}.", param="name")
+        raise InvalidRequestError(
+            f"There is no figure {name!r}; there are {', '.join(known)}.", param="name"
+        )
     return known[name]
 
 

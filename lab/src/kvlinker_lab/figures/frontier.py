@@ -1,4 +1,5 @@
-"""Finds the cheapest policy that keeps a full prefill's answers, on the questions that suffer from linking."""
+"""Finds the cheapest policy that keeps a full prefill's answers, on the questions that suffer from
+linking."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvlinker_lab.figures.lab import SEVERAL_PASSAGES, Lab
 HARD = "reader-hard"
 DATASETS = ("reader", HARD)
 EXAMPLES = {"reader": 300, HARD: 300}
-"""The number of questions of each data set; of ``reader`` those whose answers need several passages are asked."""
+"""The number of questions of each data set; of ``reader`` those whose answers need several passages
+are asked."""
 
 KEPT = 0.995
 """Share of full's score that a policy has to keep."""
@@ -25,12 +27,20 @@ POLICIES = (
     *(f"query-{ratio}-sensitive" for ratio in (1, 2, 3, 5)),
     *(f"random-{ratio}" for ratio in (5, 15, 50)),
     *(f"legolink-{tokens}" for tokens in (1, 4, 16)),
-    *("attnlink-16", "cacheblend-15", "cacheblend-30", "cacheblend-15-onestep", "cachecraft-0.3", "h2o-15"),
+    *(
+        "attnlink-16",
+        "cacheblend-15",
+        "cacheblend-30",
+        "cacheblend-15-onestep",
+        "cachecraft-0.3",
+        "h2o-15",
+    ),
 )
 
 
 class Published(NamedTuple):
-    """Holds figures that the authors of another system report of it, on other models and other questions."""
+    """Holds figures that the authors of another system report of it, on other models and other
+    questions."""
 
     name: str
     recomputed: float
@@ -44,24 +54,36 @@ PUBLISHED = (
     Published("InfoFlow KV (Qwen3-14B, three multi-hop sets)", 15, (0.91, 1.005)),
     Published("CacheClip (arXiv 2510.10129), at most on two sets", 20, (0.85, 0.948)),
 )
-"""FusionRAG (arXiv 2601.12904: less than 15%) and QCFuse (arXiv 2606.05875) report no share of full's score."""
+"""FusionRAG (arXiv 2601.12904: less than 15%) and QCFuse (arXiv 2606.05875) report no share of
+full's score."""
 
 
 def _measure(lab: Lab) -> list[Row]:
     rows: list[Row] = []
     for dataset in DATASETS:
         tasks = () if dataset == HARD else SEVERAL_PASSAGES
-        rows += lab.quality(f"frontier, {dataset}", POLICIES, limit=EXAMPLES[dataset], datasets=(dataset,), tasks=tasks)
+        rows += lab.quality(
+            f"frontier, {dataset}",
+            POLICIES,
+            limit=EXAMPLES[dataset],
+            datasets=(dataset,),
+            tasks=tasks,
+        )
     return rows
 
 
 def cheapest_by_family(rows: Sequence[Row], kept: float = KEPT) -> dict[str, Row]:
-    """Return, by family of policies, the row with the smallest recomputed share that keeps ``kept`` of full's score.
+    """Return, by family of policies, the row with the smallest recomputed share that keeps ``kept``
+    of full's score.
 
     ``rows`` are of one task. Families that keep it nowhere are missing, and so are full and naive.
     """
     full = next(row["score"] for row in rows if row["policy"] == "full")
-    enough = [row for row in rows if row["policy"] not in ("full", "naive") and row["score"] >= kept * full]
+    enough = [
+        row
+        for row in rows
+        if row["policy"] not in ("full", "naive") and row["score"] >= kept * full
+    ]
     return {
         family: min(members, key=lambda row: row["recomputed_fraction"])
         for family, members in by_family(enough).items()
@@ -70,15 +92,27 @@ def cheapest_by_family(rows: Sequence[Row], kept: float = KEPT) -> dict[str, Row
 
 def told_cheapest(rows: Sequence[Row], kept: float = KEPT) -> str:
     """Name the policies of ``cheapest_by_family`` in a few words, the cheapest first."""
-    cheapest = sorted(cheapest_by_family(rows, kept).values(), key=lambda row: row["recomputed_fraction"])
-    return ", ".join(f"{row['policy']} ({row['recomputed_fraction']:.1%} recomputed)" for row in cheapest) or "none"
+    cheapest = sorted(
+        cheapest_by_family(rows, kept).values(), key=lambda row: row["recomputed_fraction"]
+    )
+    return (
+        ", ".join(
+            f"{row['policy']} ({row['recomputed_fraction']:.1%} recomputed)" for row in cheapest
+        )
+        or "none"
+    )
 
 
 def kept_everywhere(rows: Sequence[Row], kept: float = KEPT) -> list[str]:
-    """Name the policies that keep ``kept`` of full's score in every task of ``rows``, in their order."""
+    """Name the policies that keep ``kept`` of full's score in every task of ``rows``, in their
+    order."""
     full = {row["task"]: row["score"] for row in rows if row["policy"] == "full"}
     lacking = {row["policy"] for row in rows if row["score"] < kept * full[row["task"]]}
-    return [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy not in {"full", *lacking}]
+    return [
+        policy
+        for policy in dict.fromkeys(row["policy"] for row in rows)
+        if policy not in {"full", *lacking}
+    ]
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -96,7 +130,8 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
-    """Draw a panel per data set, and one of both as shares of full's score, with what others report."""
+    """Draw a panel per data set, and one of both as shares of full's score, with what others
+    report."""
     together = [row for row in rows if row["task"] == ALL_TASKS]
     *panels, shares = canvas.subplots(1, len(DATASETS) + 1)
     for axes, dataset in zip(panels, DATASETS, strict=True):
@@ -109,11 +144,25 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         full = next(row["score"] for row in own if row["policy"] == "full")
         for family, members in by_family(own).items():
             if full and family in ("query", "query-sensitive"):
-                points = [(100 * row["recomputed_fraction"], row["score"] / full) for row in members]
+                points = [
+                    (100 * row["recomputed_fraction"], row["score"] / full) for row in members
+                ]
                 shares.plot(*zip(*points, strict=True), marker=marker, label=f"{family}, {dataset}")
     for each, colour in zip(PUBLISHED, ("black", "grey", "silver"), strict=True):
-        shares.plot([each.recomputed] * 2, each.kept, color=colour, marker="_", linestyle="none", label=each.name)
-    shares.set(xlabel="recomputed (% of cached tokens)", title="share of full's score", xlim=(0, 21), ylim=(0.6, 1.05))
+        shares.plot(
+            [each.recomputed] * 2,
+            each.kept,
+            color=colour,
+            marker="_",
+            linestyle="none",
+            label=each.name,
+        )
+    shares.set(
+        xlabel="recomputed (% of cached tokens)",
+        title="share of full's score",
+        xlim=(0, 21),
+        ylim=(0.6, 1.05),
+    )
     shares.legend(fontsize=7, loc="lower right")
 
 
@@ -124,7 +173,18 @@ FIGURE = Figure(
     claim="at least 99.5% of full's score at 3% recomputed, on every kind of question. Others report of themselves, "
     "with other models and questions: ProphetKV 96 to 101% at 20%, InfoFlow KV 91 to 100% at about 15% (Qwen3-14B, "
     "three multi-hop sets), CacheClip up to 95% and 85% at 20%; FusionRAG recomputes less than 15%.",
-    columns=("dataset", "task", "policy", "n", "score", "ci_low", "ci_high", "vs_full", "recomputed_fraction", "kl"),
+    columns=(
+        "dataset",
+        "task",
+        "policy",
+        "n",
+        "score",
+        "ci_low",
+        "ci_high",
+        "vs_full",
+        "recomputed_fraction",
+        "kl",
+    ),
     measure=_measure,
     draw=_draw,
     finding=_finding,

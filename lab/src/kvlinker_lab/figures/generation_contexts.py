@@ -13,7 +13,15 @@ from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 210
 POLICIES = (
-    *("full", "naive", "legolink-1", "legolink-4", "legolink-16", "cacheblend-15", "cachecraft-0.3"),
+    *(
+        "full",
+        "naive",
+        "legolink-1",
+        "legolink-4",
+        "legolink-16",
+        "cacheblend-15",
+        "cachecraft-0.3",
+    ),
     *("query-2", "query-5", "query-15", "random-15"),
 )
 
@@ -26,7 +34,11 @@ def _measure(lab: Lab) -> list[Row]:
     for context in GenerationContext:
         settings = {"generation_context": context}
         measured = lab.quality(
-            f"context {context}", POLICIES, limit=EXAMPLES, settings=settings, datasets=("reader", "prose")
+            f"context {context}",
+            POLICIES,
+            limit=EXAMPLES,
+            settings=settings,
+            datasets=("reader", "prose"),
         )
         rows += [{"context": str(context)} | dict(row) for row in measured]
     return rows
@@ -38,11 +50,26 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         for offset, context in enumerate(dict.fromkeys(row["context"] for row in rows)):
             shown = [row for row in rows if (row["context"], row["task"]) == (context, task)]
             places = [index + 0.25 * (offset - 1) for index in range(len(shown))]
-            low, high = ("ci_low", "ci_high") if metric == "score" else ("vs_full_low", "vs_full_high")
-            reach = [[row[metric] - row[low] for row in shown], [row[high] - row[metric] for row in shown]]
-            axes.barh(places, [row[metric] for row in shown], 0.25, xerr=reach, label=context, error_kw={"lw": 0.6})
+            low, high = (
+                ("ci_low", "ci_high") if metric == "score" else ("vs_full_low", "vs_full_high")
+            )
+            reach = [
+                [row[metric] - row[low] for row in shown],
+                [row[high] - row[metric] for row in shown],
+            ]
+            axes.barh(
+                places,
+                [row[metric] for row in shown],
+                0.25,
+                xerr=reach,
+                label=context,
+                error_kw={"lw": 0.6},
+            )
             axes.set_yticks(range(len(shown)), [row["policy"] for row in shown])
-        axes.set(xlabel="exact match" if metric == "score" else "loss over full (nats per token)", title=task)
+        axes.set(
+            xlabel="exact match" if metric == "score" else "loss over full (nats per token)",
+            title=task,
+        )
     panels[0].invert_yaxis()
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
@@ -61,7 +88,11 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _prose_loss(rows: Sequence[Row], context: str, policy: str) -> str:
-    row = next(row for row in rows if (row["context"], row["task"], row["policy"]) == (context, "prose", policy))
+    row = next(
+        row
+        for row in rows
+        if (row["context"], row["task"], row["policy"]) == (context, "prose", policy)
+    )
     return f"{row['vs_full']:+.4f} nats per token [{row['vs_full_low']:+.4f}, {row['vs_full_high']:+.4f}]"
 
 

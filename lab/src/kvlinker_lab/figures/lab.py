@@ -1,4 +1,5 @@
-"""Holds what figures measure with: a model that answers, shapes that are timed, and quality runs of policies."""
+"""Holds what figures measure with: a model that answers, shapes that are timed, and quality runs of
+policies."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from kvlinker.llm import LLM, Message
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel, make_subject
-from kvlinker.quality.bench.quality import CONTEXT_SETTINGS, Quality, QualityOptions, main_rows, run_quality
+from kvlinker.quality.bench.quality import (
+    CONTEXT_SETTINGS,
+    Quality,
+    QualityOptions,
+    main_rows,
+    run_quality,
+)
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examiner import ask
@@ -24,7 +31,8 @@ from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 
 SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
-"""The reader's tasks whose answers need several passages together, as those of multi-hop data sets do."""
+"""The reader's tasks whose answers need several passages together, as those of multi-hop data sets
+do."""
 
 LATENCY_ROUNDS = 3
 
@@ -66,21 +74,37 @@ class Lab:
         return make_subject(self.settings, shape=self.shape or shape, command=self.command)
 
     def quality(
-        self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
+        self,
+        what: str,
+        policies: Sequence[str],
+        *,
+        limit: int,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
     ) -> list[Row]:
-        """Return the rows of ``kvlinker bench quality`` by the metric that each task is usually measured by.
+        """Return the rows of ``kvlinker bench quality`` by the metric that each task is usually
+        measured by.
 
         See ``examine``.
         """
-        return main_rows(self.examine(what, policies, limit=limit, settings=settings, **options).report.rows)
+        return main_rows(
+            self.examine(what, policies, limit=limit, settings=settings, **options).report.rows
+        )
 
     def examine(
-        self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
+        self,
+        what: str,
+        policies: Sequence[str],
+        *,
+        limit: int,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Quality:
         """Measure what ``kvlinker bench quality`` does, and return every example's results.
 
-        ``what`` is told while it runs. ``settings`` replace some of the lab's, ``options`` are fields of
-        ``QualityOptions``. ``limit`` examples of each data set are asked unless the lab has its own limit.
+        ``what`` is told while it runs. ``settings`` replace some of the lab's, ``options`` are
+        fields of ``QualityOptions``. ``limit`` examples of each data set are asked unless the lab
+        has its own limit.
         """
         chosen = QualityOptions(policies=tuple(policies), limit=self.limit or limit, **options)
         changed = self.settings.model_copy(update=settings or {})
@@ -93,7 +117,8 @@ class Lab:
     def first_token_times(
         self, what: str, questions: Sequence[Mapping[str, Question]], policies: Sequence[str]
     ) -> list[dict[tuple[str, str], float]]:
-        """Return seconds to the first token by (form, policy) for each question, given in its forms by name.
+        """Return seconds to the first token by (form, policy) for each question, given in its forms
+        by name.
 
         ``what`` is told while it runs.
         """
@@ -113,18 +138,25 @@ class Lab:
         tasks: Sequence[str] = (),
         fits: Callable[[Question], bool] = lambda _: True,
     ) -> Iterator[OpenReader]:
-        """Run the reader, with the first ``limit`` questions that ``fits`` accepts, of the named ``tasks`` if any."""
+        """Run the reader, with the first ``limit`` questions that ``fits`` accepts, of the named
+        ``tasks`` if any."""
         with self._reading() as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
             questions = (one for one in loaded.examples if isinstance(one, Question) and fits(one))
             yield OpenReader(
-                llm, EngineInspector(llm, self.reader.loaded), tuple(islice(questions, self.limit or limit))
+                llm,
+                EngineInspector(llm, self.reader.loaded),
+                tuple(islice(questions, self.limit or limit)),
             )
 
     def report(self, rows: list[Row], shape: str | None = None) -> Report:
         """Make a report of the rows. ``shape`` is the figure's own, if it asked no reader."""
         report = self.reader.report(rows)
-        return report if shape is None else replace(report, settings={**report.settings, "model": self.shape or shape})
+        return (
+            report
+            if shape is None
+            else replace(report, settings={**report.settings, "model": self.shape or shape})
+        )
 
     @contextmanager
     def _reading(self) -> Iterator[LLM]:
@@ -135,20 +167,33 @@ class Lab:
 
 
 def first_token_times(
-    llm: LLM, forms: Mapping[str, Question], policies: Sequence[str], *, repeat: int = LATENCY_ROUNDS
+    llm: LLM,
+    forms: Mapping[str, Question],
+    policies: Sequence[str],
+    *,
+    repeat: int = LATENCY_ROUNDS,
 ) -> dict[tuple[str, str], float]:
-    """Return the median seconds from asking to the first token, by (form, policy), with all chunks cached.
+    """Return the median seconds from asking to the first token, by (form, policy), with all chunks
+    cached.
 
-    ``forms`` has one question as it is asked, by name, such as one for each way of cutting its context. The time to
-    build the prompt counts. Everything takes its turn. Raises what ``LLM.chat_completion`` does.
+    ``forms`` has one question as it is asked, by name, such as one for each way of cutting its
+    context. The time to build the prompt counts. Everything takes its turn. Raises what
+    ``LLM.chat_completion`` does.
     """
 
     def asking(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
         return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
 
-    asked = {form: ask(llm, question.passages, question.question, one_by_one=False) for form, question in forms.items()}
+    asked = {
+        form: ask(llm, question.passages, question.question, one_by_one=False)
+        for form, question in forms.items()
+    }
     taken = in_turn(
-        {(form, policy): seconds_of(asking(prompt, policy)) for form, prompt in asked.items() for policy in policies},
+        {
+            (form, policy): seconds_of(asking(prompt, policy))
+            for form, prompt in asked.items()
+            for policy in policies
+        },
         repeat=repeat,
     )
     return {key: statistics.median(seconds) for key, seconds in taken.items()}

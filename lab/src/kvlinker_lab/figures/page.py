@@ -1,4 +1,5 @@
-"""Writes the page that shows figures: a part for each, replaced without touching what stands around it."""
+"""Writes the page that shows figures: a part for each, replaced without touching what stands around
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\
 def write_figure(page: Path, figure: Figure, report: Report, order: Sequence[str]) -> None:
     """Write plot and rows into the folder named like the page, and the figure's part into the page.
 
-    A part that is there is replaced; a new one stands where ``order``, the names of all figures, puts it.
+    A part that is there is replaced; a new one stands where ``order``, the names of all figures,
+    puts it.
     """
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,9 @@ def show_figure(page: Path, figure: Figure, order: Sequence[str]) -> None:
         content: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
         rows: list[Row] = content["results"]
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidRequestError(f"{stored} has no results of a figure: run it without --redraw.") from error
+        raise InvalidRequestError(
+            f"{stored} has no results of a figure: run it without --redraw."
+        ) from error
     canvas = empty_figure(*figure.size)
     figure.draw(canvas, rows)
     save_figure(canvas, folder / f"{figure.name}.png")
@@ -64,12 +68,16 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Make a Markdown table; numbers stand on the right."""
-    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    numeric = [
+        all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns
+    ]
     lines = [
         "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
         "|" + "|".join("---:" if right else "---" for right in numeric) + "|",
     ]
-    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows
+    ]
     return "\n".join(lines)
 
 

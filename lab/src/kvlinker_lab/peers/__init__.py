@@ -1,1 +1,2 @@
-"""Runs the same model in kvlinker and in other engines, each in processes of its own, and measures them alike."""
+"""Runs the same model in kvlinker and in other engines, each in processes of its own, and measures
+them alike."""

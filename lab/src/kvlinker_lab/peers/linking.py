@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvlinker.prompting.segments import FreshSegment, Prompt
-from kvlinker.quality.bench.harness.measurement import Tokens, cache_chunks, decode_step, first_token, greedy_request
+from kvlinker.quality.bench.harness.measurement import (
+    Tokens,
+    cache_chunks,
+    decode_step,
+    first_token,
+    greedy_request,
+)
 from kvlinker.settings import WeightFormat
 from kvlinker_lab.peers.peer import STEP_TOKENS, PeerKind, Task, register
 from kvlinker_lab.peers.vllm_engine import VLLM, vllm_options
@@ -45,7 +51,9 @@ class KVLinkerPeer:
 
     def decode_step(self, tokens: Tokens, *, steps: int) -> float:
         """Return the median seconds of a step."""
-        return decode_step(self._engine, [_fresh(row.tolist()) for row in tokens], "full", steps=steps)
+        return decode_step(
+            self._engine, [_fresh(row.tolist()) for row in tokens], "full", steps=steps
+        )
 
     def linked_decode_step(self, prompts: Sequence[Prompt], *, steps: int) -> float:
         """Return the median seconds of a step behind linked chunks, which the prompts share."""
@@ -57,7 +65,8 @@ class KVLinkerPeer:
 def start_kvlinker(
     task: Task, *, engine: Literal["embedded", "vllm"], weights: WeightFormat = "auto"
 ) -> Iterator[KVLinkerPeer]:
-    """Load the task's model in an engine of kvlinker, with its weights in a format, and with a store of its own."""
+    """Load the task's model in an engine of kvlinker, with its weights in a format, and with a
+    store of its own."""
     from kvlinker.llm import LLM
     from kvlinker.settings import load_settings
 
@@ -95,5 +104,9 @@ def _fresh(tokens: Sequence[int]) -> Prompt:
 
 register(PeerKind("kvlinker", partial(start_kvlinker, engine="embedded")))
 for _weights in ("int8", "int4"):
-    register(PeerKind(f"kvlinker-{_weights}", partial(start_kvlinker, engine="embedded", weights=_weights)))
+    register(
+        PeerKind(
+            f"kvlinker-{_weights}", partial(start_kvlinker, engine="embedded", weights=_weights)
+        )
+    )
 register(PeerKind("kvlinker-vllm", partial(start_kvlinker, engine="vllm"), **VLLM))

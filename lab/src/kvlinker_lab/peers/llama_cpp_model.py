@@ -31,10 +31,11 @@ class LlamaContext:
         self._vocabulary = vocabulary
 
     def append(self, tokens: Tokens, position: int, *, told: int = 1) -> Logits:
-        """Compute tokens of sequences 0, 1 … from ``position`` on; return the logits behind the last ``told`` of each.
+        """Compute tokens of sequences 0, 1 … from ``position`` on; return the logits behind the
+        last ``told`` of each.
 
-        ``tokens``: [sequences, tokens]; the logits: [sequences * told, vocabulary], a sequence's own together. Raises
-        ModelLoadError where llama.cpp fails.
+        ``tokens``: [sequences, tokens]; the logits: [sequences * told, vocabulary], a sequence's
+        own together. Raises ModelLoadError where llama.cpp fails.
         """
         import llama_cpp
 
@@ -50,7 +51,9 @@ class LlamaContext:
                 batch.seq_id[index][0] = sequence
                 batch.logits[index] = offset >= length - told
             if status := llama_cpp.llama_decode(self._pointer, batch):
-                raise ModelLoadError(f"llama.cpp cannot compute {tokens.size} tokens: status {status}.")
+                raise ModelLoadError(
+                    f"llama.cpp cannot compute {tokens.size} tokens: status {status}."
+                )
         finally:
             llama_cpp.llama_batch_free(batch)
         logits = llama_cpp.llama_get_logits(self._pointer)
@@ -69,7 +72,9 @@ class LlamaCppPeer:
         """Return the log probabilities of all tokens but the first, in nats."""
         with self._context(1, len(tokens)) as context:
             logits = context.append(np.array([tokens]), 0, told=len(tokens))[:-1].astype(np.float64)
-        told = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - np.logaddexp.reduce(logits, axis=1)
+        told = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - np.logaddexp.reduce(
+            logits, axis=1
+        )
         found: list[float] = told.tolist()
         return found
 
@@ -93,7 +98,8 @@ class LlamaCppPeer:
         return median_step(times)
 
     def _prefill(self, context: LlamaContext, tokens: Tokens) -> Logits:
-        """Compute tokens, [sequences, tokens], as many at once as a step may take; return the last ones' logits."""
+        """Compute tokens, [sequences, tokens], as many at once as a step may take; return the last
+        ones' logits."""
         length = tokens.shape[1]
         width = max(STEP_TOKENS // len(tokens), 1)
         for begin in range(0, length, width):
@@ -106,7 +112,9 @@ class LlamaCppPeer:
         import llama_cpp
 
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = sequences * (-(-tokens // 256) * 256)  # of which each sequence has an equal part
+        options.n_ctx = sequences * (
+            -(-tokens // 256) * 256
+        )  # of which each sequence has an equal part
         options.n_seq_max = sequences
         options.n_batch = STEP_TOKENS
         options.n_threads = options.n_threads_batch = self._task.threads

@@ -1,4 +1,5 @@
-"""Writes Llama models as GGUF files, which llama.cpp reads, and quantises them with llama.cpp's own function."""
+"""Writes Llama models as GGUF files, which llama.cpp reads, and quantises them with llama.cpp's own
+function."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ _OF_LAYER = {
 def llama_file(model: Path, folder: Path, quantization: str | None) -> Path:
     """Return the model as a GGUF file in ``folder``, written where it is not there yet.
 
-    ``model``: a folder that transformers wrote. ``quantization``: None for the weights as they are, or what follows
-    ``LLAMA_FTYPE_MOSTLY_`` among llama.cpp's names. Raises ModelLoadError for a model that is no plain Llama.
+    ``model``: a folder that transformers wrote. ``quantization``: None for the weights as they are,
+    or what follows ``LLAMA_FTYPE_MOSTLY_`` among llama.cpp's names. Raises ModelLoadError for a
+    model that is no plain Llama.
     """
     written = folder / f"{quantization or 'unquantized'}.gguf"
     if not written.exists():
@@ -85,7 +87,9 @@ def _write(model: Path, path: Path) -> None:
 def _require_plain_llama(config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]["rope_type"] if config["model_type"] == "llama" else None
     if rope != "default" or config.get("attention_bias") or config.get("mlp_bias"):
-        raise ModelLoadError("Only Llamas without biases and with plain rotary embeddings are written for llama.cpp.")
+        raise ModelLoadError(
+            "Only Llamas without biases and with plain rotary embeddings are written for llama.cpp."
+        )
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +111,8 @@ def _renamed(name: str) -> str:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of a projection, [heads * dim, hidden], so that the two of each rotated pair are neighbours.
+    """Reorder the rows of a projection, [heads * dim, hidden], so that the two of each rotated pair
+    are neighbours.
 
     transformers rotates row i of a head with row i + dim / 2, llama.cpp row 2i with row 2i + 1.
     """
@@ -116,7 +121,8 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
-    """Return a tensor as GGUF stores it, with the name of the type: vectors in float32, matrices as they are."""
+    """Return a tensor as GGUF stores it, with the name of the type: vectors in float32, matrices as
+    they are."""
     import torch
 
     if tensor.ndim == 1:

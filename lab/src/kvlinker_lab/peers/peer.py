@@ -1,6 +1,7 @@
 """Says what a peer is: an engine that is measured in a process of its own. Registers peers by name.
 
-A module of this package calls ``register`` for each of its peers; it imports the peer's own libraries when one starts.
+A module of this package calls ``register`` for each of its peers; it imports the peer's own
+libraries when one starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ STEP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Task:
-    """Says which model a peer runs, and what is measured of it. Holds nothing but what JSON can hold."""
+    """Says which model a peer runs, and what is measured of it. Holds nothing but what JSON can
+    hold."""
 
     peer: str
     """The peer's name."""
@@ -61,15 +63,18 @@ class Task:
 
     @property
     def linked(self) -> Workload | None:
-        """The prompts of requests that decode behind linked chunks; None where that is not measured."""
+        """The prompts of requests that decode behind linked chunks; None where that is not
+        measured."""
         return Workload(self.chunks, self.chunk_tokens, self.fresh_tokens) if self.chunks else None
 
     def longest(self, *, linking: bool) -> int:
-        """Return the most tokens that one request has, its answer included; ``linking``: where the peer links."""
+        """Return the most tokens that one request has, its answer included; ``linking``: where the
+        peer links."""
         return max(self.prefill_tokens, *self._contexts(linking)) + self.steps + START_TOKENS
 
     def kv_tokens(self, *, linking: bool) -> int:
-        """Return the tokens that a KV cache must have room for; ``linking``: where the peer links."""
+        """Return the tokens that a KV cache must have room for; ``linking``: where the peer
+        links."""
         at_once = max(self.batches) * (max(self._contexts(linking)) + self.steps + START_TOKENS)
         return max(at_once, self.longest(linking=linking))
 
@@ -81,7 +86,8 @@ class Peer(Protocol):
     """Runs a task's model."""
 
     def logprobs(self, tokens: Sequence[int]) -> Sequence[float] | None:
-        """Return the log probabilities of all tokens but the first, in nats; None where the peer does not tell them."""
+        """Return the log probabilities of all tokens but the first, in nats; None where the peer
+        does not tell them."""
         ...
 
     def prefill(self, tokens: Sequence[int]) -> float:
@@ -89,7 +95,8 @@ class Peer(Protocol):
         ...
 
     def decode_step(self, tokens: Tokens, *, steps: int) -> float:
-        """Return the median seconds of ``steps`` greedy steps of all requests at once, behind ``tokens``."""
+        """Return the median seconds of ``steps`` greedy steps of all requests at once, behind
+        ``tokens``."""
         ...
 
 
@@ -98,7 +105,8 @@ class LinkingPeer(Peer, Protocol):
     """Runs a task's model behind linked chunks, too."""
 
     def linked_decode_step(self, prompts: Sequence[Prompt], *, steps: int) -> float:
-        """Return the median seconds of ``steps`` greedy steps of all prompts at once, once their chunks are linked."""
+        """Return the median seconds of ``steps`` greedy steps of all prompts at once, once their
+        chunks are linked."""
         ...
 
 
@@ -110,7 +118,8 @@ class PeerKind:
     start: Callable[[Task], AbstractContextManager[Peer]]
     """Loads the task's model; leaving the context stops the peer."""
     program: str = ""
-    """What it runs on, beside kvlinker: the name by which an environment is given for it. Peers may share one."""
+    """What it runs on, beside kvlinker: the name by which an environment is given for it. Peers may
+    share one."""
     modules: tuple[str, ...] = ()
     """What must be installed where it runs, by the names that they are imported by."""
     distributions: tuple[str, ...] = ()
@@ -135,9 +144,12 @@ def known_peers() -> Mapping[str, PeerKind]:
 
 
 def find_peer(name: str) -> PeerKind:
-    """Return the peer of this name. Raises InvalidRequestError, which lists the names, for an unknown one."""
+    """Return the peer of this name. Raises InvalidRequestError, which lists the names, for an
+    unknown one."""
     known = known_peers()
     if name not in known:
         meant = did_you_mean(name, known)
-        raise InvalidRequestError(f"Unknown peer {name!r}; known are {', '.join(known)}.{meant}", param="systems")
+        raise InvalidRequestError(
+            f"Unknown peer {name!r}; known are {', '.join(known)}.{meant}", param="systems"
+        )
     return known[name]

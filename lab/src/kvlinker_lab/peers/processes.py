@@ -17,7 +17,8 @@ _IS_INSTALLED = "import sys; from importlib.util import find_spec; sys.exit(not 
 
 
 def parse_pythons(options: Sequence[str], programs: Collection[str]) -> dict[str, str]:
-    """Read ``PROGRAM=PATH`` each, by program. Raises InvalidRequestError for an unknown program, and a missing file."""
+    """Read ``PROGRAM=PATH`` each, by program. Raises InvalidRequestError for an unknown program,
+    and a missing file."""
     pythons = {}
     for option in options:
         name, _, path = option.partition("=")
@@ -27,14 +28,21 @@ def parse_pythons(options: Sequence[str], programs: Collection[str]) -> dict[str
                 param="python",
             )
         if not Path(path).is_file():
-            raise InvalidRequestError(f"--python {option}: there is no file {path!r}.", param="python")
+            raise InvalidRequestError(
+                f"--python {option}: there is no file {path!r}.", param="python"
+            )
         pythons[name] = path
     return pythons
 
 
 def is_installed(kind: PeerKind, python: str) -> bool:
     """Say whether the environment of ``python`` has what the peer needs, kvlinker included."""
-    return subprocess.run([python, "-c", _IS_INSTALLED, "kvlinker", *kind.modules], check=False).returncode == 0
+    return (
+        subprocess.run(
+            [python, "-c", _IS_INSTALLED, "kvlinker", *kind.modules], check=False
+        ).returncode
+        == 0
+    )
 
 
 def run_peer(task: Task, python: str) -> Measured:
@@ -52,6 +60,10 @@ def run_peer(task: Task, python: str) -> Measured:
             check=False,
         )
         if run.returncode:
-            lines = (run.stderr or run.stdout).strip().splitlines() or [f"it ended with status {run.returncode}"]
-            raise InvalidRequestError(f"{task.peer} failed: {lines[-1]} Leave it out of --systems.", param="systems")
+            lines = (run.stderr or run.stdout).strip().splitlines() or [
+                f"it ended with status {run.returncode}"
+            ]
+            raise InvalidRequestError(
+                f"{task.peer} failed: {lines[-1]} Leave it out of --systems.", param="systems"
+            )
         return Measured(**json.loads(answered.read_text()))

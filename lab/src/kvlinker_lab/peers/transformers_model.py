@@ -35,7 +35,9 @@ class TransformersPeer:
         begin = time.perf_counter()
         with torch.inference_mode():
             output = self._model(
-                input_ids=torch.tensor([list(tokens)], device=self._model.device), use_cache=True, logits_to_keep=1
+                input_ids=torch.tensor([list(tokens)], device=self._model.device),
+                use_cache=True,
+                logits_to_keep=1,
             )
         output.logits.argmax().item()
         return time.perf_counter() - begin
@@ -52,7 +54,9 @@ def start_transformers(task: Task) -> Iterator[TransformersPeer]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(task.threads)
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=task.dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        task.model, dtype=task.dtype, attn_implementation="sdpa"
+    )
     yield TransformersPeer(model.eval().to(task.device))
 
 

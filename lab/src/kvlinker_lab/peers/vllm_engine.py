@@ -30,9 +30,12 @@ VLLM: _Needs = {
 
 
 def vllm_options(task: Task, *, linking: bool) -> dict[str, Any]:
-    """Return engine arguments that give vLLM the KV cache that the task needs, and no cache of prefixes."""
+    """Return engine arguments that give vLLM the KV cache that the task needs, and no cache of
+    prefixes."""
     nbytes = task.kv_tokens(linking=linking) * task.kv_bytes_per_token
-    return {"enable_prefix_caching": False, "kv_cache_memory_bytes": nbytes} | dict(task.vllm_options or {})
+    return {"enable_prefix_caching": False, "kv_cache_memory_bytes": nbytes} | dict(
+        task.vllm_options or {}
+    )
 
 
 class VLLMPeer:
@@ -47,7 +50,10 @@ class VLLMPeer:
         """Return the log probabilities of all tokens but the first, in nats."""
         self._add(tokens, max_tokens=1, prompt_logprobs=0)
         (output,) = self._finish()
-        return [found[token].logprob for token, found in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+        return [
+            found[token].logprob
+            for token, found in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        ]
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Return the seconds to the first token."""
@@ -101,7 +107,8 @@ class VLLMPeer:
 
 @contextmanager
 def start_vllm(task: Task) -> Iterator[VLLMPeer]:
-    """Load the task's model in vLLM, which computes in a process of its own, with threads as it chooses itself."""
+    """Load the task's model in vLLM, which computes in a process of its own, with threads as it
+    chooses itself."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

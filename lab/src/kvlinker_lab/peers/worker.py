@@ -1,4 +1,5 @@
-"""Is the process that a peer runs in, as ``python -m kvlinker_lab.peers.worker TASK RESULT``: JSON files."""
+"""Is the process that a peer runs in, as ``python -m kvlinker_lab.peers.worker TASK RESULT``: JSON
+files."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ class Measured:
     """Holds what one process measured of its peer. Holds nothing but what JSON can hold."""
 
     seconds: Mapping[str, float]
-    """Seconds by case: from the start of the process to a loaded model, to a first token, and per step of decoding."""
+    """Seconds by case: from the start of the process to a loaded model, to a first token, and per
+    step of decoding."""
     peak_bytes: int
     """The most bytes that were resident, of the process and of those that it started."""
     logprobs: Sequence[float] | None
-    """The log probabilities of the compared text's tokens, in nats; None where the peer does not tell them."""
+    """The log probabilities of the compared text's tokens, in nats; None where the peer does not
+    tell them."""
     versions: Mapping[str, str]
     """The versions of the peer's own packages."""
 
@@ -39,8 +42,8 @@ class Measured:
 def measure(task: Task) -> Measured:
     """Run a task's peer in this process, and measure it.
 
-    Every case runs on tokens that the peer has not seen, so that no cache of prefixes helps. One prefill, which
-    does not count, lets it set up what it needs for its first request.
+    Every case runs on tokens that the peer has not seen, so that no cache of prefixes helps. One
+    prefill, which does not count, lets it set up what it needs for its first request.
     """
     kind = find_peer(task.peer)
     generator = np.random.default_rng(0)
@@ -56,7 +59,9 @@ def measure(task: Task) -> Measured:
         seconds[f"prefill {task.prefill_tokens}"] = peer.prefill(tokens(task.prefill_tokens))
         for batch in task.batches:
             behind = np.array([tokens(task.context_tokens) for _ in range(batch)])
-            seconds[f"decode {decode_case(batch, task.fresh)}"] = peer.decode_step(behind, steps=task.steps)
+            seconds[f"decode {decode_case(batch, task.fresh)}"] = peer.decode_step(
+                behind, steps=task.steps
+            )
         if task.linked is not None and isinstance(peer, LinkingPeer):
             for batch in task.batches:
                 prompts = task.linked.prompts(task.vocabulary, batch)
@@ -71,7 +76,8 @@ def measure(task: Task) -> Measured:
 
 
 def _peak_bytes() -> int:
-    """Return the sum of what this process and those that it started had resident, each at its own peak."""
+    """Return the sum of what this process and those that it started had resident, each at its own
+    peak."""
     running = psutil.Process()
     return sum(peak_memory(process.pid) for process in (running, *running.children(recursive=True)))
 

@@ -1,4 +1,5 @@
-"""Judges what was seen of a server that was soaked: nothing grows, nothing fails, and all figures agree."""
+"""Judges what was seen of a server that was soaked: nothing grows, nothing fails, and all figures
+agree."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _MOST_FAILURES = 3
 def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) -> ReportCheck:
     """Check that a quantity does not grow.
 
-    The first third of the values, in which caches fill, does not count: the median of the last third may exceed that
-    of the middle third by the share ``growth``, or by ``slack`` where that is more.
+    The first third of the values, in which caches fill, does not count: the median of the last
+    third may exceed that of the middle third by the share ``growth``, or by ``slack`` where that is
+    more.
     """
     third = len(values) // 3
     middle, last = median(values[third : 2 * third]), median(values[2 * third :])
@@ -30,8 +32,11 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
 
 
 def nothing_failed(tally: Tally) -> ReportCheck:
-    """Check that everything was answered, but for what was aborted on purpose, and for what had been deleted."""
-    told = "".join(f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES))
+    """Check that everything was answered, but for what was aborted on purpose, and for what had
+    been deleted."""
+    told = "".join(
+        f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES)
+    )
     return ReportCheck(
         "failed requests",
         not tally.failures,
@@ -41,8 +46,8 @@ def nothing_failed(tally: Tally) -> ReportCheck:
 
 
 def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportCheck:
-    """Check that no request was lost which a server had accepted and had time to finish, in restarts that ended with
-    these exit ``statuses``; ``refused`` requests were sent again."""
+    """Check that no request was lost which a server had accepted and had time to finish, in
+    restarts that ended with these exit ``statuses``; ``refused`` requests were sent again."""
     wrong = sorted({status for status in statuses if status})
     return ReportCheck(
         "restarts",
@@ -53,8 +58,8 @@ def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportC
 
 
 def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
-    """Check that the server counted each request once; one that was aborted may have ended before it noticed, or not
-    have begun."""
+    """Check that the server counted each request once; one that was aborted may have ended before
+    it noticed, or not have begun."""
     ended, failed = (
         now.total("requests_total", **labels) - since.total("requests_total", **labels)
         for labels in ({}, {"reason": "failed"})
@@ -70,7 +75,8 @@ def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
 def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     """Check that server and clients count the same tokens, where no request was aborted."""
     counted = {
-        source: after.total("prompt_tokens_total", source=source) - before.total("prompt_tokens_total", source=source)
+        source: after.total("prompt_tokens_total", source=source)
+        - before.total("prompt_tokens_total", source=source)
         for source in ("cached", "recomputed", "fresh")
     }
     counted["output"] = after.total("output_tokens_total") - before.total("output_tokens_total")
@@ -82,13 +88,17 @@ def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     }
     shown = ", ".join(f"{name} {counted[name]} and {got[name]}" for name in got)
     return ReportCheck(
-        "tokens counted", counted == got, f"by the server and by clients, of {calm.complete} answers: {shown}"
+        "tokens counted",
+        counted == got,
+        f"by the server and by clients, of {calm.complete} answers: {shown}",
     )
 
 
 def nothing_held(figures: Figures) -> ReportCheck:
     """Check that a server which nobody asks holds nothing for requests."""
-    running, waiting, slots = map(figures.total, ("requests_running", "requests_waiting", "kv_slots_used"))
+    running, waiting, slots = map(
+        figures.total, ("requests_running", "requests_waiting", "kv_slots_used")
+    )
     return ReportCheck(
         "held by requests",
         not (running or waiting or slots),
@@ -98,7 +108,10 @@ def nothing_held(figures: Figures) -> ReportCheck:
 
 def audit_done(figures: Figures) -> ReportCheck:
     """Check that every answer that the audit took was compared."""
-    pending, failed = figures.total("audit_pending"), figures.total("audit_skipped_total", reason="failed")
+    pending, failed = (
+        figures.total("audit_pending"),
+        figures.total("audit_skipped_total", reason="failed"),
+    )
     return ReportCheck(
         "audit",
         not (pending or failed),
@@ -108,7 +121,8 @@ def audit_done(figures: Figures) -> ReportCheck:
 
 
 def disk_indexed(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
-    """Check that the disk tier knows just what lies there; ``sizes`` are those of the chunk files in bytes."""
+    """Check that the disk tier knows just what lies there; ``sizes`` are those of the chunk files
+    in bytes."""
     chunks, nbytes = (figures.total(name, tier="disk") for name in ("store_chunks", "store_bytes"))
     return ReportCheck(
         "disk index",
@@ -129,5 +143,11 @@ def nothing_kept(caches: int, figures: Figures, files: int) -> ReportCheck:
 
 def log_clean(log: str) -> ReportCheck:
     """Check that a server logged no error."""
-    errors = [line for line in log.splitlines() if " ERROR " in line or line.startswith("Traceback")]
-    return ReportCheck("log", not errors, f"{len(errors)} errors" + "".join(f"; {line:.200}" for line in errors[:1]))
+    errors = [
+        line for line in log.splitlines() if " ERROR " in line or line.startswith("Traceback")
+    ]
+    return ReportCheck(
+        "log",
+        not errors,
+        f"{len(errors)} errors" + "".join(f"; {line:.200}" for line in errors[:1]),
+    )

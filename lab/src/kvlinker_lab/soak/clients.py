@@ -1,4 +1,5 @@
-"""Sends everything that a server may be asked, by many clients at the same time, and counts what came of it."""
+"""Sends everything that a server may be asked, by many clients at the same time, and counts what
+came of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from kvlinker.quality.bench.load.driver import (
     RequestResult,
 )
 from kvlinker.quality.bench.load.endpoint import Endpoint
-from kvlinker.quality.bench.load.prompts import CachedDocuments, DocumentForm, MarkedDocuments, PlainDocuments
+from kvlinker.quality.bench.load.prompts import (
+    CachedDocuments,
+    DocumentForm,
+    MarkedDocuments,
+    PlainDocuments,
+)
 from kvlinker.quality.bench.load.traffic import Conversation, make_conversations
 from kvlinker_lab.soak.library import Library
 from kvlinker_lab.soak.plan import SoakPlan
@@ -48,11 +54,13 @@ class Tally:
     not_found: int = 0
     """Requests that were refused, for they asked for what had been deleted."""
     cut: int = 0
-    """Requests that a server which was told to stop cut off, since they took longer than its ``drain_timeout``."""
+    """Requests that a server which was told to stop cut off, since they took longer than its
+    ``drain_timeout``."""
     lost: int = 0
     """Requests whose connection broke before their answer was complete; these are failures, too."""
     refused: int = 0
-    """Refusals of requests that generate nothing, by a server that was being restarted; they were sent again."""
+    """Refusals of requests that generate nothing, by a server that was being restarted; they were
+    sent again."""
     replaced: int = 0
     """Documents that were replaced by others."""
     visits: int = 0
@@ -74,8 +82,8 @@ class Tally:
         return self.complete + self.aborted + self.not_found + self.cut
 
     def add(self, result: RequestResult, *, aborts: bool, deleted: bool) -> None:
-        """Count what became of a request. ``aborts``: its client had to leave early; ``deleted``: it asked for what is
-        not there any more."""
+        """Count what became of a request. ``aborts``: its client had to leave early; ``deleted``:
+        it asked for what is not there any more."""
         if result.failure is None and result.usage is not None:
             self.complete += 1
             self.prompt_tokens += result.usage.prompt_tokens
@@ -119,7 +127,8 @@ class Clients:
         self._usual_seconds = 1.0
 
     async def send_mixed(self, seconds: float) -> None:
-        """Converse, abort, replace documents and visit other routes for so many seconds, until all is answered."""
+        """Converse, abort, replace documents and visit other routes for so many seconds, until all
+        is answered."""
         end = self._clock() + seconds
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._plan.users):
@@ -129,8 +138,8 @@ class Clients:
             tasks.create_task(self._until(end, self._visit, VISIT_SECONDS))
 
     async def send_calm(self, conversations: int) -> Tally:
-        """Converse so many times, as ``users`` do at the same time, with no aborts and no changes of documents; return
-        what came of just that. Failures count in ``tally``, too."""
+        """Converse so many times, as ``users`` do at the same time, with no aborts and no changes
+        of documents; return what came of just that. Failures count in ``tally``, too."""
         before, self.tally = self.tally, Tally()
         waiting = iter(range(conversations))
 
@@ -155,16 +164,21 @@ class Clients:
             await asyncio.sleep(min(pause, max(end - now, 0.0)))
 
     async def _converse_or_leave(self) -> None:
-        """Hold a conversation, or leave it after up to twice the time that a request usually takes."""
+        """Hold a conversation, or leave it after up to twice the time that a request usually
+        takes."""
         generator = self._next_generator()
         aborts = bool(generator.random() < self._plan.aborts)
         patience = float(generator.uniform(0, 2 * self._usual_seconds)) if aborts else PATIENCE
         await self._converse(generator, patience, aborts=aborts)
 
-    async def _converse(self, generator: np.random.Generator, patience: float, *, aborts: bool) -> None:
+    async def _converse(
+        self, generator: np.random.Generator, patience: float, *, aborts: bool
+    ) -> None:
         shapes = self._plan.shapes
         shape = shapes[int(generator.integers(len(shapes)))]
-        (conversation,) = make_conversations(shape, 1, self._characters, seed=int(generator.integers(2**32)))
+        (conversation,) = make_conversations(
+            shape, 1, self._characters, seed=int(generator.integers(2**32))
+        )
         form = self._form(generator)
         driver = Driver(self._http, self._model, form, patience)
         await driver.converse(conversation, due=self._clock())
@@ -185,10 +199,14 @@ class Clients:
         return forms[generator.choice(len(forms), p=_FORMS)]
 
     def _was_deleted(self, conversation: Conversation, form: DocumentForm) -> bool:
-        """Return whether one of a conversation's documents was deleted meanwhile, or may have expired."""
+        """Return whether one of a conversation's documents was deleted meanwhile, or may have
+        expired."""
         if not isinstance(form, CachedDocuments):
             return False
-        documents = {*conversation.preamble, *(one for turn in conversation.turns for one in turn.documents)}
+        documents = {
+            *conversation.preamble,
+            *(one for turn in conversation.turns for one in turn.documents),
+        }
         return any(form.ids[document] in self._library.gone for document in documents)
 
     async def _replace(self) -> None:
@@ -201,7 +219,9 @@ class Clients:
         cache_id = self._library.ids[0]
         try:
             await self._client.read_cache(cache_id)
-            await self._client.explain([{"role": "user", "content": [{"type": "context_cache", "id": cache_id}, "?"]}])
+            await self._client.explain(
+                [{"role": "user", "content": [{"type": "context_cache", "id": cache_id}, "?"]}]
+            )
         except ContextCacheNotFoundError:
             if cache_id not in self._library.gone:
                 raise

@@ -1,4 +1,5 @@
-"""Holds the documents that users ask about: context caches of one server, replaced by new ones all the time."""
+"""Holds the documents that users ask about: context caches of one server, replaced by new ones all
+the time."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Library:
         self.texts: list[str] = []
         """The documents' texts."""
         self.gone: set[str] = set()
-        """The ids of context caches that were deleted, or left to expire: asking for them may fail."""
+        """The ids of context caches that were deleted, or left to expire: asking for them may
+        fail."""
         self._client = client
         self._size = size
         self._characters = characters
@@ -40,7 +42,8 @@ class Library:
     async def replace(self) -> str | None:
         """Put a new document in the place of any; return what went wrong, or None.
 
-        Every other one of those that go is deleted, and has to be gone at once; the others are left to expire.
+        Every other one of those that go is deleted, and has to be gone at once; the others are left
+        to expire.
         """
         place = int(self._generator.integers(self._size))
         text, cache_id = await self._upload()
@@ -57,7 +60,8 @@ class Library:
         return f"{old} was deleted, and can still be read"
 
     async def clear(self) -> None:
-        """Delete all context caches of the server's caller, those that nobody named by an id included."""
+        """Delete all context caches of the server's caller, those that nobody named by an id
+        included."""
         while (page := await self._client.list_caches(limit=100)).items:
             await asyncio.gather(*(self._delete(cache.id) for cache in page.items))
 

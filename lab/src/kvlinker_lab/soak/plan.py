@@ -37,7 +37,8 @@ class SoakPlan:
     restart_every: float = 0.0
     """Seconds between two restarts of the server by SIGTERM; 0 for none."""
     growth: float = 0.03
-    """The share by which memory, descriptors, threads and disk may grow from the middle third to the last."""
+    """The share by which memory, descriptors, threads and disk may grow from the middle third to
+    the last."""
     seed: int = 0
 
     def __post_init__(self) -> None:

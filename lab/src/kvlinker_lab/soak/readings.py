@@ -1,4 +1,5 @@
-"""Looks at a server from outside: what its processes take, what lies on its disk, and what its metrics say."""
+"""Looks at a server from outside: what its processes take, what lies on its disk, and what its
+metrics say."""
 
 from __future__ import annotations
 
@@ -35,11 +36,14 @@ class ResourceUsage:
             with suppress(psutil.NoSuchProcess):
                 descriptors += process.num_fds()
                 threads += process.num_threads()
-        return cls(resident_bytes(server.process), descriptors, threads, sum(file_sizes(server.state_dir)))
+        return cls(
+            resident_bytes(server.process), descriptors, threads, sum(file_sizes(server.state_dir))
+        )
 
 
 def file_sizes(folder: Path, pattern: str = "*") -> list[int]:
-    """Return the sizes in bytes of all files in a folder and its folders whose names have the pattern."""
+    """Return the sizes in bytes of all files in a folder and its folders whose names have the
+    pattern."""
     sizes = []
     for path in folder.rglob(pattern):
         with suppress(FileNotFoundError):

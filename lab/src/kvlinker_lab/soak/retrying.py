@@ -1,4 +1,5 @@
-"""Sends again what a server refuses that is being restarted, as clients of an orchestrated service do."""
+"""Sends again what a server refuses that is being restarted, as clients of an orchestrated service
+do."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ CONNECT_SECONDS = 0.5
 
 
 class RetryingTransport(httpx.AsyncBaseTransport):
-    """Sends each request over a connection of its own, until it is not refused: again after what ``Retry-After`` says,
-    or soon where nobody listens. A request that was accepted is never sent again."""
+    """Sends each request over a connection of its own, until it is not refused: again after what
+    ``Retry-After`` says, or soon where nobody listens. A request that was accepted is never sent
+    again."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -31,7 +33,10 @@ class RetryingTransport(httpx.AsyncBaseTransport):
             except httpx.ConnectError:
                 pause = CONNECT_SECONDS
             else:
-                if response.status_code != EngineClosedError.status or "retry-after" not in response.headers:
+                if (
+                    response.status_code != EngineClosedError.status
+                    or "retry-after" not in response.headers
+                ):
                     return response
                 await response.aclose()
                 pause = float(response.headers["retry-after"])
@@ -43,8 +48,9 @@ class RetryingTransport(httpx.AsyncBaseTransport):
 
 
 async def retried(act: Callable[[], Awaitable[None]]) -> int:
-    """Do something with an ``AsyncClient`` until it is not refused, and return the number of refusals; once more where
-    the server has just closed the idle connection, as it may at any time."""
+    """Do something with an ``AsyncClient`` until it is not refused, and return the number of
+    refusals; once more where the server has just closed the idle connection, as it may at any
+    time."""
     refused = broken = 0
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Soaks one server: mixed traffic with samples on the way, then calm, then the deletion of everything."""
+"""Soaks one server: mixed traffic with samples on the way, then calm, then the deletion of
+everything."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _CALM_CONVERSATIONS = 4
 """Conversations of each user in which nothing else happens."""
 _POLL_SECONDS = 0.2
 _SLACK: Mapping[str, float] = {"memory_mb": 16.0, "descriptors": 12, "threads": 12, "disk_mb": 8.0}
-"""The growth that says nothing, by the column of the rows: pools of threads and connections follow the load."""
+"""The growth that says nothing, by the column of the rows: pools of threads and connections follow
+the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ def run_soak(
 ) -> SoakResult:
     """Soak a server of this machine, which nobody else uses.
 
-    ``told`` gets each row as soon as it is there. ``disk_space`` is the server's setting, for the check of its state
-    directory. Raises ServerFailedError where it does not answer, and what the client raises at the first uploads.
+    ``told`` gets each row as soon as it is there. ``disk_space`` is the server's setting, for the
+    check of its state directory. Raises ServerFailedError where it does not answer, and what the
+    client raises at the first uploads.
     """
     endpoint = Endpoint.find(server.url)
     characters = endpoint.characters_per_token()
@@ -65,7 +68,9 @@ async def _soak(
         AsyncClient(endpoint.url) as client,
         httpx.AsyncClient(base_url=endpoint.url, timeout=None, transport=transport) as http,
     ):
-        library = Library(client, plan.library, round(plan.chunk_tokens * characters), seed=plan.seed)
+        library = Library(
+            client, plan.library, round(plan.chunk_tokens * characters), seed=plan.seed
+        )
         clients = Clients(endpoint, http, client, library, plan, characters_per_token=characters)
         soak = _Soak(server, client, clients, transport, library, plan, disk_space, told)
         await library.fill()
@@ -106,7 +111,12 @@ class _Soak:
         tally = self.clients.tally
         found = self.result.checks
         found += [
-            checks.bounded(column, [row[column] for row in self.result.rows], growth=self.plan.growth, slack=slack)
+            checks.bounded(
+                column,
+                [row[column] for row in self.result.rows],
+                growth=self.plan.growth,
+                slack=slack,
+            )
             for column, slack in _SLACK.items()
         ]
         found.append(checks.nothing_failed(tally))
@@ -122,7 +132,9 @@ class _Soak:
         await self.library.clear()
         found.append(await self._settled(self._nothing_kept))
         if self.server.log is not None:
-            found.append(checks.log_clean(self.server.log.read_text(encoding="utf-8", errors="replace")))
+            found.append(
+                checks.log_clean(self.server.log.read_text(encoding="utf-8", errors="replace"))
+            )
         return self.result
 
     @property
@@ -185,7 +197,8 @@ class _Soak:
         return figures
 
     async def _settled(self, check: Callable[[], Any]) -> ReportCheck:
-        """Return a check once it passes, for writers and deletions may be under way, or ``QUIET_SECONDS`` are over."""
+        """Return a check once it passes, for writers and deletions may be under way, or
+        ``QUIET_SECONDS`` are over."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + QUIET_SECONDS
         while True:

@@ -1,4 +1,5 @@
-"""The cases of the benchmark of the chunk store, what its tiers cost a request and what many chunks cost."""
+"""The cases of the benchmark of the chunk store, what its tiers cost a request and what many chunks
+cost."""
 
 from __future__ import annotations
 
@@ -31,23 +32,37 @@ def run_store(
 ) -> Report:
     """Measure the named cases, each with its competitors in turn.
 
-    ``tiers``: besides the host's memory. ``entries``: how many chunks are many. ``redis_url``: of the tier ``redis``.
+    ``tiers``: besides the host's memory. ``entries``: how many chunks are many. ``redis_url``: of
+    the tier ``redis``.
 
     Raises InvalidRequestError for an unknown case, and where the page cache cannot be emptied.
     """
     measured = {
         "ttft": lambda: first_token_rows(
-            subject, workload, policies, tiers, codecs, redis_url=redis_url, repeat=repeat, progress=progress
+            subject,
+            workload,
+            policies,
+            tiers,
+            codecs,
+            redis_url=redis_url,
+            repeat=repeat,
+            progress=progress,
         ),
         "hiding": lambda: hiding_rows(
             subject, workload, policies, redis_url=redis_url, repeat=repeat, progress=progress
         ),
-        "writing": lambda: writing_rows(subject, workload, policies, repeat=repeat, progress=progress),
-        "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),
+        "writing": lambda: writing_rows(
+            subject, workload, policies, repeat=repeat, progress=progress
+        ),
+        "throughput": lambda: throughput_rows(
+            subject, workload, codecs, repeat=repeat, progress=progress
+        ),
         "crowd": lambda: crowd_rows(entries, progress=progress),
     }
     check_cold_reads()
     for case in cases:
         if case not in measured:
-            raise InvalidRequestError(f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases")
+            raise InvalidRequestError(
+                f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases"
+            )
     return subject.report([row for case in cases for row in measured[case]()])

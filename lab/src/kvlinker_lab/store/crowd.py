@@ -1,4 +1,5 @@
-"""The cost of storing many chunks: catalog operations, start-up and memory, whatever the size of their KV."""
+"""The cost of storing many chunks: catalog operations, start-up and memory, whatever the size of
+their KV."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def _catalog_rows(path: Path, entries: int) -> list[Row]:
         "create": lambda turn: catalog.add([_record(entries + turn)]),
         "find by id": lambda turn: catalog.get(some[turn], TENANT, now),
         "list 20": lambda turn: catalog.list(TENANT, now, limit=20, after=some[turn]),
-        "change the time to live": lambda turn: catalog.update(some[turn], TENANT, now, expires_at=now + 3600),
+        "change the time to live": lambda turn: catalog.update(
+            some[turn], TENANT, now, expires_at=now + 3600
+        ),
         "usage": lambda _: catalog.usage(TENANT),
         "expire": lambda _: catalog.expire(now),
         "delete": lambda turn: catalog.delete(some[turn], TENANT, now),
@@ -64,7 +67,12 @@ def _catalog_rows(path: Path, entries: int) -> list[Row]:
     def open_again(_: int) -> None:
         Catalog(path).close()
 
-    return [*rows, store_row("catalog", f"open, with {entries}", _median(open_again, 5), nbytes=path.stat().st_size)]
+    return [
+        *rows,
+        store_row(
+            "catalog", f"open, with {entries}", _median(open_again, 5), nbytes=path.stat().st_size
+        ),
+    ]
 
 
 def _disk_rows(folder: Path, entries: int) -> list[Row]:
@@ -80,7 +88,10 @@ def _disk_rows(folder: Path, entries: int) -> list[Row]:
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     tier.close()
-    return [opened, store_row("disk", "memory of the index, per chunk", None, nbytes=round(memory / held))]
+    return [
+        opened,
+        store_row("disk", "memory of the index, per chunk", None, nbytes=round(memory / held)),
+    ]
 
 
 def _record(number: int) -> ContextCache:

@@ -21,7 +21,9 @@ class _Case:
     tiered: TieredPrompt
     state: str
 
-    def row(self, name: str, seconds: float, *, host: float, beside: tuple[str, float] | None) -> Row:
+    def row(
+        self, name: str, seconds: float, *, host: float, beside: tuple[str, float] | None
+    ) -> Row:
         return store_row(
             self.tiered.tier,
             f"{name}, {self.state}" if self.state else name,
@@ -45,10 +47,11 @@ def first_token_rows(
     repeat: int,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """The host's memory, and ``tiers`` with each codec, in turn, ``repeat`` times after one warm-up; medians.
+    """The host's memory, and ``tiers`` with each codec, in turn, ``repeat`` times after one
+    warm-up; medians.
 
-    ``load, then compute`` is what a store without layer-wise loading takes: all chunks are read before the prompt is
-    computed from host memory.
+    ``load, then compute`` is what a store without layer-wise loading takes: all chunks are read
+    before the prompt is computed from host memory.
     """
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)
     with ExitStack() as stack:
@@ -61,12 +64,17 @@ def first_token_rows(
             for codec in codecs
         ]
         cases = [
-            _Case(policy, tiered, state) for policy in policies for tiered in (host, *others) for state in tiered.states
+            _Case(policy, tiered, state)
+            for policy in policies
+            for tiered in (host, *others)
+            for state in tiered.states
         ]
         taken: dict[_Case, list[FirstTokenTimes]] = {case: [] for case in cases}
         for turn in range(repeat + 1):
             for case in cases:
-                progress(f"turn {turn} of {repeat}: {case.policy} from {case.tiered.tier} {case.state}")
+                progress(
+                    f"turn {turn} of {repeat}: {case.policy} from {case.tiered.tier} {case.state}"
+                )
                 one = case.tiered.take(case.policy, case.state)
                 if turn:
                     taken[case].append(one)

@@ -1,4 +1,5 @@
-"""The gain of layer-wise loading: how much of it computing hides, with a medium whose bandwidth is limited."""
+"""The gain of layer-wise loading: how much of it computing hides, with a medium whose bandwidth is
+limited."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ CODEC = "raw"
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """Seconds of one turn: of loading alone, of computing from host memory, and of both together."""
+    """Seconds of one turn: of loading alone, of computing from host memory, and of both
+    together."""
 
     load: float
     compute: float
@@ -32,7 +34,8 @@ class TurnTimes:
 
     @property
     def hidden(self) -> float:
-        """The share that was hidden of the time that could have been: of the shorter of loading and computing."""
+        """The share that was hidden of the time that could have been: of the shorter of loading and
+        computing."""
         return (self.load + self.compute - self.together) / min(self.load, self.compute)
 
 
@@ -45,14 +48,17 @@ def hiding_rows(
     repeat: int,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """Measure from a Redis server behind a throttling proxy, and from the disk, whose pages are in memory: reading
-    these is work, which computing on the same processors cannot hide.
+    """Measure from a Redis server behind a throttling proxy, and from the disk, whose pages are in
+    memory: reading these is work, which computing on the same processors cannot hide.
 
-    The bandwidths are chosen for each policy by what it computes. Loading alone, computing alone and both together take
-    turns, ``repeat`` times; medians are reported. Raises InvalidRequestError without the URL of a Redis server.
+    The bandwidths are chosen for each policy by what it computes. Loading alone, computing alone
+    and both together take turns, ``repeat`` times; medians are reported. Raises InvalidRequestError
+    without the URL of a Redis server.
     """
     if redis_url is None:
-        raise InvalidRequestError("The case hiding needs the URL of a Redis server: give --redis-url.", param="cases")
+        raise InvalidRequestError(
+            "The case hiding needs the URL of a Redis server: give --redis-url.", param="cases"
+        )
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)
     rows = []
     with ExitStack() as stack:
@@ -60,7 +66,9 @@ def hiding_rows(
         proxy = stack.enter_context(throttling_proxy(redis_url))
         url = proxy.url(redis_url)
         host, disk, redis = (
-            stack.enter_context(TieredPrompt.start(subject, prompt, policies, tier=tier, codec=codec, redis_url=url))
+            stack.enter_context(
+                TieredPrompt.start(subject, prompt, policies, tier=tier, codec=codec, redis_url=url)
+            )
             for tier, codec in (("host", ""), ("disk", CODEC), ("redis", CODEC))
         )
         for policy in policies:
@@ -82,10 +90,15 @@ def _taken(host: TieredPrompt, other: TieredPrompt, policy: str, repeat: int) ->
     for _ in range(DRIFT_NOTES):  # until the store believes the bandwidth
         other.load_seconds()
     other.ttft(policy)
-    return [TurnTimes(other.load_seconds(), host.ttft(policy), other.ttft(policy)) for _ in range(repeat)]
+    return [
+        TurnTimes(other.load_seconds(), host.ttft(policy), other.ttft(policy))
+        for _ in range(repeat)
+    ]
 
 
-def _row(tiered: TieredPrompt, policy: str, case: str, taken: Sequence[TurnTimes], *, bandwidth: float) -> Row:
+def _row(
+    tiered: TieredPrompt, policy: str, case: str, taken: Sequence[TurnTimes], *, bandwidth: float
+) -> Row:
     middle = TurnTimes(
         statistics.median(one.load for one in taken),
         statistics.median(one.compute for one in taken),

@@ -30,7 +30,8 @@ def store_row(
     host: float | None = None,
     beside: tuple[str, float] | None = None,
 ) -> Row:
-    """``host``: seconds of the same case in the host tier. ``beside``: another case's name and its seconds."""
+    """``host``: seconds of the same case in the host tier. ``beside``: another case's name and its
+    seconds."""
     return {
         "tier": tier,
         "codec": codec,

@@ -1,4 +1,5 @@
-"""A TCP proxy that holds what a server sends to a given bandwidth: a medium as slow as a benchmark wants it."""
+"""A TCP proxy that holds what a server sends to a given bandwidth: a medium as slow as a benchmark
+wants it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ BURST_SECONDS = 0.002
 
 
 class ThrottlingProxy:
-    """A proxy that runs in a process of its own, so that it takes no turns from the measured one's threads."""
+    """A proxy that runs in a process of its own, so that it takes no turns from the measured one's
+    threads."""
 
     def __init__(self, port: int, bandwidth: Synchronized[float]) -> None:
         self.port = port
@@ -43,12 +45,13 @@ class ThrottlingProxy:
 
 @contextmanager
 def throttling_proxy(target: str) -> Iterator[ThrottlingProxy]:
-    """Run a proxy before the server of a redis:// URL, at first without a limit. Raises InvalidRequestError for other
-    URLs."""
+    """Run a proxy before the server of a redis:// URL, at first without a limit. Raises
+    InvalidRequestError for other URLs."""
     parts = urlsplit(target)
     if parts.scheme != "redis":
         raise InvalidRequestError(
-            f"A proxy cannot stand before {parts.scheme}://: give a URL that begins with redis://.", param="redis_url"
+            f"A proxy cannot stand before {parts.scheme}://: give a URL that begins with redis://.",
+            param="redis_url",
         )
     context = multiprocessing.get_context("spawn")
     bandwidth = context.Value("d", float("inf"))
@@ -68,7 +71,9 @@ def _run(address: tuple[str, int], bandwidth: Synchronized[float], ready: Connec
         asyncio.run(_serve(address, bandwidth, ready))
 
 
-async def _serve(address: tuple[str, int], bandwidth: Synchronized[float], ready: Connection) -> None:
+async def _serve(
+    address: tuple[str, int], bandwidth: Synchronized[float], ready: Connection
+) -> None:
     loop = asyncio.get_running_loop()
     medium = _Medium(bandwidth)
     carrying = set()

@@ -13,7 +13,12 @@ from pathlib import Path
 import torch
 
 from kvlinker.base.events import Events
-from kvlinker.quality.bench.harness.files import chunk_files, copy_seconds, read_seconds, total_bytes
+from kvlinker.quality.bench.harness.files import (
+    chunk_files,
+    copy_seconds,
+    read_seconds,
+    total_bytes,
+)
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -23,9 +28,15 @@ from kvlinker_lab.store.rows import store_row
 
 
 def throughput_rows(
-    subject: MeasuredModel, workload: Workload, codecs: Sequence[str], *, repeat: int, progress: Callable[[str], None]
+    subject: MeasuredModel,
+    workload: Workload,
+    codecs: Sequence[str],
+    *,
+    repeat: int,
+    progress: Callable[[str], None],
 ) -> list[Row]:
-    """All chunks of a prompt put and got, one after the other, in turn with the copies; medians after one warm-up."""
+    """All chunks of a prompt put and got, one after the other, in turn with the copies; medians
+    after one warm-up."""
     kv = _random_kv(subject, workload.chunk_tokens)
     keys = [sha256(str(index).encode()).hexdigest() for index in range(workload.chunks)]
     rows: list[Row] = []
@@ -38,8 +49,20 @@ def throughput_rows(
             ("put", "copy", "copying the files"),
             ("get", "read", "reading them into memory"),
         ):
-            ours, theirs = (statistics.median(turn.seconds[name] for turn in measured[1:]) for name in (case, plain))
-            rows.append(store_row("disk", case, ours, codec=codec, nbytes=measured[-1].nbytes, beside=(told, theirs)))
+            ours, theirs = (
+                statistics.median(turn.seconds[name] for turn in measured[1:])
+                for name in (case, plain)
+            )
+            rows.append(
+                store_row(
+                    "disk",
+                    case,
+                    ours,
+                    codec=codec,
+                    nbytes=measured[-1].nbytes,
+                    beside=(told, theirs),
+                )
+            )
     return rows
 
 

@@ -22,7 +22,8 @@ from kvlinker.store.loading.prompt_load import Urgency
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """Seconds: to the first token; of getting all chunks whole; of reading the tier's files, where it has files."""
+    """Seconds: to the first token; of getting all chunks whole; of reading the tier's files, where
+    it has files."""
 
     ttft: float
     whole: float
@@ -56,14 +57,21 @@ class TieredPrompt:
         options: dict[str, Any] = {f"{tier}_codec": codec} if codec else {}
         if tier == "redis":
             options["redis_url"] = redis_url
-        with subject.llm(kv_slots=len(prompt) + SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS, **options) as llm:
+        with subject.llm(
+            kv_slots=len(prompt) + SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS, **options
+        ) as llm:
             engine = llm.engine
             assert isinstance(engine, EmbeddedEngine)
             for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
                 future.result()
             llm.store.flush()
-            keys = [chunk_key(chunk, fingerprint=engine.fingerprint, tenant=TENANT) for chunk in prompt.chunks]
-            measure = {name: policy_measurement(engine, subject.loaded, prompt, name) for name in policies}
+            keys = [
+                chunk_key(chunk, fingerprint=engine.fingerprint, tenant=TENANT)
+                for chunk in prompt.chunks
+            ]
+            measure = {
+                name: policy_measurement(engine, subject.loaded, prompt, name) for name in policies
+            }
             try:
                 yield cls(tier, codec, llm.settings.state_dir, llm.store, keys, measure)
             finally:
@@ -77,7 +85,8 @@ class TieredPrompt:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The states of the tier that are measured; one without a name where there is nothing to distinguish."""
+        """The states of the tier that are measured; one without a name where there is nothing to
+        distinguish."""
         return ("warm", "cold") if self.tier == "disk" else ("",)
 
     def take(self, policy: str, state: str) -> FirstTokenTimes:

@@ -23,21 +23,31 @@ CHUNKS_ON_DISK = 16
 
 
 def writing_rows(
-    subject: MeasuredModel, workload: Workload, policies: Sequence[str], *, repeat: int, progress: Callable[[str], None]
+    subject: MeasuredModel,
+    workload: Workload,
+    policies: Sequence[str],
+    *,
+    repeat: int,
+    progress: Callable[[str], None],
 ) -> list[Row]:
-    """Prompts from host memory, with and without new chunks being written to disk all the while, in turn; medians."""
+    """Prompts from host memory, with and without new chunks being written to disk all the while, in
+    turn; medians."""
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)
     chunk_bytes = workload.chunk_tokens * subject.loaded.kv_bytes_per_token
     rows: list[Row] = []
     with subject.llm(
-        kv_slots=len(prompt) + SPARE_SLOTS, max_step_tokens=STEP_TOKENS, disk_space=CHUNKS_ON_DISK * chunk_bytes
+        kv_slots=len(prompt) + SPARE_SLOTS,
+        max_step_tokens=STEP_TOKENS,
+        disk_space=CHUNKS_ON_DISK * chunk_bytes,
     ) as llm:
         engine = llm.engine
         assert isinstance(engine, EmbeddedEngine)
         for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
             future.result()
         llm.store.flush()
-        kv = llm.store.get_computed(chunk_key(prompt.chunks[0], fingerprint=engine.fingerprint, tenant=TENANT))
+        kv = llm.store.get_computed(
+            chunk_key(prompt.chunks[0], fingerprint=engine.fingerprint, tenant=TENANT)
+        )
         assert kv is not None
         for policy in policies:
             measure = policy_measurement(engine, subject.loaded, prompt, policy)
@@ -67,7 +77,8 @@ def writing_rows(
 
 @contextmanager
 def _writes(store: ChunkStore, kv: ChunkKV) -> Iterator[Callable[[], int]]:
-    """Keep the disk's writer busy with the same KV under ever new keys; tells how many bytes were written so far."""
+    """Keep the disk's writer busy with the same KV under ever new keys; tells how many bytes were
+    written so far."""
     ended = threading.Event()
     keys: list[str] = []
 

@@ -1,8 +1,8 @@
 """Builds worlds: passages about people, cities or companies, and questions about them.
 
-Passages state facts about entities. Some passages continue the one before them ("She also ..."): only those need
-attention across passages when the passages are read, and their questions have the kind ``anaphora``. `worlds` and
-`hard_worlds` say what goes into a world.
+Passages state facts about entities. Some passages continue the one before them ("She also ..."):
+only those need attention across passages when the passages are read, and their questions have the
+kind ``anaphora``. `worlds` and `hard_worlds` say what goes into a world.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class WorldBuilder:
         """Draw the relations that nearly all people of the world have."""
         return self.rng.sample(PERSON_RELATIONS, self.settings.relations)
 
-    def people(self, shared: list[Relation], word_budget: int, bridged: str | None) -> list[tuple[Entity, Unit]]:
-        """Make people with the shared relations, until the budget is used up; half of it for a bridged world."""
+    def people(
+        self, shared: list[Relation], word_budget: int, bridged: str | None
+    ) -> list[tuple[Entity, Unit]]:
+        """Make people with the shared relations, until the budget is used up; half of it for a
+        bridged world."""
         rng = self.rng
         people: list[tuple[Entity, Unit]] = []
         count = 0
@@ -82,16 +85,24 @@ class WorldBuilder:
             missing -= unit.words
         rng.shuffle(units)
         for later, earlier in [(unit, unit.after) for unit in units if unit.after is not None]:
-            here, there = (next(at for at, unit in enumerate(units) if unit is one) for one in (later, earlier))
+            here, there = (
+                next(at for at, unit in enumerate(units) if unit is one) for one in (later, earlier)
+            )
             if here < there:
                 units[here], units[there] = earlier, later
         return World(self._merge(units), questions)
 
-    def unit(self, entity: Entity, relations: list[Relation], given: Mapping[str, str] | None = None) -> Unit:
-        """Make the passages and questions that state `relations` of `entity`; `given` has values that are not drawn."""
+    def unit(
+        self, entity: Entity, relations: list[Relation], given: Mapping[str, str] | None = None
+    ) -> Unit:
+        """Make the passages and questions that state `relations` of `entity`; `given` has values
+        that are not drawn."""
         rng, settings = self.rng, self.settings
         rng.shuffle(relations)
-        cuts = [0, *(i for i in range(1, len(relations)) if rng.random() < settings.continued_share)]
+        cuts = [
+            0,
+            *(i for i in range(1, len(relations)) if rng.random() < settings.continued_share),
+        ]
         unit = Unit([], [])
         if len(relations) == 1 and rng.random() < settings.continued_share:
             introduction = rng.choice(_INTRODUCTIONS).format(s=entity.name)
@@ -105,10 +116,14 @@ class WorldBuilder:
                 if named:
                     sentences.append(self.cast.statement(entity.name, relation, value))
                 else:
-                    sentences.append(self.cast.referring_statement(entity, relation, value, bool(sentences)))
+                    sentences.append(
+                        self.cast.referring_statement(entity, relation, value, bool(sentences))
+                    )
                 kind: Kind = "anaphora" if continued else "single" if named else "pronoun"
                 cloze = relation.statements[0].split(" {v}")[0].format(s=entity.name)
-                unit.questions.append(Question(self.cast.question(entity, relation), value, kind, cloze))
+                unit.questions.append(
+                    Question(self.cast.question(entity, relation), value, kind, cloze)
+                )
                 unit.values[relation.name] = value
             unit.passages.append(self._passage(sentences, continued))
         return unit
@@ -120,7 +135,8 @@ class WorldBuilder:
         return [self._sentence() for _ in range(self.rng.randint(0, most))]
 
     def _passage(self, facts: list[str], continued: bool) -> str:
-        """Make a passage of facts in order with filler around them, and sometimes a header or a lead."""
+        """Make a passage of facts in order with filler around them, and sometimes a header or a
+        lead."""
         rng, most = self.rng, self.fillers
         sentences: list[str] = []
         if continued:

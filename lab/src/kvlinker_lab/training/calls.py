@@ -1,7 +1,8 @@
-"""Makes conversations with tools: a user asks, the assistant calls a tool, and tells what it returned.
+"""Makes conversations with tools: a user asks, the assistant calls a tool, and tells what it
+returned.
 
-Definitions, calls and results are written as kvlinker writes them for chat templates that know no tools, which the
-reader's is one of.
+Definitions, calls and results are written as kvlinker writes them for chat templates that know no
+tools, which the reader's is one of.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ _VALUES: Mapping[str, Callable[[random.Random, bool], str]] = {
 
 
 class Exchange(NamedTuple):
-    """Holds what is said where a tool is of use: a question, the call, what it returned, and the answer."""
+    """Holds what is said where a tool is of use: a question, the call, what it returned, and the
+    answer."""
 
     question: str
     name: str
@@ -131,7 +133,8 @@ class Exchange(NamedTuple):
 
 
 class Desk:
-    """Holds up to three tools, and asks for what they tell. Held-out names, of tools and people, are in no others."""
+    """Holds up to three tools, and asks for what they tell. Held-out names, of tools and people,
+    are in no others."""
 
     def __init__(self, rng: random.Random, *, held_out: bool = False) -> None:
         self._rng = rng
@@ -142,19 +145,27 @@ class Desk:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The definitions of the tools, as clients send them."""
-        return [{"type": "function", "function": _definition(service, name)} for service, name in self._services]
+        return [
+            {"type": "function", "function": _definition(service, name)}
+            for service, name in self._services
+        ]
 
     def exchange(self) -> Exchange:
         """Ask for what one of the tools tells."""
         rng = self._rng
         service, name = rng.choice(self._services)
-        values = {parameter: _VALUES[parameter](rng, self._held_out) for parameter in service.parameters}
+        values = {
+            parameter: _VALUES[parameter](rng, self._held_out) for parameter in service.parameters
+        }
         answer = service.result(rng)
         returned = json.dumps({service.noun: int(answer) if answer.isdecimal() else answer})
-        return Exchange(rng.choice(service.questions).format(**values), name, values, returned, answer)
+        return Exchange(
+            rng.choice(service.questions).format(**values), name, values, returned, answer
+        )
 
     def texts(self, messages: list[Message]) -> list[tuple[str, str]]:
-        """Return the roles and texts of a conversation with these tools, as the model reads them."""
+        """Return the roles and texts of a conversation with these tools, as the model reads
+        them."""
         shown = with_tool_section(messages, self.tools)
         return [(message.role, "".join(map(str, message.content))) for message in shown]
 
@@ -166,11 +177,15 @@ def _definition(service: _Service, name: str) -> dict[str, Any]:
 
 
 def _name(rng: random.Random, noun: str, held_out: bool) -> str:
-    """Draw a name for a tool: a verb and the noun, in one of two styles. One in ten never occurs in training."""
+    """Draw a name for a tool: a verb and the noun, in one of two styles. One in ten never occurs in
+    training."""
     plain = [f"{verb}_{noun}" for verb in _VERBS]
     names = [
         *plain,
-        *("".join((first, *map(str.capitalize, others))) for first, *others in (n.split("_") for n in plain)),
+        *(
+            "".join((first, *map(str.capitalize, others)))
+            for first, *others in (n.split("_") for n in plain)
+        ),
     ]
     return rng.choice([name for name in names if words.is_held_out(name) == held_out] or names)
 

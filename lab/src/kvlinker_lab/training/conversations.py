@@ -19,12 +19,22 @@ from kvlinker.prompting.sections import Message
 from kvlinker_lab.training import prose
 from kvlinker_lab.training.calls import Desk
 from kvlinker_lab.training.questions import ALL_KINDS, Kind, Question, World, WorldSettings
-from kvlinker_lab.training.tokenizer import ASSISTANT, BOS, END, PAD, SPECIAL_TOKENS, SYSTEM, USER, VOCABULARY_SIZE
+from kvlinker_lab.training.tokenizer import (
+    ASSISTANT,
+    BOS,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    SYSTEM,
+    USER,
+    VOCABULARY_SIZE,
+)
 from kvlinker_lab.training.vocabulary import WORLD_WORDS
 from kvlinker_lab.training.worlds import build_world
 
 IGNORED, LANGUAGE, ANSWER = 0, 1, 2
-"""Roles of a token in the loss: none, language modelling, or an answer to no question of any kind."""
+"""Roles of a token in the loss: none, language modelling, or an answer to no question of any
+kind."""
 
 ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(ALL_KINDS)}
 """Roles of answers to questions of a kind; all answers are `ANSWER` or above."""
@@ -43,7 +53,8 @@ _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\
 
 
 class TrainingSequence(NamedTuple):
-    """Holds token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both `length` long."""
+    """Holds token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both
+    `length` long."""
 
     ids: list[int]
     roles: list[int]
@@ -63,9 +74,11 @@ class Mixture:
     call_share: float = 0.0
     """The share of conversations with tools."""
     loose_share: float = 0.0
-    """The share of contexts whose passages end with a single line break instead of an empty line."""
+    """The share of contexts whose passages end with a single line break instead of an empty
+    line."""
     context_share: tuple[float, float] = (0.3, 0.75)
-    """Bounds of the passages' share of the sequence; smaller ones leave room for a second context."""
+    """Bounds of the passages' share of the sequence; smaller ones leave room for a second
+    context."""
 
 
 class SequenceMaker:
@@ -169,13 +182,16 @@ class SequenceMaker:
                 if len(ids) + len(asked) + len(forced) + len(answer) > length:
                     continue
                 ids += asked + forced + answer
-                roles += [IGNORED] * (len(asked) + len(forced)) + [ANSWERS[question.kind]] * len(answer)
+                roles += [IGNORED] * (len(asked) + len(forced)) + [ANSWERS[question.kind]] * len(
+                    answer
+                )
                 first = False
             if length - len(ids) < max(64, length // 8):
                 return ids, roles
 
     def _calls(self, rng: random.Random) -> tuple[list[int], list[int]]:
-        """Make a conversation about what tools tell, sometimes about a passage, too, until the sequence is full."""
+        """Make a conversation about what tools tell, sometimes about a passage, too, until the
+        sequence is full."""
         length = self.mixture.length
         ids, roles = [BOS], [IGNORED]
         while True:
@@ -186,10 +202,18 @@ class SequenceMaker:
             kinds: list[Kind] = []
             for _ in range(rng.randint(1, 4)):
                 if rng.random() < _READ_SHARE:
-                    world = build_world(rng, replace(self.mixture.worlds, themes={}), rng.randint(10, 60))
+                    world = build_world(
+                        rng, replace(self.mixture.worlds, themes={}), rng.randint(10, 60)
+                    )
                     question = rng.choice(world.questions)
-                    text = "".join(f"{passage}\n\n" for passage in world.passages) + f"Question: {question.text}"
-                    messages += [ChatMessage("user", (text,)), ChatMessage("assistant", (question.answer,))]
+                    text = (
+                        "".join(f"{passage}\n\n" for passage in world.passages)
+                        + f"Question: {question.text}"
+                    )
+                    messages += [
+                        ChatMessage("user", (text,)),
+                        ChatMessage("assistant", (question.answer,)),
+                    ]
                     kinds.append(question.kind)
                 else:
                     messages += desk.exchange().messages
@@ -202,15 +226,21 @@ class SequenceMaker:
             ids += said
             roles += learned
 
-    def _messages(self, texts: Sequence[tuple[str, str]], kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
-        """Make turns of texts with their roles; the assistant's answer questions of these kinds, in order."""
+    def _messages(
+        self, texts: Sequence[tuple[str, str]], kinds: Sequence[Kind]
+    ) -> tuple[list[int], list[int]]:
+        """Make turns of texts with their roles; the assistant's answer questions of these kinds, in
+        order."""
         ids: list[int] = []
         roles: list[int] = []
         told = iter(kinds)
         for role, text in texts:
             said = [*self.encode(text), END]
             ids += [{"system": SYSTEM, "user": USER, "assistant": ASSISTANT}[role], *said]
-            roles += [IGNORED, *[ANSWERS[next(told)] if role == "assistant" else IGNORED] * len(said)]
+            roles += [
+                IGNORED,
+                *[ANSWERS[next(told)] if role == "assistant" else IGNORED] * len(said),
+            ]
         return ids, roles
 
     def _recap(self, questions: list[Question]) -> tuple[list[int], list[int]]:
@@ -219,13 +249,18 @@ class SequenceMaker:
         roles = [IGNORED] * len(ids)
         for question in questions:
             if question.cloze:
-                stated, value = self.encode(f" {question.cloze}"), self.encode(f" {question.answer}")
+                stated, value = (
+                    self.encode(f" {question.cloze}"),
+                    self.encode(f" {question.answer}"),
+                )
                 ids += [*stated, *value, *self.encode(".")]
                 roles += [IGNORED] * len(stated) + [ANSWER] * len(value) + [IGNORED]
         end = self.encode("\n\n")
         return ids + end, roles + [IGNORED] * len(end)
 
-    def _context(self, rng: random.Random, world: World, inner: bool) -> tuple[list[int], list[int]]:
+    def _context(
+        self, rng: random.Random, world: World, inner: bool
+    ) -> tuple[list[int], list[int]]:
         """Make an open user turn with the passages of a world."""
         ids, roles = [USER], [IGNORED]
         if rng.random() < 0.2:

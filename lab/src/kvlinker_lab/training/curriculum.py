@@ -95,7 +95,8 @@ _HARD = WorldSettings(
 )
 
 AVERAGED = ("longest", "settle")
-"""Stages whose last weights are averaged: the first reads long contexts better, the second compares better."""
+"""Stages whose last weights are averaged: the first reads long contexts better, the second compares
+better."""
 
 CURRICULUM = (
     Stage(
@@ -107,7 +108,15 @@ CURRICULUM = (
     ),
     Stage(
         "short",
-        Mixture(256, _SHORT, prose_share=0.05, call_share=0.08, repeated_share=0.03, recap_share=0.1, loose_share=0.1),
+        Mixture(
+            256,
+            _SHORT,
+            prose_share=0.05,
+            call_share=0.08,
+            repeated_share=0.03,
+            recap_share=0.1,
+            loose_share=0.1,
+        ),
         batch=24,
         steps=1000,
         sink_weight=0.02,
@@ -146,7 +155,14 @@ CURRICULUM = (
     ),
     Stage(
         "longest",
-        Mixture(2048, _HARD, prose_share=0.08, call_share=0.08, loose_share=0.1, context_share=(0.3, 0.9)),
+        Mixture(
+            2048,
+            _HARD,
+            prose_share=0.08,
+            call_share=0.08,
+            loose_share=0.1,
+            context_share=(0.3, 0.9),
+        ),
         batch=3,
         steps=320,
         muon_lr=(0.003, 0.0002),

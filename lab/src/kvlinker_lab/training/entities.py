@@ -54,7 +54,8 @@ class Cast:
                 return person
 
     def place(self, name: str, relation: str) -> Entity | None:
-        """Draw the city or company that is the value of a relation; None if the world has met it."""
+        """Draw the city or company that is the value of a relation; None if the world has met
+        it."""
         if name in self._taken:
             return None
         self._taken.add(name)
@@ -81,8 +82,11 @@ class Cast:
         """Make a sentence that states the relation of a subject, given by name."""
         return _sentence(self.phrase(relation.statements), subject, value)
 
-    def referring_statement(self, entity: Entity, relation: Relation, value: str, follows: bool) -> str:
-        """Make the same behind a pronoun, or another reference where the sentence before is of something else."""
+    def referring_statement(
+        self, entity: Entity, relation: Relation, value: str, follows: bool
+    ) -> str:
+        """Make the same behind a pronoun, or another reference where the sentence before is of
+        something else."""
         rng = self.rng
         able = tuple(s for s in relation.statements if s.startswith("{s}"))
         subject = entity.pronouns[0]

@@ -1,8 +1,9 @@
-"""Measures how often the reader answers right in a form: as JSON under an enforced schema, and by calls of tools.
+"""Measures how often the reader answers right in a form: as JSON under an enforced schema, and by
+calls of tools.
 
-Run as ``python -m kvlinker_lab.training.evaluate_forms FOLDER``. Prompts go the way of users, through ``LLM``:
-passages are context caches, linked under the server's default policy. People, and the names of tools, are
-ones that the reader never met.
+Run as ``python -m kvlinker_lab.training.evaluate_forms FOLDER``. Prompts go the way of users,
+through ``LLM``: passages are context caches, linked under the server's default policy. People, and
+the names of tools, are ones that the reader never met.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _S
 
 
 def schema_answers(llm: LLM, count: int, words: tuple[int, int], seed: int = 0) -> int:
-    """Return how many of so many questions are answered right where nothing but an enforced schema asks for JSON."""
+    """Return how many of so many questions are answered right where nothing but an enforced schema
+    asks for JSON."""
     rng = random.Random(f"schemas/{seed}")
     settings = replace(WorldSettings(library_share=0), held_out=True)
     right = 0
@@ -44,16 +46,21 @@ def schema_answers(llm: LLM, count: int, words: tuple[int, int], seed: int = 0) 
     return right
 
 
-def tool_calls(llm: LLM, count: int, *, choice: Literal["auto", "required"], seed: int = 0) -> tuple[int, int]:
-    """Return how many of so many questions led to the right call, and how many of those to the right answer once the
-    call's result was told. ``choice`` is ``auto``, or ``required``, which enforces that there is a call."""
+def tool_calls(
+    llm: LLM, count: int, *, choice: Literal["auto", "required"], seed: int = 0
+) -> tuple[int, int]:
+    """Return how many of so many questions led to the right call, and how many of those to the
+    right answer once the call's result was told. ``choice`` is ``auto``, or ``required``, which
+    enforces that there is a call."""
     rng = random.Random(f"calls/{seed}")
     called = told = 0
     for _ in range(count):
         desk = Desk(rng, held_out=True)
         exchange = desk.exchange()
         question: Any = {"role": "user", "content": exchange.question}
-        answer = llm.chat_completion([question], tools=desk.tools, tool_choice=choice, max_tokens=96, temperature=0)
+        answer = llm.chat_completion(
+            [question], tools=desk.tools, tool_choice=choice, max_tokens=96, temperature=0
+        )
         calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
         if calls != [(exchange.name, exchange.arguments)]:
             continue
@@ -62,7 +69,10 @@ def tool_calls(llm: LLM, count: int, *, choice: Literal["auto", "required"], see
         function = {"name": call.name, "arguments": call.arguments}
         history: Any = [
             question,
-            {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+            },
             {"role": "tool", "tool_call_id": call.id, "content": exchange.returned},
         ]
         answer = llm.chat_completion(history, tools=desk.tools, max_tokens=16, temperature=0)
@@ -92,7 +102,9 @@ def main() -> None:
         choices: tuple[Literal["auto", "required"], ...] = ("required", "auto")
         for choice in choices:
             called, told = tool_calls(llm, count, choice=choice)
-            print(f"tools, {choice}: {called} of {count} called right, {told} of those answered right with the result")
+            print(
+                f"tools, {choice}: {called} of {count} called right, {told} of those answered right with the result"
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Writes the data sets that ship with kvlinker: questions on worlds of people that the reader never met, and prose.
+"""Writes the data sets that ship with kvlinker: questions on worlds of people that the reader never
+met, and prose.
 
-Run as ``python -m kvlinker_lab.training.evaluation_sets`` to write the files again, after the generator has changed.
-Filler of the questions comes from the grammar of `prose` alone, so that everything in them is generated.
+Run as ``python -m kvlinker_lab.training.evaluation_sets`` to write the files again, after the
+generator has changed. Filler of the questions comes from the grammar of `prose` alone, so that
+everything in them is generated.
 
-The prose is to be scored behind chunks of the prose before it. Its paragraphs follow each other as they stand in their
-source, with an empty line between. Texts are cut in front of words, wherever they are long enough, so that chunks begin
-and end anywhere, as windows over documents do.
+The prose is to be scored behind chunks of the prose before it. Its paragraphs follow each other as
+they stand in their source, with an empty line between. Texts are cut in front of words, wherever
+they are long enough, so that chunks begin and end anywhere, as windows over documents do.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Bundled(NamedTuple):
     words: tuple[int, int]
     """Fewest and most words of a world, of about 1.45 tokens each."""
     choices: bool = False
-    """True where the answer is to be chosen between the right one and another that the passages suggest."""
+    """True where the answer is to be chosen between the right one and another that the passages
+    suggest."""
 
 
 CHOICE_KINDS: tuple[Kind, ...] = ("anaphora", "bridge", "comparison", "chain", "correction")
@@ -56,7 +59,8 @@ _AGES = re.compile(r"(\w+) (\d+), (\w+) (\d+): (\d+)")
 SEED = 0
 SETTINGS = WorldSettings(library_share=0, held_out=True)
 MOST_WORLDS = 1000
-"""Worlds in a row without a question of the wanted kind after which the generator is said not to make it."""
+"""Worlds in a row without a question of the wanted kind after which the generator is said not to
+make it."""
 
 PASSAGES = 6
 PASSAGE_CHARACTERS = 335
@@ -66,7 +70,8 @@ CONTINUATION_CHARACTERS = 223
 
 
 def evaluation_set(described: Bundled, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield records of the format ``passages``, the kinds in turn, so that any beginning is balanced.
+    """Yield records of the format ``passages``, the kinds in turn, so that any beginning is
+    balanced.
 
     A world has about as many words as drawn from ``words``, and is asked about once.
     """
@@ -101,9 +106,9 @@ def _record(rng: random.Random, kind: Kind, described: Bundled) -> dict[str, Any
 
 
 def rivals(question: Question, others: Iterable[Question]) -> list[str]:
-    """Return wrong answers to a question that its world suggests: what is true of others of whom the same can be asked,
-    or that of the two people it compares each has the other's age (the number asked for is the same then, whose it is
-    is wrong)."""
+    """Return wrong answers to a question that its world suggests: what is true of others of whom
+    the same can be asked, or that of the two people it compares each has the other's age (the
+    number asked for is the same then, whose it is is wrong)."""
     if ages := _AGES.fullmatch(question.answer):
         one, age, other, other_age, asked_for = ages.groups()
         return [f"{one} {other_age}, {other} {age}: {asked_for}"] if age != other_age else []
@@ -118,7 +123,8 @@ def _without_names(text: str) -> str:
 
 
 def continuations(paragraphs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield as many records as the paragraphs give, one behind the other; what is left at the end is dropped."""
+    """Yield as many records as the paragraphs give, one behind the other; what is left at the end
+    is dropped."""
     words = re.findall(r"\s*\S+", "\n\n".join(paragraphs))
     lengths = (*[PASSAGE_CHARACTERS] * PASSAGES, CONTINUATION_CHARACTERS)
     begin = 0
@@ -130,11 +136,16 @@ def continuations(paragraphs: Sequence[str]) -> Iterator[dict[str, Any]]:
             begin = end
         if len(texts[-1]) < CONTINUATION_CHARACTERS:
             return
-        yield {"id": str(number), "passages": [texts[0].lstrip(), *texts[1:-1]], "continuation": texts[-1]}
+        yield {
+            "id": str(number),
+            "passages": [texts[0].lstrip(), *texts[1:-1]],
+            "continuation": texts[-1],
+        }
 
 
 def _end(words: Sequence[str], begin: int, characters: int) -> int:
-    """Return the place behind the first word with which those from ``begin`` on have that many characters."""
+    """Return the place behind the first word with which those from ``begin`` on have that many
+    characters."""
     length = 0
     for end in range(begin, len(words)):
         length += len(words[end])

@@ -1,4 +1,5 @@
-"""Builds worlds whose questions need several passages: chains, groups, notes, corrections, rules, rolls and records."""
+"""Builds worlds whose questions need several passages: chains, groups, notes, corrections, rules,
+rolls and records."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ _FRIENDS_FRIENDS_RIVER = (
     "The friend of {s} has a friend, who lives in a city. Which river flows through it?",
     "{s} has a friend, whose friend lives in a city. On which river does it lie?",
 )
-_FRIENDS_HOME = ("In which city does the friend of {s} live?", "{s} has a friend. Where does this friend live?")
+_FRIENDS_HOME = (
+    "In which city does the friend of {s} live?",
+    "{s} has a friend. Where does this friend live?",
+)
 
 _PLURAL = {
     "home": ("live in {v}", "Where does everybody live?"),
@@ -50,8 +54,16 @@ _RULES = (
     "Whenever {s} is asked about, answer in this form: {shown}",
     "Note for readers. Write answers about {s} so: {shown}",
 )
-_NOTED = ("This was noted on day {day}.", "It was written down on day {day}.", "Noted on day {day}.")
-_ALSO = ("This was noted on the same day.", "It was written down on the same day.", "Noted on this day, too.")
+_NOTED = (
+    "This was noted on day {day}.",
+    "It was written down on day {day}.",
+    "Noted on day {day}.",
+)
+_ALSO = (
+    "This was noted on the same day.",
+    "It was written down on the same day.",
+    "Noted on this day, too.",
+)
 
 
 class _Known(NamedTuple):
@@ -66,7 +78,8 @@ class _Known(NamedTuple):
 
 
 def chains(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
-    """Build a world of friends, their homes, and the rivers of these: answers are three or four steps away."""
+    """Build a world of friends, their homes, and the rivers of these: answers are three or four
+    steps away."""
     builder = WorldBuilder(rng, settings)
     people = _persons(builder, rng.randint(3, 6), word_budget // 3)
     river, home = CITY_RELATIONS[0], RELATIONS["home"]
@@ -92,7 +105,9 @@ def chains(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wor
             last = steps[-1].unit.values["home"]
             if last in rivers:
                 named = ", ".join([*(step.surname for step in steps), last, rivers[last]])
-                questions.append(Question(builder.cast.phrase(phrases).format(s=person.name), named, "chain", ""))
+                questions.append(
+                    Question(builder.cast.phrase(phrases).format(s=person.name), named, "chain", "")
+                )
     return builder.world(units, questions, word_budget)
 
 
@@ -134,10 +149,16 @@ def notes(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
             person = builder.cast.person()
             value = builder.cast.value(relation)
             noted_on = rng.choice(_ALSO) if continued else rng.choice(_NOTED).format(day=day)
-            unit.passages.append(builder.note(f"{builder.cast.statement(person.name, relation, value)} {noted_on}"))
+            unit.passages.append(
+                builder.note(f"{builder.cast.statement(person.name, relation, value)} {noted_on}")
+            )
             kind: Kind = "anaphora" if continued else "single"
-            unit.questions.append(Question(f"On which day was {person.name} noted?", str(day), kind, ""))
-            unit.questions.append(Question(builder.cast.question(person, relation), value, "single", ""))
+            unit.questions.append(
+                Question(f"On which day was {person.name} noted?", str(day), kind, "")
+            )
+            unit.questions.append(
+                Question(builder.cast.question(person, relation), value, "single", "")
+            )
             noted.append((person, day))
         units.append(unit)
     questions: list[Question] = []
@@ -178,7 +199,9 @@ def rules(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
         template = labelled_format(rng, settings.held_out)
         said = rng.choice(_RULES).format(s=person.name, shown=template.format(v="..."))
         units.append(Unit([said], []))
-        unit.questions[:] = [Question(q.text, template.format(v=q.answer), "rule", "") for q in unit.questions]
+        unit.questions[:] = [
+            Question(q.text, template.format(v=q.answer), "rule", "") for q in unit.questions
+        ]
     return builder.world(units, [], word_budget)
 
 
@@ -208,7 +231,12 @@ def records(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wo
         questions.append(_record(rng, person, {name: unit.values[name] for name in asked}))
         for question in unit.questions:
             key = rng.choice(
-                ("answer", "value", "result", *(n for n, v in unit.values.items() if v == question.answer))
+                (
+                    "answer",
+                    "value",
+                    "result",
+                    *(n for n, v in unit.values.items() if v == question.answer),
+                )
             )
             questions.append(_one_value(rng, question, key))
     return builder.world([unit for _, unit in known], questions, word_budget)
@@ -217,9 +245,16 @@ def records(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wo
 def _record(rng: random.Random, person: Entity, values: dict[str, str]) -> Question:
     """Ask for all that is known of a person."""
     keys = [f'"{name}"' for name in values]
-    named = f"the key {keys[0]}" if len(keys) == 1 else f"the keys {', '.join(keys[:-1])} and {keys[-1]}"
+    named = (
+        f"the key {keys[0]}"
+        if len(keys) == 1
+        else f"the keys {', '.join(keys[:-1])} and {keys[-1]}"
+    )
     text = rng.choice(
-        (f"Describe {person.name} as JSON with {named}.", f"Who is {person.name}? Answer as JSON with {named}.")
+        (
+            f"Describe {person.name} as JSON with {named}.",
+            f"Who is {person.name}? Answer as JSON with {named}.",
+        )
     )
     return Question(text, _json(values), "record", "")
 
@@ -228,17 +263,22 @@ def _one_value(rng: random.Random, question: Question, key: str) -> Question:
     """Ask for the same as JSON: in words, or by an opening alone, as where a schema is enforced."""
     answer = _json({key: question.answer})
     if rng.random() < 0.5:
-        return Question(f'{question.text} Answer as JSON with the key "{key}".', answer, "record", "")
+        return Question(
+            f'{question.text} Answer as JSON with the key "{key}".', answer, "record", ""
+        )
     opening = answer[: answer.index(question.answer)].rstrip(" ")
     return Question(question.text, answer, "record", "", opening)
 
 
 def _json(values: dict[str, str]) -> str:
-    return json.dumps({name: int(value) if value.isdecimal() else value for name, value in values.items()})
+    return json.dumps(
+        {name: int(value) if value.isdecimal() else value for name, value in values.items()}
+    )
 
 
 def _persons(builder: WorldBuilder, count: int, word_budget: int) -> list[Entity]:
-    """Draw people with surnames of their own, fewer where the budget has less than ten words for each, but two."""
+    """Draw people with surnames of their own, fewer where the budget has less than ten words for
+    each, but two."""
     people: list[Entity] = []
     while len(people) < max(2, min(count, word_budget // 10)):
         person = builder.cast.person()

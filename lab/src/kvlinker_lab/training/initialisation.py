@@ -1,4 +1,5 @@
-"""Makes initial weights that already hold circuits for copying and for binding facts to their subjects.
+"""Makes initial weights that already hold circuits for copying and for binding facts to their
+subjects.
 
 From random weights a model of this size spends most of a short training finding out that text
 repeats and that a fact belongs to the name before it. Here layer 0 starts with a head that notes
@@ -7,8 +8,8 @@ start with heads that attend to tokens whose note fits, and copy what they find:
 follow the current token elsewhere (layer 1, an induction head), to those with the same surname or
 the same place in their notes (layer 2), to those that belong to a place which has been copied
 (layer 3, the second hop of a bridge), and to the last surnames (layer 4, to choose one of them).
-Words of one kind start out alike, and numbers in order.
-Everything else is random, and everything is trained. Called by `train`.
+Words of one kind start out alike, and numbers in order. Everything else is random, and everything
+is trained. Called by `train`.
 """
 
 from __future__ import annotations
@@ -128,8 +129,11 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
     o[_NOTE, : settings.head_dim] = torch.eye(settings.head_dim)
 
 
-def _set_last_word_head(attention: Attention, group: int, flag: int, projection: Tensor, note: slice) -> None:
-    """Have the first query head of a key-value group look at the nearest word with a flag, and note it."""
+def _set_last_word_head(
+    attention: Attention, group: int, flag: int, projection: Tensor, note: slice
+) -> None:
+    """Have the first query head of a key-value group look at the nearest word with a flag, and note
+    it."""
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     head = 2 * group * size
@@ -157,7 +161,8 @@ def _set_copying_heads(
     strength: float,
     preference: float,
 ) -> None:
-    """Have the first heads of two key-value groups attend where `noted` equals the projection of `asked`.
+    """Have the first heads of two key-value groups attend where `noted` equals the projection of
+    `asked`.
 
     Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
     content by half of the rows of `copied`.
@@ -186,7 +191,8 @@ def _set_copying_heads(
 
 
 def _set_choosing_head(attention: Attention, copied: Tensor, size: Tensor) -> None:
-    """Have query head 0 look at the last surnames and copy; its keys tell what `size` their facts have."""
+    """Have query head 0 look at the last surnames and copy; its keys tell what `size` their facts
+    have."""
     settings = attention.settings
     half = settings.head_dim // 2
     q, k, v, o = _weights(attention)

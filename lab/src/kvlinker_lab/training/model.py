@@ -1,7 +1,8 @@
-"""Defines a Llama for training on a CPU, with the parameters of `LlamaForCausalLM` but fewer operations.
+"""Defines a Llama for training on a CPU, with the parameters of `LlamaForCausalLM` but fewer
+operations.
 
-Parameter names equal those of Hugging Face, so a state dictionary moves over unchanged. Called by `train`, which
-exports it; everything else uses the exported model.
+Parameter names equal those of Hugging Face, so a state dictionary moves over unchanged. Called by
+`train`, which exports it; everything else uses the exported model.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attention_at(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Attend with queries [batch, heads, n, dim] at positions [batch, n] to all tokens up to them."""
+    """Attend with queries [batch, heads, n, dim] at positions [batch, n] to all tokens up to
+    them."""
     tokens = torch.arange(k.shape[2])
     outputs: list[Tensor] = []
     for start in range(0, q.shape[2], _QUERY_BLOCK):
@@ -110,7 +112,8 @@ def _block_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Computes causal grouped-query attention, with the attention that sampled queries pay to token 0."""
+    """Computes causal grouped-query attention, with the attention that sampled queries pay to token
+    0."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -125,8 +128,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the output [batch, n, size] and -log(attention on token 0) [batch, heads, probes].
 
-        Queries are all n = tokens of x [batch, tokens, size], or those at `positions` [batch, n] only.
-        `probes` are indices of queries.
+        Queries are all n = tokens of x [batch, tokens, size], or those at `positions` [batch, n]
+        only. `probes` are indices of queries.
         """
         s = self.settings
         batch, tokens, _ = x.shape
@@ -187,7 +190,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output at all positions or at some, and what `Attention` says of token 0."""
+        """Return the layer's output at all positions or at some, and what `Attention` says of token
+        0."""
         attended, missed = self.self_attn(self.input_layernorm(x), cos, sin, probes, positions)
         x = attended + (x if positions is None else take(x, positions))
         return x + self.mlp(self.post_attention_layernorm(x)), missed
@@ -210,7 +214,8 @@ class Decoder(nn.Module):
 
 
 class Reader(nn.Module):
-    """Holds the trainable model; `hidden` and `logits` are separate so that few logits are computed."""
+    """Holds the trainable model; `hidden` and `logits` are separate so that few logits are
+    computed."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -224,7 +229,8 @@ class Reader(nn.Module):
                 nn.init.normal_(parameter, std=0.02 if "head" in name else 0.06)
 
     def hidden(self, ids: Tensor, probes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last hidden states [batch, n, size] of ids [batch, tokens] at positions [batch, n].
+        """Return the last hidden states [batch, n, size] of ids [batch, tokens] at positions
+        [batch, n].
 
         Also, for layers >= 1, -log(attention on token 0) [layers - 1, batch, heads, probes] at the
         probed tokens (in the last layer, which computes only `positions`, at some of those).
@@ -252,11 +258,14 @@ class Reader(nn.Module):
 
 
 def export(reader: Reader, tokenizer: Path, target: Path) -> None:
-    """Put model, configuration and tokenizer files into `target` in the Hugging Face format, each in one move."""
+    """Put model, configuration and tokenizer files into `target` in the Hugging Face format, each
+    in one move."""
     config = LlamaConfig(**reader.settings.hugging_face())
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(reader.state_dict())
-    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, do_sample=False)
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, do_sample=False
+    )
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".reader-") as folder:
         model.save_pretrained(folder)

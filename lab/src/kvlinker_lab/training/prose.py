@@ -37,7 +37,9 @@ _DID = _phrases(
     "waited near|walked past|met at|worked behind|stopped at|gathered around|talked about"
     "|returned to|looked at|wrote about|left|stood beside|found their way to"
 )
-_WEATHER = _phrases("cold|warm|wet|windy|quiet|bright|foggy|dry|mild|grey|long|calm|busy|pleasant|difficult")
+_WEATHER = _phrases(
+    "cold|warm|wet|windy|quiet|bright|foggy|dry|mild|grey|long|calm|busy|pleasant|difficult"
+)
 _TIMES = _phrases(
     "In the morning|At noon|In the evening|Last winter|In early spring|During the summer"
     "|A week later|On market days|After the storm|Before sunrise|Every autumn|Later that day"
@@ -88,11 +90,14 @@ def held_out_paragraphs() -> tuple[str, ...]:
 
 @cache
 def _paragraphs() -> tuple[str, ...]:
-    """Return paragraphs of at least 60 characters from the standard library's docstrings and topics."""
+    """Return paragraphs of at least 60 characters from the standard library's docstrings and
+    topics."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.relative_to(root).parts):
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(
+            path.relative_to(root).parts
+        ):
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))

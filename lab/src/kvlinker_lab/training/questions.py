@@ -1,4 +1,5 @@
-"""Says what questions about passages there are, and how hard the worlds are that they are asked about."""
+"""Says what questions about passages there are, and how hard the worlds are that they are asked
+about."""
 
 from __future__ import annotations
 
@@ -33,11 +34,20 @@ Kind = Literal[
 - ``call``: in no passage: a tool has to be called, or what it returned has to be told.
 """
 
-KINDS: tuple[Kind, ...] = ("single", "pronoun", "anaphora", "bridge", "comparison", "fewshot", "needle")
+KINDS: tuple[Kind, ...] = (
+    "single",
+    "pronoun",
+    "anaphora",
+    "bridge",
+    "comparison",
+    "fewshot",
+    "needle",
+)
 """The kinds that papers ask about, more or less."""
 
 HARD_KINDS: tuple[Kind, ...] = ("chain", "order", "correction", "rule")
-"""The kinds that need several passages, each for another reason, and that the reader has learned."""
+"""The kinds that need several passages, each for another reason, and that the reader has
+learned."""
 
 WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "count", "listing", "record")
 """The kinds that worlds have questions of."""
@@ -52,7 +62,8 @@ Theme = Literal[
 
 
 class Question(NamedTuple):
-    """Holds a question, its short answer, its kind, and the start of a sentence that the answer continues.
+    """Holds a question, its short answer, its kind, and the start of a sentence that the answer
+    continues.
 
     `cloze` is empty where no such sentence exists.
     """
@@ -79,7 +90,8 @@ class WorldSettings:
     themes: Mapping[Theme, float] = field(default_factory=lambda: USUAL_THEMES)
     """The shares of worlds with these themes; the rest have plain facts only."""
     fillers: int = 2
-    """Most sentences of filler on either side of a passage's facts; each world draws its own bound."""
+    """Most sentences of filler on either side of a passage's facts; each world draws its own
+    bound."""
     library_share: float = 0.4
     """The share of filler sentences that come from the library instead of the grammar."""
     phrasings: int = 3
@@ -91,7 +103,8 @@ class WorldSettings:
     needles: tuple[int, int] = (1, 8)
     """Fewest and most facts of a world of prose."""
     continued_share: float = 0.35
-    """The share of facts that stand in a passage of their own, which continues the one before it."""
+    """The share of facts that stand in a passage of their own, which continues the one before
+    it."""
     pronoun_share: float = 0.5
     """The share of later facts of a passage that refer to their subject by a pronoun."""
     merged_share: float = 0.15
@@ -103,11 +116,19 @@ class WorldSettings:
 
     def about(self, kind: Kind) -> WorldSettings:
         """Return settings whose worlds have questions of a kind."""
-        settings = replace(self, themes=_THEMES_OF.get(kind, {"places": self.themes.get("places", 0.0)}))
+        settings = replace(
+            self, themes=_THEMES_OF.get(kind, {"places": self.themes.get("places", 0.0)})
+        )
         return replace(settings, needles=(1, 1)) if kind == "needle" else settings
 
 
-USUAL_THEMES: Mapping[Theme, float] = {"haystack": 0.08, "bridges": 0.2, "places": 0.12, "ages": 0.12, "examples": 0.12}
+USUAL_THEMES: Mapping[Theme, float] = {
+    "haystack": 0.08,
+    "bridges": 0.2,
+    "places": 0.12,
+    "ages": 0.12,
+    "examples": 0.12,
+}
 
 _THEMES_OF: Mapping[Kind, Mapping[Theme, float]] = {
     "bridge": {"bridges": 1.0},

@@ -1,4 +1,5 @@
-"""Lists relations between entities, with the sentences that state them and the questions about them.
+"""Lists relations between entities, with the sentences that state them and the questions about
+them.
 
 `worlds` draws facts from `PERSON_RELATIONS`, `CITY_RELATIONS` and `COMPANY_RELATIONS`, and two-hop
 questions from `BRIDGES`.
@@ -12,7 +13,8 @@ from kvlinker_lab.training import vocabulary as words
 
 
 class Relation(NamedTuple):
-    """Describes a relation; `{s}` stands for the subject, which comes first, and `{v}` for the value.
+    """Describes a relation; `{s}` stands for the subject, which comes first, and `{v}` for the
+    value.
 
     The first statement and the first question are the canonical ones, used alone at the start of
     training.
@@ -49,7 +51,11 @@ PERSON_RELATIONS = (
         "food",
         words.FOODS,
         ("{s} likes to eat {v}.", "{s} is fond of {v}.", "{s} has {v} for dinner every week."),
-        ("What does {s} like to eat?", "What is the favourite food of {s}?", "Which food does {s} like?"),
+        (
+            "What does {s} like to eat?",
+            "What is the favourite food of {s}?",
+            "Which food does {s} like?",
+        ),
     ),
     Relation(
         "pet",
@@ -60,8 +66,16 @@ PERSON_RELATIONS = (
     Relation(
         "instrument",
         words.INSTRUMENTS,
-        ("{s} plays the {v}.", "{s} practises the {v} every evening.", "{s} gives lessons on the {v}."),
-        ("Which instrument does {s} play?", "What does {s} play?", "What is the instrument of {s}?"),
+        (
+            "{s} plays the {v}.",
+            "{s} practises the {v} every evening.",
+            "{s} gives lessons on the {v}.",
+        ),
+        (
+            "Which instrument does {s} play?",
+            "What does {s} play?",
+            "What is the instrument of {s}?",
+        ),
     ),
     Relation(
         "field",
@@ -73,7 +87,11 @@ PERSON_RELATIONS = (
         "colour",
         words.COLOURS,
         ("{s} drives a {v} car.", "The car of {s} is {v}.", "{s} owns a {v} car."),
-        ("What colour is the car of {s}?", "Which colour is the car of {s}?", "What is the colour of the car of {s}?"),
+        (
+            "What colour is the car of {s}?",
+            "Which colour is the car of {s}?",
+            "What is the colour of the car of {s}?",
+        ),
     ),
     Relation(
         "age",
@@ -85,7 +103,11 @@ PERSON_RELATIONS = (
         "employer",
         words.COMPANIES,
         ("{s} works for {v}.", "{s} is employed by {v}.", "{s} has an office at {v}."),
-        ("Which company does {s} work for?", "Who does {s} work for?", "What is the employer of {s}?"),
+        (
+            "Which company does {s} work for?",
+            "Who does {s} work for?",
+            "What is the employer of {s}?",
+        ),
     ),
 )
 
@@ -93,13 +115,25 @@ CITY_RELATIONS = (
     Relation(
         "river",
         words.RIVERS,
-        ("{s} lies on the river {v}.", "{s} was built on the banks of the {v}.", "{s} has a bridge over the {v}."),
-        ("On which river does {s} lie?", "Which river flows through {s}?", "What is the river of {s}?"),
+        (
+            "{s} lies on the river {v}.",
+            "{s} was built on the banks of the {v}.",
+            "{s} has a bridge over the {v}.",
+        ),
+        (
+            "On which river does {s} lie?",
+            "Which river flows through {s}?",
+            "What is the river of {s}?",
+        ),
     ),
     Relation(
         "fame",
         words.PRODUCTS,
-        ("{s} is known for {v}.", "{s} is famous for its {v}.", "{s} sells {v} all over the world."),
+        (
+            "{s} is known for {v}.",
+            "{s} is famous for its {v}.",
+            "{s} sells {v} all over the world.",
+        ),
         ("What is {s} known for?", "What is {s} famous for?", "What does {s} sell?"),
     ),
 )
@@ -114,8 +148,16 @@ COMPANY_RELATIONS = (
     Relation(
         "emblem",
         words.ANIMALS,
-        ("{s} has a {v} as its emblem.", "{s} chose a {v} for its sign.", "The emblem of {s} is a {v}."),
-        ("What is the emblem of {s}?", "Which animal is the emblem of {s}?", "What is on the sign of {s}?"),
+        (
+            "{s} has a {v} as its emblem.",
+            "{s} chose a {v} for its sign.",
+            "The emblem of {s} is a {v}.",
+        ),
+        (
+            "What is the emblem of {s}?",
+            "Which animal is the emblem of {s}?",
+            "What is on the sign of {s}?",
+        ),
     ),
 )
 
@@ -131,17 +173,26 @@ BRIDGES = (
     Bridge(
         "home",
         "fame",
-        ("{s} lives in a city. What is it known for?", "{s} has a house in a city. What is it famous for?"),
+        (
+            "{s} lives in a city. What is it known for?",
+            "{s} has a house in a city. What is it famous for?",
+        ),
     ),
     Bridge(
         "employer",
         "makes",
-        ("{s} works for a company. What does it make?", "{s} is employed by a company. What does it produce?"),
+        (
+            "{s} works for a company. What does it make?",
+            "{s} is employed by a company. What does it produce?",
+        ),
     ),
     Bridge(
         "employer",
         "emblem",
-        ("{s} works for a company. What is its emblem?", "{s} is employed by a company. What is on its sign?"),
+        (
+            "{s} works for a company. What is its emblem?",
+            "{s} is employed by a company. What is on its sign?",
+        ),
     ),
 )
 

@@ -1,4 +1,5 @@
-"""Makes tasks that need more than facts: to compare ages, to answer in a format that is shown, to find a needle."""
+"""Makes tasks that need more than facts: to compare ages, to answer in a format that is shown, to
+find a needle."""
 
 from __future__ import annotations
 
@@ -33,12 +34,28 @@ _RARER_BARE = (
         ": {v}",
         "{v};",
     ),
-    *("{v}.", "{v}?", "({v}).", "[{v}];", "<<{v}>>", "(({v}))", "[[{v}]]", "-{v}-", "={v}=", "&{v}", "%{v}%", "${v}"),
+    *(
+        "{v}.",
+        "{v}?",
+        "({v}).",
+        "[{v}];",
+        "<<{v}>>",
+        "(({v}))",
+        "[[{v}]]",
+        "-{v}-",
+        "={v}=",
+        "&{v}",
+        "%{v}%",
+        "${v}",
+    ),
 )
 
 
 def _formats(labels: tuple[str, ...], bare: tuple[str, ...]) -> tuple[str, ...]:
-    return (*(template.replace("{label}", label) for label in labels for template in _LABELLED), *bare)
+    return (
+        *(template.replace("{label}", label) for label in labels for template in _LABELLED),
+        *bare,
+    )
 
 
 FORMATS = _formats(words.LABELS, _BARE)
@@ -77,7 +94,8 @@ def _surname(aged: Aged) -> str:
 
 
 def answer_format(rng: random.Random, held_out: bool) -> str:
-    """Draw a format with a label that training never shows in this form, or one of those that it shows."""
+    """Draw a format with a label that training never shows in this form, or one of those that it
+    shows."""
     formats = _LABELLED_FORMATS if held_out else (*_LABELLED_FORMATS, *_BARE_FORMATS)
     return rng.choice([f for f in formats if words.is_held_out(f) == held_out])
 
@@ -88,7 +106,8 @@ def labelled_format(rng: random.Random, held_out: bool) -> str:
 
 
 def example_passage(cast: Cast, template: str, count: int) -> str:
-    """Make a passage of questions about people of whom nothing else is said, answered in a format."""
+    """Make a passage of questions about people of whom nothing else is said, answered in a
+    format."""
     lines = [cast.rng.choice(("Examples:", "Answer like this:", "Use this format:"))]
     for relation in cast.rng.sample(PERSON_RELATIONS, count):
         lines.append(cast.question(cast.person(), relation))
@@ -103,7 +122,9 @@ def haystack(cast: Cast, word_budget: int) -> World:
     passages: list[list[str]] = []
     length = 0
     while length < word_budget or not passages:
-        sentences = [prose.filler_sentence(rng, settings.library_share) for _ in range(rng.randint(2, 7))]
+        sentences = [
+            prose.filler_sentence(rng, settings.library_share) for _ in range(rng.randint(2, 7))
+        ]
         passages.append(sentences)
         length += sum(sentence.count(" ") + 1 for sentence in sentences)
     relations = rng.sample(PERSON_RELATIONS, rng.randint(1, 3))
@@ -112,7 +133,9 @@ def haystack(cast: Cast, word_budget: int) -> World:
         person, relation = cast.person(), rng.choice(relations)
         value = cast.value(relation)
         sentences = rng.choice(passages)
-        sentences.insert(rng.randint(0, len(sentences)), cast.statement(person.name, relation, value))
+        sentences.insert(
+            rng.randint(0, len(sentences)), cast.statement(person.name, relation, value)
+        )
         cloze = relation.statements[0].split(" {v}")[0].format(s=person.name)
         questions.append(Question(cast.question(person, relation), value, "needle", cloze))
     return World([" ".join(sentences) for sentences in passages], questions)

@@ -1,8 +1,8 @@
 """Trains the reader's tokenizer: byte-level BPE in which every world word is a single token.
 
 Text is cut so that a chunk that ends with a line break can be tokenised alone or in context with
-the same result: runs of line breaks are words of their own. Run as ``python -m kvlinker_lab.training.tokenizer
-FOLDER`` to train it and write it in the Hugging Face format.
+the same result: runs of line breaks are words of their own. Run as ``python -m
+kvlinker_lab.training.tokenizer FOLDER`` to train it and write it in the Hugging Face format.
 """
 
 from __future__ import annotations

@@ -62,14 +62,16 @@ class Losses(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Says where a run begins that goes on from a trained model: its folder, and the first stage to run."""
+    """Says where a run begins that goes on from a trained model: its folder, and the first stage to
+    run."""
 
     model: Path
     stage: str
 
 
 def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
-    """Make the optimizers: Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
+    """Make the optimizers: Muon for the matrices of the layers, AdamW for embeddings, head and
+    norms."""
     matrices = [p for p in reader.model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in reader.parameters() if id(p) not in chosen]
@@ -94,7 +96,9 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     length = ids.shape[1]
     probes = torch.randint(8, length, (_PROBES,), generator=generator)
     roles = roles[:, 1:]
-    urgency = torch.rand(roles.shape, generator=generator) + roles.clamp(max=ANSWER)  # ANSWER > LANGUAGE > IGNORED
+    urgency = torch.rand(roles.shape, generator=generator) + roles.clamp(
+        max=ANSWER
+    )  # ANSWER > LANGUAGE > IGNORED
     chosen = urgency.topk(int(length * _LEARNED_SHARE)).indices.sort().values
     hidden, missed = reader.hidden(ids, probes, chosen)
     roles, targets = roles.gather(1, chosen), ids.gather(1, chosen + 1)
@@ -119,7 +123,8 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
-    """Return the learning rate, linear in the step from the stage's first rate to its last, after a short warm-up."""
+    """Return the learning rate, linear in the step from the stage's first rate to its last, after a
+    short warm-up."""
     first, last = stage.muon_lr
     rate = first + (last - first) * step / max(1, stage.steps - 1)
     rate *= min(1.0, (step + 1) / 20)
@@ -150,7 +155,11 @@ class Trainer:
     def _tokenizer(self, start: Start | None) -> Tokenizer:
         folder = self.work / "tokenizer"
         if not (folder / "tokenizer.json").exists():
-            trained = train_tokenizer() if start is None else Tokenizer.from_file(str(start.model / "tokenizer.json"))
+            trained = (
+                train_tokenizer()
+                if start is None
+                else Tokenizer.from_file(str(start.model / "tokenizer.json"))
+            )
             save_tokenizer(trained, folder)
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -205,7 +214,8 @@ class Trainer:
         return self.work / f"{stage}.safetensors"
 
     def _average(self, product: Path | None) -> None:
-        """Export the mean of the weights that the averaged stages ended with, as far as they were run."""
+        """Export the mean of the weights that the averaged stages ended with, as far as they were
+        run."""
         ends = [load_file(path) for stage in AVERAGED if (path := self._weights_of(stage)).exists()]
         if product is not None and ends:
             mean = {name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]}
@@ -229,7 +239,9 @@ class Trainer:
             progress.accuracies[kind] = running + 0.05 * (accuracy - running)
         if progress.step % 20 == 0:
             seconds = time.monotonic() - before
-            accuracies = " ".join(f"{kind} {value:.2f}" for kind, value in sorted(progress.accuracies.items()))
+            accuracies = " ".join(
+                f"{kind} {value:.2f}" for kind, value in sorted(progress.accuracies.items())
+            )
             left = (stage.steps - progress.step) * seconds / 60
             print(
                 f"{stage.name} {progress.step}/{stage.steps}"
@@ -250,9 +262,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
-    parser.add_argument("--from", dest="model", type=Path, help="go on from this exported model, with new optimizers")
     parser.add_argument(
-        "--stage", choices=[stage.name for stage in CURRICULUM], default="wide", help="where --from does"
+        "--from",
+        dest="model",
+        type=Path,
+        help="go on from this exported model, with new optimizers",
+    )
+    parser.add_argument(
+        "--stage",
+        choices=[stage.name for stage in CURRICULUM],
+        default="wide",
+        help="where --from does",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

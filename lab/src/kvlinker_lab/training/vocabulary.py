@@ -98,7 +98,9 @@ FIELDS = _words(
     "archaeology anatomy optics mechanics statistics linguistics ecology genetics acoustics"
 )
 
-COLOURS = _words("red blue green yellow purple orange white black brown grey pink violet silver gold crimson turquoise")
+COLOURS = _words(
+    "red blue green yellow purple orange white black brown grey pink violet silver gold crimson turquoise"
+)
 
 PRODUCTS = _words(
     "glass paper silk wool salt steel copper amber lace clocks boats bells carpets candles pottery "
@@ -109,10 +111,23 @@ PRODUCTS = _words(
 AGES = tuple(str(age) for age in range(18, 91))
 
 WORLD_WORDS = sorted(
-    {*WOMEN, *MEN, *SURNAMES, *CITIES, *RIVERS, *COMPANIES, *JOBS, *FOODS, *ANIMALS, *INSTRUMENTS, *FIELDS}
+    {
+        *WOMEN,
+        *MEN,
+        *SURNAMES,
+        *CITIES,
+        *RIVERS,
+        *COMPANIES,
+        *JOBS,
+        *FOODS,
+        *ANIMALS,
+        *INSTRUMENTS,
+        *FIELDS,
+    }
     | {*COLOURS, *PRODUCTS, *AGES}
 )
-"""Words that need a token both with a leading space and without one, at the start of a line or an answer."""
+"""Words that need a token both with a leading space and without one, at the start of a line or an
+answer."""
 
 LABELS = _words("Answer Result Found Reply Value Entry Fact Note Output Word")
 
@@ -129,10 +144,14 @@ _CODAS = ("", *_words("l n r s t x nd lm rk st"))
 
 def invented_name(rng: random.Random) -> str:
     """Make a capitalised name of two or three random syllables, usually several tokens long."""
-    syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3)))]
+    syllables = [
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+        for _ in range(rng.choice((2, 2, 3)))
+    ]
     return "".join(syllables).capitalize()
 
 
 def is_held_out(text: str) -> bool:
-    """Return whether a full name (or a format, or a paragraph) is kept out of training, by its checksum: one in ten."""
+    """Return whether a full name (or a format, or a paragraph) is kept out of training, by its
+    checksum: one in ten."""
     return zlib.crc32(text.encode()) % 10 == 0

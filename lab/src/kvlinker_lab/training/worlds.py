@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from kvlinker_lab.training.builder import Unit, WorldBuilder
 from kvlinker_lab.training.entities import Cast
-from kvlinker_lab.training.hard_worlds import chains, corrections, groups, notes, records, rolls, rules
+from kvlinker_lab.training.hard_worlds import (
+    chains,
+    corrections,
+    groups,
+    notes,
+    records,
+    rolls,
+    rules,
+)
 from kvlinker_lab.training.questions import Question, Theme, World, WorldSettings
 from kvlinker_lab.training.relations import BRIDGES, CITY_RELATIONS, COMPANY_RELATIONS, RELATIONS
 from kvlinker_lab.training.tasks import Aged, answer_format, comparisons, example_passage, haystack
@@ -40,7 +48,9 @@ def _examples(rng: random.Random, settings: WorldSettings, word_budget: int) -> 
     builder = WorldBuilder(rng, replace(settings, continued_share=0.0, pronoun_share=0.0))
     examples = example_passage(builder.cast, template, count=2)
     world = _plain(builder, word_budget - examples.count(" ") - 1)
-    questions = [Question(q.text, template.format(v=q.answer), "fewshot", "") for q in world.questions]
+    questions = [
+        Question(q.text, template.format(v=q.answer), "fewshot", "") for q in world.questions
+    ]
     return World([examples, *world.passages], questions)
 
 
@@ -59,7 +69,9 @@ def _ages(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
     builder = WorldBuilder(rng, settings)
     shared = list(dict.fromkeys([RELATIONS["age"], *builder.shared()]))[: settings.relations]
     people = builder.people(shared, word_budget, None)
-    aged = [Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values]
+    aged = [
+        Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values
+    ]
     return builder.world([unit for _, unit in people], comparisons(rng, aged), word_budget)
 
 
@@ -71,7 +83,9 @@ def _places(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wo
     while sum(unit.words for unit in units) < word_budget and len(units) < settings.people:
         place = builder.cast.place(builder.cast.value(RELATIONS[first]), first)
         if place is not None:
-            units.append(builder.unit(place, [r for r in relations if rng.random() < 0.8] or [relations[0]]))
+            units.append(
+                builder.unit(place, [r for r in relations if rng.random() < 0.8] or [relations[0]])
+            )
     return builder.world(units, [], word_budget)
 
 

@@ -12,11 +12,21 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker_lab.figures.cacheblend import kv_deviation
 from kvlinker_lab.figures.cacheblend.attention_deviation import most_deviating
-from kvlinker_lab.figures.cacheblend.kv_deviation import ReusedTokens, share_among_top, times_others, top_share
+from kvlinker_lab.figures.cacheblend.kv_deviation import (
+    ReusedTokens,
+    share_among_top,
+    times_others,
+    top_share,
+)
 from kvlinker_lab.figures.cacheblend.retrieved_chunks import retrieve
 from kvlinker_lab.figures.figure import find_figure
 
-PASSAGES = ("Ada lives in Rome.\n\n", "Ben lives in Oslo, as Ben says.\n\n", "It rained.\n\n", "Ada likes figs.\n\n")
+PASSAGES = (
+    "Ada lives in Rome.\n\n",
+    "Ben lives in Oslo, as Ben says.\n\n",
+    "It rained.\n\n",
+    "Ada likes figs.\n\n",
+)
 
 
 def test_retrieval_ranks_by_words_and_keeps_the_passages_order() -> None:
@@ -56,7 +66,8 @@ def test_the_oracle_takes_inexact_tokens_by_their_deviation_over_all_layers() ->
 
 @pytest.fixture
 def reused(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Measures the named figure on deviations [layers, tokens]; the first token of ten starts a chunk."""
+    """Measures the named figure on deviations [layers, tokens]; the first token of ten starts a
+    chunk."""
 
     def measure(name: str, *deviations: Any) -> Any:
         prompts = []
@@ -74,7 +85,9 @@ def reused(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_that_stay_and_ranks_that_do_not(reused: Any) -> None:
     up = np.arange(10.0)
     rows, finding = reused("cacheblend-8", [0 * up, up, up**2, 5 - up], [0 * up, up, up**3, -up])
-    assert {row["layers"]: row["correlation"] for row in rows} == pytest.approx({"1, 2": 1, "2, 3": -1, "1, 3": -1})
+    assert {row["layers"]: row["correlation"] for row in rows} == pytest.approx(
+        {"1, 2": 1, "2, 3": -1, "1, 3": -1}
+    )
     assert {row["n"] for row in rows} == {2}
     assert "no effect between 2 and 3" in finding
     assert "-1.00 to 1.00" in finding

@@ -1,4 +1,5 @@
-"""What the figures of Cache-Craft stand on: chunks of earlier prompts, new contexts, and policies for its parts."""
+"""What the figures of Cache-Craft stand on: chunks of earlier prompts, new contexts, and policies
+for its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ from kvlinker_lab.figures.cachecraft.new_contexts import ORDERS, OTHERS, PARTS, 
 from kvlinker_lab.figures.figure import find_figure, known_figures
 from kvlinker_lab.figures.lab import Lab, OpenReader
 
-CACHECRAFT = [name for name, one in known_figures().items() if name.startswith("cachecraft") and one.shape is None]
+CACHECRAFT = [
+    name
+    for name, one in known_figures().items()
+    if name.startswith("cachecraft") and one.shape is None
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,9 @@ def test_parts_of_cachecraft_select_what_they_should() -> None:
     prompt = Prompt((FreshSegment((2, 3)), CachedSegment(chunk), FreshSegment((4,))))
     for percent, places in ((0, []), (25, [1]), (26, [1, 3]), (75, [1, 2, 3]), (100, [0, 1, 2, 3])):
         for policy in (ContextOrder(percent), UnpositionedContextOrder(percent)):
-            assert np.flatnonzero(policy.select(prompt, Known())).tolist() == [2 + place for place in places]
+            assert np.flatnonzero(policy.select(prompt, Known())).tolist() == [
+                2 + place for place in places
+            ]
     exact = prompt.with_chunks([Chunk(chunk.tokens, prefix=(2, 3))])
     assert not ContextOrder(100).select(exact, Known()).any()
     assert not WithoutOverlap.parse("1").select(exact, Known()).any()
@@ -67,7 +74,9 @@ def test_parts_of_cachecraft_select_what_they_should() -> None:
 
     behind = Prompt((CachedSegment(Chunk((9, 9, 9, 9))), CachedSegment(chunk)))
     known = Known()
-    known.context = (ContextChunk(behind.contents[0], tokens=2, attention=3.0),)  # all of it stands there again: β = 1
+    known.context = (
+        ContextChunk(behind.contents[0], tokens=2, attention=3.0),
+    )  # all of it stands there again: β = 1
     share = 0.5 * context_impact(known.scores(1).contextualization)
     assert parse_policy("cachecraft-0.5").select(behind, known)[4:].sum() == 0
     assert WithoutOverlap.parse("0.5").select(behind, known)[4:].sum() == np.ceil(share * 4)

@@ -13,7 +13,12 @@ def point(policy: str, score: float, ttft: float, task: str = "all") -> dict[str
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    rows = [point("full", 1.0, 100), point("slow", 0.9, 60), point("good", 0.9, 50), point("bad", 0.4, 20)]
+    rows = [
+        point("full", 1.0, 100),
+        point("slow", 0.9, 60),
+        point("good", 0.9, 50),
+        point("bad", 0.4, 20),
+    ]
     rows += [point("naive", 0.5, 10), point("twin", 0.5, 10), point("full", 0.1, 100, task="other")]
     marked = with_pareto(rows)
     assert [row["pareto"] for row in marked] == ["yes", "no", "yes", "no", "yes", "yes", "yes"]
@@ -22,9 +27,14 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 def test_times_are_means_over_the_examples_of_a_task() -> None:
-    examples = [Question(str(n), "toy", task, ("p",), "q", ("a",)) for n, task in enumerate(["odd", "even", "odd"])]
+    examples = [
+        Question(str(n), "toy", task, ("p",), "q", ("a",))
+        for n, task in enumerate(["odd", "even", "odd"])
+    ]
     seconds = [{("cut", "naive"): 0.001 * n, ("whole", "naive"): 9.0} for n in (1, 2, 5)]
-    rows = [{"policy": "naive", "task": task, "score": 1.0} for task in ("odd", "even", "never", "all")]
+    rows = [
+        {"policy": "naive", "task": task, "score": 1.0} for task in ("odd", "even", "never", "all")
+    ]
     joined = with_ttft(rows, examples, seconds, "cut")
     assert [(row["task"], row["timed"], round(row["ttft_ms"], 6)) for row in joined] == [
         ("odd", 2, 3.0),

@@ -1,4 +1,5 @@
-"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and timing."""
+"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and
+timing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
+    """Counts prompt tokens by what became of them: cached + recomputed + fresh is the prompt's
+    length."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -36,14 +38,16 @@ class Usage:
     output_tokens: int = 0
 
     exact_cached_tokens: int = 0
-    """Those of ``cached_tokens`` that were computed in a sequence that began as this one does, not in chunks."""
+    """Those of ``cached_tokens`` that were computed in a sequence that began as this one does, not
+    in chunks."""
 
     @property
     def prompt_tokens(self) -> int:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
 
     def without(self, missed: int) -> Usage:
-        """Return the usage if so many tokens, computed by an earlier request, are gone and have to be computed."""
+        """Return the usage if so many tokens, computed by an earlier request, are gone and have to
+        be computed."""
         return replace(
             self,
             cached_tokens=self.cached_tokens - missed,
@@ -60,11 +64,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Tells how likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
+    """Tells how likely the tokens behind a prompt's last chunk are, each after all that stands
+    before it, in nats.
 
-    The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute. Prompts
-    without chunks are scored from their second token on. ``token_ids`` and ``logprobs`` are [scored]; ``top_ids`` and
-    ``top_logprobs`` [scored, top] are the most likely tokens, best first, as many as were asked for.
+    The first of them is left out: what stands before it is a chunk, whose last token a policy may
+    not compute. Prompts without chunks are scored from their second token on. ``token_ids`` and
+    ``logprobs`` are [scored]; ``top_ids`` and ``top_logprobs`` [scored, top] are the most likely
+    tokens, best first, as many as were asked for.
     """
 
     token_ids: NDArray[np.int64]
@@ -103,7 +109,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Brings new output; ``text`` may be empty while a character or a possible stop string is incomplete."""
+    """Brings new output; ``text`` may be empty while a character or a possible stop string is
+    incomplete."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -23,8 +23,8 @@ class ContextChunk:
     tokens: int
 
     attention: float
-    """inter(C_j, C_i): the attention of all the later chunk's tokens on this one, mean over heads and layers, sum over
-    tokens."""
+    """inter(C_j, C_i): the attention of all the later chunk's tokens on this one, mean over heads
+    and layers, sum over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Contextualization:
     tokens: int
 
     intra: float
-    """The attention of its tokens on its earlier tokens, mean over heads and layers, sum over tokens."""
+    """The attention of its tokens on its earlier tokens, mean over heads and layers, sum over
+    tokens."""
 
     context: tuple[ContextChunk, ...] = ()
     """The chunks before it, in order."""
@@ -46,7 +47,8 @@ class Contextualization:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        """Read what ``to_json`` wrote. Raises ValueError, KeyError or TypeError for anything
+        else."""
         fields = json.loads(text)
         context = tuple(ContextChunk(**chunk) for chunk in fields["context"])
         return cls(fields["tokens"], fields["intra"], context)
@@ -54,7 +56,8 @@ class Contextualization:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkScores:
-    """Holds the scores of one chunk: of attention, means over heads and layers, and of sensitivity."""
+    """Holds the scores of one chunk: of attention, means over heads and layers, and of
+    sensitivity."""
 
     contextualization: Contextualization
 
@@ -65,10 +68,14 @@ class ChunkScores:
     """The attention that each token gets from the chunk's tokens: [tokens]."""
 
     sensitivity: NDArray[np.float32] | None = None
-    """The distance by which each token's KV moves when another text stands before the chunk (``engine.sensitivity``):
-    [tokens]; None where that was not measured."""
+    """The distance by which each token's KV moves when another text stands before the chunk
+    (``engine.sensitivity``): [tokens]; None where that was not measured."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the figures per token."""
-        return self.inter.nbytes + self.received.nbytes + (0 if self.sensitivity is None else self.sensitivity.nbytes)
+        return (
+            self.inter.nbytes
+            + self.received.nbytes
+            + (0 if self.sensitivity is None else self.sensitivity.nbytes)
+        )

@@ -1,4 +1,5 @@
-"""Chunks are token ids cached as one unit; here are the contexts they are computed in, and the keys of their KV."""
+"""Chunks are token ids cached as one unit; here are the contexts they are computed in, and the keys
+of their KV."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
 """Matches what ``chunk_key`` returns."""
 
 Eviction = Literal["lru", "reuse"]
-"""The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least reused ones."""
+"""The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least
+reused ones."""
 
 
 class GenerationContext(StrEnum):
@@ -27,10 +29,12 @@ class GenerationContext(StrEnum):
     """Nothing stands before it."""
 
     BOS = "bos"
-    """The model's BOS token stands before it, as a part of the chunk itself (EPIC's public code)."""
+    """The model's BOS token stands before it, as a part of the chunk itself (EPIC's public
+    code)."""
 
     PREFIX = "prefix"
-    """The server's prefix stands before it (BOS and chat header, or a system prompt), whose own KV is dropped."""
+    """The server's prefix stands before it (BOS and chat header, or a system prompt), whose own KV
+    is dropped."""
 
 
 def parse_context(name: str) -> GenerationContext:
@@ -39,7 +43,9 @@ def parse_context(name: str) -> GenerationContext:
         return GenerationContext(name)
     except ValueError as error:
         known = ", ".join(GenerationContext)
-        raise InvalidRequestError(f"Unknown context {name!r}; known are {known}.", param="context") from error
+        raise InvalidRequestError(
+            f"Unknown context {name!r}; known are {known}.", param="context"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +62,16 @@ class Chunk:
     """True if all tenants share its KV."""
 
     scored: bool = field(default=True, compare=False)
-    """False if attention scores are collected with its KV only where the policy that links it needs them: a text that a
-    prompt brought is computed while its answer waits."""
+    """False if attention scores are collected with its KV only where the policy that links it needs
+    them: a text that a prompt brought is computed while its answer waits."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def content(self) -> str:
-        """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a chunk."""
+        """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a
+        chunk."""
         return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
 
 
@@ -74,7 +81,8 @@ def content_of(tokens: bytes) -> str:
 
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
-    """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
+    """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and
+    token ids.
 
     A shared chunk's tenant is SHARED_TENANT, whoever asks.
     """

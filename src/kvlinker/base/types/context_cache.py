@@ -63,8 +63,8 @@ class ContextCache:
     """Bytes of its KV as computed; in a tier it may take fewer."""
 
     implicit_ttl: float | None = None
-    """Seconds that it lives from its last use, where a prompt's text was cached on the way; None where it was created
-    by name."""
+    """Seconds that it lives from its last use, where a prompt's text was cached on the way; None
+    where it was created by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
@@ -94,7 +94,8 @@ class LinkedCache:
 
 
 class Unchanged(Enum):
-    """Is the type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is a value)."""
+    """Is the type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is
+    a value)."""
 
     UNCHANGED = "unchanged"
 
@@ -103,7 +104,8 @@ UNCHANGED = Unchanged.UNCHANGED
 
 
 class Page(NamedTuple):
-    """Holds one page of a listing; ``has_more`` tells whether further context caches follow the last item."""
+    """Holds one page of a listing; ``has_more`` tells whether further context caches follow the
+    last item."""
 
     items: tuple[ContextCache, ...]
     has_more: bool

@@ -15,18 +15,19 @@ class AnswerGrammar:
     """A grammar that an answer follows from its first token to its last."""
 
     kind: Literal["json", "regex", "choice", "grammar", "lark"]
-    """The notation of ``source``, by vLLM's names; ``lark`` is llguidance's own, with special tokens."""
+    """The notation of ``source``, by vLLM's names; ``lark`` is llguidance's own, with special
+    tokens."""
 
     source: str
-    """The JSON schema, the regular expression that the whole answer matches, the JSON list of texts of which it is one,
-    or the grammar in the notation of Lark or of GBNF."""
+    """The JSON schema, the regular expression that the whole answer matches, the JSON list of texts
+    of which it is one, or the grammar in the notation of Lark or of GBNF."""
 
     param: str = "grammar"
     """The field of the request that it comes from, which errors name."""
 
     frame: str = ""
-    """A grammar in the notation ``lark``, where ``@answer`` stands for the text that follows this grammar; empty where
-    that is the whole answer."""
+    """A grammar in the notation ``lark``, where ``@answer`` stands for the text that follows this
+    grammar; empty where that is the whole answer."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, param: str = "grammar") -> Self:
@@ -40,8 +41,8 @@ class AnswerGrammar:
 
     @classmethod
     def response_format(cls, form: Mapping[str, Any]) -> Self | None:
-        """Make the grammar of a ``response_format``, as OpenAI's API has it; None where any text will do. Raises
-        InvalidRequestError for a form that is not known."""
+        """Make the grammar of a ``response_format``, as OpenAI's API has it; None where any text
+        will do. Raises InvalidRequestError for a form that is not known."""
         param = "response_format"
         match form:
             case {"type": "text"}:
@@ -63,6 +64,11 @@ class AnswerGrammar:
 
 
 def json_style() -> dict[str, Any]:
-    """Return llguidance's options for JSON: a space or an indented line between tokens, so that answers do not ramble
-    on; and what cannot be enforced is refused, even where the schema itself asks for less."""
-    return {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}", "lenient": False, "coerce_one_of": False}
+    """Return llguidance's options for JSON: a space or an indented line between tokens, so that
+    answers do not ramble on; and what cannot be enforced is refused, even where the schema itself
+    asks for less."""
+    return {
+        "whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}",
+        "lenient": False,
+        "coerce_one_of": False,
+    }

@@ -1,7 +1,7 @@
 """The limits of what one request may bring, all in one place; ``docs/api.md`` lists them.
 
-They are far above what applications send. What they are for: whatever a body holds, it is refused or read in a time in
-which nobody else notices it.
+They are far above what applications send. What they are for: whatever a body holds, it is refused
+or read in a time in which nobody else notices it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ MAX_BODY_BYTES = 64 * 2**20
 """The most bytes of a body."""
 
 LEAST_PROMPT_BODY_BYTES = 16 * 2**20
-"""The most bytes of a body that holds nothing but prompts, for windows of up to a million tokens."""
+"""The most bytes of a body that holds nothing but prompts, for windows of up to a million
+tokens."""
 
 BYTES_PER_TOKEN = 16
 """The bytes of such a body that are allowed for each token of a window beyond a million tokens."""
@@ -55,7 +56,8 @@ MOST_SCHEMA_CHARACTERS = 512 * 2**10
 """The most characters of a JSON schema, or of those of all tools together."""
 
 MOST_SCHEMA_NODES = 8000
-"""The most fields, list entries and objects in it: a compiler of grammars takes time by the square of them."""
+"""The most fields, list entries and objects in it: a compiler of grammars takes time by the square
+of them."""
 
 MOST_GRAMMAR_CHARACTERS = 32 * 2**10
 """The most characters of a grammar in the notation of Lark or GBNF."""
@@ -64,14 +66,15 @@ MOST_PATTERN_CHARACTERS = 8 * 2**10
 """The most characters of a regular expression, or of all in one schema."""
 
 MOST_RULES = 500
-"""The most rules of a grammar, and the most references in a schema: compilers follow them by recursion, and a process
-whose stack ends is gone."""
+"""The most rules of a grammar, and the most references in a schema: compilers follow them by
+recursion, and a process whose stack ends is gone."""
 
 MOST_GRAMMAR_CHOICES = 1024
 """The most texts of which an answer may be one."""
 
 MAX_CHUNKS = 10_000
-"""The most chunks that one request creates context caches of, and the most pieces into which a text is split."""
+"""The most chunks that one request creates context caches of, and the most pieces into which a text
+is split."""
 
 MAX_INPUT_CHARACTERS = 4 * 2**20
 """The most characters of a text that is split at once."""

@@ -1,7 +1,9 @@
-"""Typed values for all that callers put into prompts: texts, token ids, and cached text at its place among them.
+"""Typed values for all that callers put into prompts: texts, token ids, and cached text at its
+place among them.
 
-HTTP bodies and the Python API's dictionaries become these values at the library's edge (``kvlinker.service.content``
-parses the latter). There cached text is still a ``CachedPart``; ``ContentReader`` puts the chunks in their place.
+HTTP bodies and the Python API's dictionaries become these values at the library's edge
+(``kvlinker.service.content`` parses the latter). There cached text is still a ``CachedPart``;
+``ContentReader`` puts the chunks in their place.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ MARKS = ("cache_control", "prompt_cache_breakpoint")
 """The fields of content parts and tools that mark them as chunks: Anthropic's and OpenAI's."""
 
 Content = tuple[str | Cached, ...]
-"""Fresh texts and cached text in the order in which the model reads them; nothing is added between two parts."""
+"""Fresh texts and cached text in the order in which the model reads them; nothing is added between
+two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,14 @@ class TextSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text that is to be a chunk, found by what it says: one that its author marked, a document, or one that was
-    recognised."""
+    """A text that is to be a chunk, found by what it says: one that its author marked, a document,
+    or one that was recognised."""
 
     text: str
 
     ttl: float | None = None
-    """The seconds that its context cache is to live from its last use; None for the server's own time."""
+    """The seconds that its context cache is to live from its last use; None for the server's own
+    time."""
 
     source: TextSource = field(default=TextSource.MARK, compare=False)
 
@@ -90,7 +94,8 @@ class Document(Generic[Cached]):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(Generic[Cached]):
-    """One message of a conversation; ``name`` is the speaker's, or a tool's, for chat templates that show it."""
+    """One message of a conversation; ``name`` is the speaker's, or a tool's, for chat templates
+    that show it."""
 
     role: str
     content: Content[Cached]
@@ -114,7 +119,8 @@ class TemplateOptions:
     """False to leave out the header of the assistant's answer, with which prompts end otherwise."""
 
     continue_final_message: bool = False
-    """True to leave the last message open, so that the answer goes on with it; there is no header then."""
+    """True to leave the last message open, so that the answer goes on with it; there is no header
+    then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,11 @@ MOST_BIAS = 100
 class SamplingParams:
     """Says how tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
 
-    ``temperature`` 0 is greedy, and so is one below ``COLDEST``. ``top_k`` 0 and ``min_p`` 0 are off.
-    ``logprobs`` None gives none, k gives the sampled token's and the k best alternatives'; ``prompt_logprobs`` does so
-    for the tokens behind the prompt's last context cache. ``max_tokens`` None means up to the context window. Before
-    ``min_tokens``, nothing but a full window ends the answer.
+    ``temperature`` 0 is greedy, and so is one below ``COLDEST``. ``top_k`` 0 and ``min_p`` 0 are
+    off. ``logprobs`` None gives none, k gives the sampled token's and the k best alternatives';
+    ``prompt_logprobs`` does so for the tokens behind the prompt's last context cache.
+    ``max_tokens`` None means up to the context window. Before ``min_tokens``, nothing but a full
+    window ends the answer.
     """
 
     temperature: float = 1.0
@@ -61,7 +62,8 @@ class SamplingParams:
     """The tokens that end the answer, beside the model's own; they are not part of its text."""
 
     bad_words: tuple[str, ...] = ()
-    """The texts that the answer must not contain, as they are encoded, with or without a space before them."""
+    """The texts that the answer must not contain, as they are encoded, with or without a space
+    before them."""
 
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """The numbers, from -100 to 100, that are added to the logits of these tokens."""
@@ -80,25 +82,32 @@ class SamplingParams:
 
     @property
     def takes_the_most_likely(self) -> bool:
-        """True if each token is the one that the model finds the most likely, with nothing changed or forbidden."""
-        penalised = self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        """True if each token is the one that the model finds the most likely, with nothing changed
+        or forbidden."""
+        penalised = self.repetition_penalty != 1 or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
         forbids = self.grammar is not None or bool(self.bad_words or self.min_tokens)
         return self.greedy and not (penalised or forbids or self.logit_bias)
 
     def __post_init__(self) -> None:
-        """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
+        """Check the values. Raises InvalidRequestError, naming the parameter, for those out of
+        range."""
         self._check_types()
         for name in _RANGES:
             self._check_number(name)
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
             if not all(isinstance(text, str) and text for text in texts):
-                raise InvalidRequestError(f"{name} is {texts!r}, but must be texts that are not empty.", param=name)
+                raise InvalidRequestError(
+                    f"{name} is {texts!r}, but must be texts that are not empty.", param=name
+                )
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name):
                 if type(token) is not int or not 0 <= token < TOKEN_IDS:
                     raise InvalidRequestError(
-                        f"{token!r} in {name} is no token id, a whole number from 0 to {TOKEN_IDS - 1}.", param=name
+                        f"{token!r} in {name} is no token id, a whole number from 0 to {TOKEN_IDS - 1}.",
+                        param=name,
                     )
         for token, bias in self.logit_bias.items():
             if not isinstance(bias, int | float) or not -MOST_BIAS <= bias <= MOST_BIAS:
@@ -128,17 +137,28 @@ class SamplingParams:
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if not isinstance(self.seed, Integral | None):
-            raise InvalidRequestError(f"seed is {self.seed!r}, but must be a whole number.", param="seed")
+            raise InvalidRequestError(
+                f"seed is {self.seed!r}, but must be a whole number.", param="seed"
+            )
 
     def _check_number(self, name: str) -> None:
-        """Check the parameter ``name`` against its range, and make it a float where it need not be whole."""
+        """Check the parameter ``name`` against its range, and make it a float where it need not be
+        whole."""
         low, high = _RANGES[name]
         value = getattr(self, name)
         if value is None and name in _OPTIONAL:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise InvalidRequestError(f"{name} is {value!r}, but must be from {low} to {high}.", param=name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise InvalidRequestError(
+                f"{name} is {value!r}, but must be from {low} to {high}.", param=name
+            )
         if name in _WHOLE and not isinstance(value, int):
-            raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number.", param=name)
+            raise InvalidRequestError(
+                f"{name} is {value!r}, but must be a whole number.", param=name
+            )
         if name not in _WHOLE:
             object.__setattr__(self, name, float(value))

@@ -13,11 +13,13 @@ DEFAULT_TENANT = "default"
 """The tenant of every request, where there are no API keys."""
 
 SHARED_TENANT = "shared"
-"""The tenant that owns the context caches of scope "shared", which all may use. No API key gives this name."""
+"""The tenant that owns the context caches of scope "shared", which all may use. No API key gives
+this name."""
 
 
 class Scope(StrEnum):
-    """Tells who may use a context cache: its tenant (``PRIVATE``), or every tenant of the server (``SHARED``)."""
+    """Tells who may use a context cache: its tenant (``PRIVATE``), or every tenant of the server
+    (``SHARED``)."""
 
     PRIVATE = "private"
     SHARED = "shared"
@@ -28,13 +30,15 @@ class Scope(StrEnum):
 
 
 def tenant_of_key(key: str) -> str:
-    """Make the tenant's name of an API key: a hash, so that neither catalog nor logs hold the key."""
+    """Make the tenant's name of an API key: a hash, so that neither catalog nor logs hold the
+    key."""
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits what one tenant may keep; None is no limit. Bytes are those of KV as computed, each chunk counted once."""
+    """Limits what one tenant may keep; None is no limit. Bytes are those of KV as computed, each
+    chunk counted once."""
 
     bytes: int | None = None
 
@@ -72,4 +76,6 @@ def parse_scope(name: str) -> Scope:
         return Scope(name)
     except ValueError as error:
         known = ", ".join(Scope)
-        raise InvalidRequestError(f"Unknown scope {name!r}; known are {known}.", param="scope") from error
+        raise InvalidRequestError(
+            f"Unknown scope {name!r}; known are {known}.", param="scope"
+        ) from error

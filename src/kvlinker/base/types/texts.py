@@ -1,4 +1,5 @@
-"""Texts of chunks: pieces of documents before they are cached, and what reading and searching cached chunks gives."""
+"""Texts of chunks: pieces of documents before they are cached, and what reading and searching
+cached chunks gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tools that a model may call: functions, each described by OpenAI's definition; and the calls that it asks for."""
+"""Tools that a model may call: functions, each described by OpenAI's definition; and the calls that
+it asks for."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 from kvlinker.base.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
-"""A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?, "strict"?}}``, where
-parameters are a JSON schema. A mark beside the function, such as ``cache_control``, makes a chunk of it."""
+"""A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?,
+"strict"?}}``, where parameters are a JSON schema. A mark beside the function, such as
+``cache_control``, makes a chunk of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,34 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def shown_tool(tool: Tool) -> Tool:
-    """Return a definition as prompts show it, with its marks: ``strict`` is none of the model's business."""
-    return {**tool, "function": {name: value for name, value in function_of(tool).items() if name != "strict"}}
+    """Return a definition as prompts show it, with its marks: ``strict`` is none of the model's
+    business."""
+    return {
+        **tool,
+        "function": {name: value for name, value in function_of(tool).items() if name != "strict"},
+    }
 
 
 def enforced_tool(tool: Tool) -> Tool:
-    """Return a definition as far as calls are enforced to follow it: with parameters of any form for a function that is
-    not strict."""
+    """Return a definition as far as calls are enforced to follow it: with parameters of any form
+    for a function that is not strict."""
     function = function_of(tool)
-    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
+    return (
+        tool
+        if function.get("strict")
+        else {**tool, "function": {**function, "parameters": {"type": "object"}}}
+    )
 
 
 def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of the assistant's, as OpenAI's API has it, as chat templates take it: with arguments that are no
-    text. Raises InvalidRequestError (``messages``) for one that has no name, or whose arguments are no JSON object."""
+    """Return a call of the assistant's, as OpenAI's API has it, as chat templates take it: with
+    arguments that are no text. Raises InvalidRequestError (``messages``) for one that has no name,
+    or whose arguments are no JSON object."""
     function = call.get("function")
     name, arguments = (
-        (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+        (function.get("name"), function.get("arguments"))
+        if isinstance(function, Mapping)
+        else (None, None)
     )
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
@@ -57,4 +70,8 @@ def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
             f"A call of a tool is {dict(call)!r}, but needs a 'function' with a 'name' and 'arguments', a JSON object.",
             param="messages",
         )
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": dict(parsed)}}
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": name, "arguments": dict(parsed)},
+    }

@@ -7,5 +7,7 @@ import typer
 from kvlinker.cli.bench.command import BenchmarkGroup
 
 app = typer.Typer(
-    help="Benchmarks: every competitor in one run, medians and ratios.", no_args_is_help=True, cls=BenchmarkGroup
+    help="Benchmarks: every competitor in one run, medians and ratios.",
+    no_args_is_help=True,
+    cls=BenchmarkGroup,
 )

@@ -1,4 +1,5 @@
-"""Makes a command of every benchmark: its own options, those that name the model, and --json and --plot."""
+"""Makes a command of every benchmark: its own options, those that name the model, and --json and
+--plot."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class BenchmarkGroup(LazyGroup):
     package: ClassVar = PACKAGE
 
     def summaries(self) -> Mapping[str, str]:
-        return {name: declared.summary for name, declared in declared_benchmarks(self.package).items()}
+        return {
+            name: declared.summary for name, declared in declared_benchmarks(self.package).items()
+        }
 
     def load(self, name: str) -> Any:
         with failures():
@@ -55,11 +58,20 @@ def _typer_command(benchmark: Benchmark, program: str) -> Any:
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     """Make the function of a benchmark's command, whose signature tells its options."""
 
-    def run(settings: Settings, *, shape: str | None, json: Path | None, plot: Path | None = None, **own: Any) -> None:
+    def run(
+        settings: Settings,
+        *,
+        shape: str | None,
+        json: Path | None,
+        plot: Path | None = None,
+        **own: Any,
+    ) -> None:
         with failures(BAD_USAGE):
             require_folders(json, plot)
             with progress_display() as progress:
-                report = benchmark.run(Setup(settings, shape, command_line(program), progress), **own)
+                report = benchmark.run(
+                    Setup(settings, shape, command_line(program), progress), **own
+                )
         rows = report.rows if benchmark.shown is None else benchmark.shown(report.rows)
         show(report, json, rows)
         if benchmark.plot is not None and plot is not None:
@@ -73,7 +85,10 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     parameters = [
         Parameter("settings", Parameter.POSITIONAL_OR_KEYWORD, annotation=Settings),
         _option("shape", Shape),
-        *(option.replace(annotation=types[option.name], kind=Parameter.KEYWORD_ONLY) for option in options),
+        *(
+            option.replace(annotation=types[option.name], kind=Parameter.KEYWORD_ONLY)
+            for option in options
+        ),
         _option("json", Json),
         *([_option("plot", Plot)] if benchmark.plot is not None else []),
     ]

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
     from kvlinker.quality.bench.harness.report import Report, Row
 
-Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model."),
+]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .svg, .pdf).")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw the results to this file (.png, .svg, .pdf).")
+]
 
 MODEL_OPTIONS = ("model", "engine", "vllm_options", "dtype", "weights", "device", "threads")
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
@@ -27,7 +32,8 @@ WIDTH_OF_FILES = 240
 
 
 def show(report: Report, json: Path | None, rows: Sequence[Row] | None = None) -> None:
-    """Print ``rows`` of a report, or all, with its warnings and notes; write all of it to ``json``."""
+    """Print ``rows`` of a report, or all, with its warnings and notes; write all of it to
+    ``json``."""
     from rich.console import Console
 
     for warning in report.warnings:
@@ -41,7 +47,8 @@ def show(report: Report, json: Path | None, rows: Sequence[Row] | None = None) -
 
 
 def require_folders(*files: Path | None) -> None:
-    """Raise InvalidRequestError when one of the files to write lies in no folder, rather than after a long run."""
+    """Raise InvalidRequestError when one of the files to write lies in no folder, rather than after
+    a long run."""
     from kvlinker.base.errors import InvalidRequestError
 
     for file in files:

@@ -1,4 +1,5 @@
-"""Converts PDF, HTML, DOCX and EPUB to Markdown with markitdown, which the extra ``documents`` installs."""
+"""Converts PDF, HTML, DOCX and EPUB to Markdown with markitdown, which the extra ``documents``
+installs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def convert(content: bytes, suffix: str) -> str:
     try:
         result: Any = converter.convert(io.BytesIO(content), StreamInfo(extension=suffix))
     except Exception as error:  # whatever a parser trips over
-        raise ValueError(f"it cannot be read as {suffix[1:].upper()}: {_first_line(error)}") from error
+        raise ValueError(
+            f"it cannot be read as {suffix[1:].upper()}: {_first_line(error)}"
+        ) from error
     return str(result.markdown)
 
 

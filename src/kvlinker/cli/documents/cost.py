@@ -16,7 +16,8 @@ WORTH_A_CODEC_BYTES = 64 * 2**20
 
 
 def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
-    """Tell, before it is computed, what the KV of these pieces will take; warn where the disk tier has no room."""
+    """Tell, before it is computed, what the KV of these pieces will take; warn where the disk tier
+    has no room."""
     tokens = sum(piece.tokens for piece in pieces)
     nbytes = tokens * storage.kv_bytes_per_token
     free = max(0, storage.budget_bytes - storage.used_bytes)
@@ -28,7 +29,8 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
     )
     if storage.codec == "raw" and nbytes >= WORTH_A_CODEC_BYTES:
         typer.echo(
-            "kvlinker: of KV in 16 bits, disk_codec int8 takes about half of that, and int4 less than a third", err=True
+            "kvlinker: of KV in 16 bits, disk_codec int8 takes about half of that, and int4 less than a third",
+            err=True,
         )
     if storage.codec == "raw" and nbytes > free:
         warn(
@@ -40,7 +42,10 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
 def tell_taken(pieces: Sequence[Piece], before: Storage, after: Storage) -> None:
     """Tell what the KV of these pieces has taken on the disk."""
     taken = after.used_bytes - before.used_bytes
-    typer.echo(f"kvlinker: {_size(max(0, taken))} on disk for {_size(_text_bytes(pieces))} of text", err=True)
+    typer.echo(
+        f"kvlinker: {_size(max(0, taken))} on disk for {_size(_text_bytes(pieces))} of text",
+        err=True,
+    )
 
 
 def _text_bytes(pieces: Sequence[Piece]) -> int:

@@ -46,13 +46,15 @@ class File:
             except UnicodeDecodeError as error:
                 raise NoTextError("it is not UTF-8 text") from error
         if not text.strip():
-            raise NoTextError("it is empty" if not self.content.strip() else "there is no text in it")
+            raise NoTextError(
+                "it is empty" if not self.content.strip() else "there is no text in it"
+            )
         return text
 
 
 def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
-    """Yield the absolute paths of the files among ``paths``, and of those in folders that match ``glob``, each once;
-    hidden ones in folders are left out."""
+    """Yield the absolute paths of the files among ``paths``, and of those in folders that match
+    ``glob``, each once; hidden ones in folders are left out."""
     found: dict[Path, None] = {}
     for path in paths:
         start = path.absolute()

@@ -27,20 +27,31 @@ BATCH_TOKENS = 2048
 INTERRUPTED = 130
 
 
-@settings_options(*MODEL_SETTINGS, "generation_context", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
+@settings_options(
+    *MODEL_SETTINGS, "generation_context", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS
+)
 def ingest(
     settings: Settings,
-    paths: Annotated[list[Path], typer.Argument(exists=True, help="Files and folders.", metavar="PATH...")],
+    paths: Annotated[
+        list[Path], typer.Argument(exists=True, help="Files and folders.", metavar="PATH...")
+    ],
     glob: Annotated[str, typer.Option(help="Which files of folders.")] = "*",
     method: Annotated[
-        str, typer.Option(help="What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin adds.")
+        str,
+        typer.Option(
+            help="What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin adds."
+        ),
     ] = "passage",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a chunk.")] = 512,
     ttl: Annotated[
-        float | None, typer.Option(min=1, help="Seconds to keep the context caches; for ever by default.")
+        float | None,
+        typer.Option(min=1, help="Seconds to keep the context caches; for ever by default."),
     ] = None,
     sync: Annotated[
-        bool, typer.Option("--sync", help="Remove what was cached of files that are gone or have changed.")
+        bool,
+        typer.Option(
+            "--sync", help="Remove what was cached of files that are gone or have changed."
+        ),
     ] = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -98,7 +109,9 @@ def _print_cached(document: PlannedFile) -> None:
         _print(document, index, cached.id, start, end, cached.tokens, new=False)
 
 
-def _cache_missing(document: PlannedFile, library: CacheLibrary, options: dict[str, Any], advance: Advance) -> None:
+def _cache_missing(
+    document: PlannedFile, library: CacheLibrary, options: dict[str, Any], advance: Advance
+) -> None:
     for indices in _batches(document):
         pieces = [document.missing[index] for index in indices]
         ids = library.cache(
@@ -113,7 +126,8 @@ def _cache_missing(document: PlannedFile, library: CacheLibrary, options: dict[s
 
 
 def _batches(document: PlannedFile) -> Iterator[Sequence[int]]:
-    """Yield the indices of the missing chunks, those together that begin within the same ``BATCH_TOKENS``."""
+    """Yield the indices of the missing chunks, those together that begin within the same
+    ``BATCH_TOKENS``."""
     starts = accumulate((piece.tokens for piece in document.missing.values()), initial=0)
     batch: list[int] = []
     number = 0
@@ -127,7 +141,16 @@ def _batches(document: PlannedFile) -> Iterator[Sequence[int]]:
         yield batch
 
 
-def _print(document: PlannedFile, index: int, cache_id: str, start: int, end: int, tokens: int, *, new: bool) -> None:
+def _print(
+    document: PlannedFile,
+    index: int,
+    cache_id: str,
+    start: int,
+    end: int,
+    tokens: int,
+    *,
+    new: bool,
+) -> None:
     line = {
         "id": cache_id,
         "file": document.source,
@@ -149,6 +172,10 @@ def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:
     files = f"{len(plan.documents):,} file{'' if len(plan.documents) == 1 else 's'}"
     done = f"{new:,} chunks cached" if new else "nothing new"
     removed = f", {len(plan.stale):,} removed" if sync and plan.stale else ""
-    typer.echo(f"kvlinker: {done}{removed}; {old:,} chunks of {files} were cached already", err=True)
+    typer.echo(
+        f"kvlinker: {done}{removed}; {old:,} chunks of {files} were cached already", err=True
+    )
     if plan.stale and not sync:
-        warn(f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached; --sync removes them")
+        warn(
+            f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached; --sync removes them"
+        )

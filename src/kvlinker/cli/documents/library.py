@@ -1,4 +1,5 @@
-"""The context caches that document commands work on: those of a state directory, with a model here, or a server's."""
+"""The context caches that document commands work on: those of a state directory, with a model here,
+or a server's."""
 
 from __future__ import annotations
 
@@ -82,8 +83,11 @@ class CacheLibrary(ABC):
         """Cut a text into pieces that may become chunks. Raises InvalidRequestError."""
 
     @abstractmethod
-    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-        """Create a context cache of each text, with the metadata in the same place; returns their ids.
+    def cache(
+        self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
+    ) -> list[str]:
+        """Create a context cache of each text, with the metadata in the same place; returns their
+        ids.
 
         ``options``: ``name``, and ``ttl`` in seconds.
         """
@@ -97,11 +101,16 @@ class CacheLibrary(ABC):
         """Delete a context cache; one that does not exist is deleted already."""
 
     @abstractmethod
-    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts, the best match first. Raises InvalidRequestError."""
+    def search(
+        self, query: str, *, limit: int, metadata: Mapping[str, str]
+    ) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts, the best match first. Raises
+        InvalidRequestError."""
 
     @abstractmethod
-    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+    def answer(
+        self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
+    ) -> str:
         """Answer one user message, greedily."""
 
     @abstractmethod
@@ -119,8 +128,12 @@ class LocalLibrary(CacheLibrary):
     def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
         return self._llm.split_pieces(text, method=method, max_tokens=max_tokens)
 
-    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-        made = self._llm.generate_context_cache(texts, metadata=metadata, tenant=self._tenant, **options)
+    def cache(
+        self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
+    ) -> list[str]:
+        made = self._llm.generate_context_cache(
+            texts, metadata=metadata, tenant=self._tenant, **options
+        )
         self._llm.store.flush()  # what is told to be cached is on the disk, should the process be killed
         return [cache.id for cache in made]
 
@@ -132,10 +145,14 @@ class LocalLibrary(CacheLibrary):
         with suppress(ContextCacheNotFoundError):
             self._llm.expire_cache(cache_id, tenant=self._tenant)
 
-    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
+    def search(
+        self, query: str, *, limit: int, metadata: Mapping[str, str]
+    ) -> tuple[SearchHit, ...]:
         return self._llm.search(query, limit=limit, metadata=metadata, tenant=self._tenant)
 
-    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+    def answer(
+        self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
+    ) -> str:
         message = {"role": "user", "content": list(content)}
         answer = self._llm.chat_completion(
             [message], policy=policy, tenant=self._tenant, max_tokens=max_tokens, temperature=0
@@ -145,7 +162,9 @@ class LocalLibrary(CacheLibrary):
     def storage(self) -> Storage:
         disk = next((tier for tier in self._llm.tiers() if tier.name == "disk"), None)
         used, budget = (0, 0) if disk is None else (disk.used_bytes, disk.budget_bytes)
-        return Storage(self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget)
+        return Storage(
+            self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget
+        )
 
 
 class RemoteLibrary(CacheLibrary):
@@ -157,8 +176,15 @@ class RemoteLibrary(CacheLibrary):
     def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
         return self._client.split_text(text, method=method, max_tokens=max_tokens)
 
-    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-        return [one.id for one in self._client.generate_context_cache(texts, metadata=list(metadata), **options)]
+    def cache(
+        self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
+    ) -> list[str]:
+        return [
+            one.id
+            for one in self._client.generate_context_cache(
+                texts, metadata=list(metadata), **options
+            )
+        ]
 
     def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
         for one in _all(self._client.list_caches, metadata):
@@ -168,12 +194,18 @@ class RemoteLibrary(CacheLibrary):
         with suppress(ContextCacheNotFoundError):
             self._client.expire_cache(cache_id)
 
-    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
+    def search(
+        self, query: str, *, limit: int, metadata: Mapping[str, str]
+    ) -> tuple[SearchHit, ...]:
         return self._client.search(query, limit=limit, metadata=metadata)
 
-    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+    def answer(
+        self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
+    ) -> str:
         message = {"role": "user", "content": list(content)}
-        return self._client.chat_completion([message], policy=policy, max_tokens=max_tokens, temperature=0).text
+        return self._client.chat_completion(
+            [message], policy=policy, max_tokens=max_tokens, temperature=0
+        ).text
 
     def storage(self) -> Storage:
         deadline = time.monotonic() + WRITTEN_SECONDS
@@ -184,12 +216,20 @@ class RemoteLibrary(CacheLibrary):
             before, disk = disk, _disk_of(self._client.server_status())
             if disk["used_bytes"] == before["used_bytes"]:
                 break
-        return Storage(status["kv_bytes_per_token"], status["disk_codec"], disk["used_bytes"], disk["budget_bytes"])
+        return Storage(
+            status["kv_bytes_per_token"],
+            status["disk_codec"],
+            disk["used_bytes"],
+            disk["budget_bytes"],
+        )
 
 
 @contextmanager
-def open_library(settings: Settings, *, url: str | None, api_key: str | None) -> Iterator[CacheLibrary]:
-    """Open the library of a server at ``url``, or load the model, without one; the context caches are the key's.
+def open_library(
+    settings: Settings, *, url: str | None, api_key: str | None
+) -> Iterator[CacheLibrary]:
+    """Open the library of a server at ``url``, or load the model, without one; the context caches
+    are the key's.
 
     Raises what ``LLM`` and ``Client`` raise.
     """
@@ -212,12 +252,15 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
 def _disk_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the disk tier's figures; a server without one has a tier of no bytes."""
     none = {"used_bytes": 0, "budget_bytes": 0}
-    found: Mapping[str, Any] = next((tier for tier in status["tiers"] if tier["name"] == "disk"), none)
+    found: Mapping[str, Any] = next(
+        (tier for tier in status["tiers"] if tier["name"] == "disk"), none
+    )
     return found
 
 
 def _all(list_caches: Callable[..., Any], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the items of all pages that ``list_caches``, of an LLM or a client, returns, the oldest first."""
+    """Yield the items of all pages that ``list_caches``, of an LLM or a client, returns, the oldest
+    first."""
     page = list_caches(limit=PAGE, order="asc", metadata=metadata)
     yield from page.items
     while page.has_more:

@@ -1,4 +1,5 @@
-"""Plans an ingestion: which chunks of which files are cached already, which are to be cached, and which are stale."""
+"""Plans an ingestion: which chunks of which files are cached already, which are to be cached, and
+which are stale."""
 
 from __future__ import annotations
 
@@ -31,12 +32,15 @@ class Splitting:
 
     def version_of(self, file: File) -> str:
         """Name the chunks that this file's content becomes: others have another name."""
-        return hashlib.sha256(f"{file.digest} {self.method} {self.max_tokens}".encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            f"{file.digest} {self.method} {self.max_tokens}".encode()
+        ).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file's chunks: those that are cached, and those that are to be cached, by their index in the file."""
+    """A file's chunks: those that are cached, and those that are to be cached, by their index in
+    the file."""
 
     source: str
     version: str
@@ -75,12 +79,15 @@ class Plan:
         return [piece for document in self.documents for piece in document.missing.values()]
 
 
-def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: CacheLibrary, splitting: Splitting) -> Plan:
-    """Read the files, and compare them with what is cached. Files without text, and those that are too long for a
-    server to split, are left out with a warning.
+def plan_ingestion(
+    paths: Sequence[Path], files: Sequence[Path], library: CacheLibrary, splitting: Splitting
+) -> Plan:
+    """Read the files, and compare them with what is cached. Files without text, and those that are
+    too long for a server to split, are left out with a warning.
 
-    A file that was ingested in this version before is read, but neither converted nor split. ``paths`` are what the
-    user named: a file that is gone is one of them or was below one. Raises what ``CacheLibrary.split`` raises.
+    A file that was ingested in this version before is read, but neither converted nor split.
+    ``paths`` are what the user named: a file that is gone is one of them or was below one. Raises
+    what ``CacheLibrary.split`` raises.
     """
     known: defaultdict[str, list[ExistingCache]] = defaultdict(list)
     for cached in library.caches(ORIGIN):
@@ -94,7 +101,9 @@ def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: CacheL
         try:
             document = _plan_file(path, source, known[source], library, splitting)
         except (OSError, MissingLibraryError, UnicodeEncodeError) as error:
-            warn(f"{_printable(path)} is left out: {_reason(error)}")  # what is cached of it may still be right
+            warn(
+                f"{_printable(path)} is left out: {_reason(error)}"
+            )  # what is cached of it may still be right
         except NoTextError as error:
             warn(f"{path} is left out: {error}")
             stale += known[source]
@@ -113,7 +122,11 @@ def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: CacheL
 
 
 def _plan_file(
-    path: Path, source: str, known: Sequence[ExistingCache], library: CacheLibrary, splitting: Splitting
+    path: Path,
+    source: str,
+    known: Sequence[ExistingCache],
+    library: CacheLibrary,
+    splitting: Splitting,
 ) -> PlannedFile:
     source.encode()
     file = File(path, path.read_bytes())

@@ -16,7 +16,8 @@ LINE_SECONDS = 5.0
 """The seconds between two lines of progress where there is no terminal."""
 
 Advance = Callable[[str, int], None]
-"""Is called with a file's name and the number of its tokens that were cached since the last call."""
+"""Is called with a file's name and the number of its tokens that were cached since the last
+call."""
 
 
 class _Rate(ProgressColumn):

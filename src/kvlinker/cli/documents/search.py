@@ -1,4 +1,5 @@
-"""``kvlinker search`` and ``kvlinker ask``: find cached chunks by words, and answer questions with them."""
+"""``kvlinker search`` and ``kvlinker ask``: find cached chunks by words, and answer questions with
+them."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ def search(
     metadata: MetadataPairs = None,
     url: Url = None,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per chunk.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON per chunk.")
+    ] = False,
 ) -> None:
     """Find cached chunks by words of their texts, the best match first.
 
-    Behind a chunk's id stands how well it matches, in percent of the best match; --json has BM25's own score. The exit
-    code is 1 where nothing is found.
+    Behind a chunk's id stands how well it matches, in percent of the best match; --json has BM25's
+    own score. The exit code is 1 where nothing is found.
     """
     pairs = parse_pairs(metadata)
     _check_words(query, "QUERY")
@@ -55,7 +58,9 @@ def search(
 @settings_options(*_SETTINGS, "policy")
 def ask(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="A question about what is cached.", metavar="QUESTION")],
+    question: Annotated[
+        str, typer.Argument(help="A question about what is cached.", metavar="QUESTION")
+    ],
     limit: Limit = 4,
     metadata: MetadataPairs = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 256,
@@ -81,15 +86,22 @@ def ask(
 
 
 def _answer(
-    library: CacheLibrary, question: str, hits: Sequence[SearchHit], policy: str | None, max_tokens: int
+    library: CacheLibrary,
+    question: str,
+    hits: Sequence[SearchHit],
+    policy: str | None,
+    max_tokens: int,
 ) -> tuple[str, Sequence[SearchHit]]:
-    """Return the answer, and the hits that the model read: as many of the best as its context window has room for.
+    """Return the answer, and the hits that the model read: as many of the best as its context
+    window has room for.
 
     Raises ContextLengthError where not even one has room.
     """
     while True:
         try:
-            return library.answer(_message(hits, question), policy=policy, max_tokens=max_tokens), hits
+            return library.answer(
+                _message(hits, question), policy=policy, max_tokens=max_tokens
+            ), hits
         except ContextLengthError:
             if len(hits) == 1:
                 raise
@@ -105,7 +117,8 @@ def _message(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str]:
 
 
 def _share(share: float) -> str:
-    """Write a share in whole percent. None is 0%: a word that most texts have counts for next to nothing in BM25."""
+    """Write a share in whole percent. None is 0%: a word that most texts have counts for next to
+    nothing in BM25."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
@@ -113,12 +126,15 @@ def _check_words(text: str, argument: str) -> None:
     """End the command where there is nothing to search for, before a model is loaded."""
     if not re.search(r"\w", text):
         raise fail(
-            f"{argument} is {text!r}, without a word to search for; write some, such as 'Who lives in Oslo?'", BAD_USAGE
+            f"{argument} is {text!r}, without a word to search for; write some, such as 'Who lives in Oslo?'",
+            BAD_USAGE,
         )
 
 
 def _nothing_found(query: str) -> typer.Exit:
-    return fail(f"nothing that is cached matches {query!r}; `kvlinker ingest PATH` caches files", FAILURE)
+    return fail(
+        f"nothing that is cached matches {query!r}; `kvlinker ingest PATH` caches files", FAILURE
+    )
 
 
 def _place(hit: SearchHit) -> str:

@@ -1,7 +1,8 @@
-"""The calls of a kvlinker server: each is described once, as a request and the reader of its answer.
+"""The calls of a kvlinker server: each is described once, as a request and the reader of its
+answer.
 
-``Client`` and ``AsyncClient`` send what these functions describe; the functions themselves do no input or output. Their
-signatures and docstrings are those of the clients' methods.
+``Client`` and ``AsyncClient`` send what these functions describe; the functions themselves do no
+input or output. Their signatures and docstrings are those of the clients' methods.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class HasId(Protocol):
 
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``, which is text or a list of texts, context caches and the API's own parts."""
+"""``role`` and ``content``, which is text or a list of texts, context caches and the API's own
+parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class HttpCall(Generic[T]):
     named: Mapping[str, Any] | None = None
 
     def request(self) -> dict[str, Any]:
-        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for what is not JSON."""
+        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for what is not
+        JSON."""
         return {
             "method": self.method,
             "url": self.path,
@@ -81,37 +84,51 @@ class HttpCall(Generic[T]):
         return self.read(response)
 
 
-def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> HttpCall[tuple[RemoteContextCache, ...]]:
+def generate_context_cache(
+    chunks: str | Sequence[str], **options: Any
+) -> HttpCall[tuple[RemoteContextCache, ...]]:
     """Create one context cache per chunk, in order. A string is one chunk.
 
-    ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
-    ``scope``.
+    ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``,
+    ``pinned``, ``scope``.
     """
     return HttpCall(
-        "POST", CACHES, read_caches, {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options}
+        "POST",
+        CACHES,
+        read_caches,
+        {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options},
     )
 
 
 def cache_text(
     text: str, *, method: str = "passage", max_tokens: int = 512, **options: Any
 ) -> HttpCall[tuple[RemoteContextCache, ...]]:
-    """Have the server split a text, and cache its chunks. ``options`` are those of ``generate_context_cache``."""
+    """Have the server split a text, and cache its chunks. ``options`` are those of
+    ``generate_context_cache``."""
     split = {"method": method, "max_tokens": max_tokens}
     return HttpCall("POST", CACHES, read_caches, {"input": text, "split": split, **options})
 
 
-def split_text(text: str, *, method: str = "passage", max_tokens: int = 512) -> HttpCall[tuple[Piece, ...]]:
+def split_text(
+    text: str, *, method: str = "passage", max_tokens: int = 512
+) -> HttpCall[tuple[Piece, ...]]:
     """Have the server tell into which chunks it would split a text; nothing is cached."""
     body = {"input": text, "split": {"method": method, "max_tokens": max_tokens}}
     return HttpCall("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
 
 
 def search(
-    query: str, *, limit: int = 10, metadata: Mapping[str, str] | None = None, scope: str = "private"
+    query: str,
+    *,
+    limit: int = 10,
+    metadata: Mapping[str, str] | None = None,
+    scope: str = "private",
 ) -> HttpCall[tuple[SearchHit, ...]]:
-    """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+    """Find context caches by words of their texts (BM25), the best match first; the hits stand in
+    message content.
 
-    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones
+    ("shared").
     """
     body = {"query": query, "limit": limit, "metadata": dict(metadata or {}), "scope": scope}
     return HttpCall("POST", f"{CACHES}/search", read_hits, body)
@@ -119,7 +136,9 @@ def search(
 
 def read_cache(cache: HasId | str) -> HttpCall[CacheContent]:
     """Read a context cache's text and token ids."""
-    return HttpCall("GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)})
+    return HttpCall(
+        "GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)}
+    )
 
 
 def server_status() -> HttpCall[dict[str, Any]]:
@@ -143,11 +162,14 @@ def stream_chat_completion(
     messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
 ) -> HttpCall[None]:
     """Answer a conversation as a stream of events, which the clients read themselves."""
-    return HttpCall("POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True})
+    return HttpCall(
+        "POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True}
+    )
 
 
 def explain(messages: Sequence[Message], *, policy: str | None = None) -> HttpCall[dict[str, Any]]:
-    """Tell how a conversation is linked, without answering it; the fields are those of the HTTP API."""
+    """Tell how a conversation is linked, without answering it; the fields are those of the HTTP
+    API."""
     return HttpCall("POST", EXPLAIN, _read_json, _chat_body(messages, policy, {}))
 
 
@@ -164,7 +186,9 @@ def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> Htt
 
 def update_cache(cache: HasId | str, **changes: Any) -> HttpCall[RemoteContextCache]:
     """Change ``ttl``, ``expires_at``, ``name``, ``metadata`` or ``pinned``; None removes."""
-    return HttpCall("PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)})
+    return HttpCall(
+        "PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)}
+    )
 
 
 def list_caches(
@@ -177,7 +201,8 @@ def list_caches(
 ) -> HttpCall[RemotePage]:
     """List at most ``limit`` context caches by time of creation, those behind ``after``.
 
-    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones
+    ("shared").
     """
     query = {"limit": str(limit), "order": order, "scope": scope, **_metadata_query(metadata or {})}
     if after is not None:
@@ -186,13 +211,16 @@ def list_caches(
 
 
 def caches_usage(*, scope: str = "private") -> HttpCall[dict[str, Any]]:
-    """Tell how many context caches there are, what their KV takes, and the quota, in the fields of the HTTP API."""
+    """Tell how many context caches there are, what their KV takes, and the quota, in the fields of
+    the HTTP API."""
     return HttpCall("GET", f"{CACHES}/usage", _read_json, query={"scope": scope})
 
 
-def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a chat request. ``sampling`` are the server's fields, which it checks itself, so that only a
-    misspelt argument of the call is refused here."""
+def _chat_body(
+    messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body of a chat request. ``sampling`` are the server's fields, which it checks
+    itself, so that only a misspelt argument of the call is refused here."""
     for name in sampling:
         if did_you_mean(name, _CHAT_ARGUMENTS):
             raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
@@ -203,10 +231,15 @@ def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mappin
 def _plain(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
-            f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+            f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.",
+            param="messages",
         )
     content = message.get("content")
-    parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
+    parts = (
+        content
+        if content is None or isinstance(content, str)
+        else [_part(part) for part in content]
+    )
     return {**message, "content": parts}
 
 

@@ -24,7 +24,8 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def _with_self(method: Callable[P, T]) -> Callable[P, T]:
-    """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and its result."""
+    """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and
+    its result."""
     shown = signature(method)
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
     returned = str(shown.return_annotation).removeprefix("HttpCall[").removesuffix("]")
@@ -45,7 +46,9 @@ def _sent(describe: Callable[P, HttpCall[T]]) -> Callable[Concatenate[Client, P]
     return _with_self(method)
 
 
-def _sent_async(describe: Callable[P, HttpCall[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+def _sent_async(
+    describe: Callable[P, HttpCall[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """Make the method of ``AsyncClient`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
@@ -62,8 +65,12 @@ def _sent_async(describe: Callable[P, HttpCall[T]]) -> Callable[Concatenate[Asyn
 class Client:
     """Calls a kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
-        self._http = httpx.Client(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
+    def __init__(
+        self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=_root(base_url), headers=_access(api_key), timeout=timeout
+        )
 
     generate_context_cache = _sent(calls.generate_context_cache)
     cache_text = _sent(calls.cache_text)
@@ -82,16 +89,31 @@ class Client:
 
     @overload
     def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: Literal[False] = False,
+        **sampling: Any,
     ) -> RemoteAnswer: ...
 
     @overload
     def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: Literal[True],
+        **sampling: Any,
     ) -> Iterator[str]: ...
 
     def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: bool = False,
+        **sampling: Any,
     ) -> RemoteAnswer | Iterator[str]:
         """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
 
@@ -121,7 +143,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -130,8 +155,12 @@ class Client:
 class AsyncClient:
     """Calls a kvlinker server from asyncio: its methods are those of ``Client``, to be awaited."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
-        self._http = httpx.AsyncClient(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
+    def __init__(
+        self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=_root(base_url), headers=_access(api_key), timeout=timeout
+        )
 
     generate_context_cache = _sent_async(calls.generate_context_cache)
     cache_text = _sent_async(calls.cache_text)
@@ -150,16 +179,31 @@ class AsyncClient:
 
     @overload
     async def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: Literal[False] = False,
+        **sampling: Any,
     ) -> RemoteAnswer: ...
 
     @overload
     async def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: Literal[True],
+        **sampling: Any,
     ) -> AsyncIterator[str]: ...
 
     async def chat_completion(
-        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        stream: bool = False,
+        **sampling: Any,
     ) -> RemoteAnswer | AsyncIterator[str]:
         """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
 
@@ -191,17 +235,24 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
 
 def _root(base_url: str) -> str:
-    """Return the address without the ``/v1`` that OpenAI's clients want at its end. Raises InvalidRequestError for what
-    is no address of a server."""
+    """Return the address without the ``/v1`` that OpenAI's clients want at its end. Raises
+    InvalidRequestError for what is no address of a server."""
     try:
         url = httpx.URL(base_url)
-        cause = "" if url.scheme in ("http", "https") and url.host else "it needs http:// or https:// and a host"
+        cause = (
+            ""
+            if url.scheme in ("http", "https") and url.host
+            else "it needs http:// or https:// and a host"
+        )
     except (httpx.InvalidURL, TypeError) as error:
         cause = str(error).rstrip(".")
     if cause:

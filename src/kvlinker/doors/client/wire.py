@@ -56,7 +56,8 @@ class ServerUnreachableError(KVLinkerError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteContextCache:
-    """Describes a context cache of the server's, which stands in message content. Times are Unix seconds."""
+    """Describes a context cache of the server's, which stands in message content. Times are Unix
+    seconds."""
 
     id: str
     model: str
@@ -78,7 +79,8 @@ class RemoteContextCache:
 
 
 class RemotePage(NamedTuple):
-    """Holds one page of a listing; ``has_more`` tells that further context caches follow the last item."""
+    """Holds one page of a listing; ``has_more`` tells that further context caches follow the last
+    item."""
 
     items: tuple[RemoteContextCache, ...]
     has_more: bool
@@ -86,7 +88,8 @@ class RemotePage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswer:
-    """Holds the answer to a conversation: its text, why it ended, what the prompt reused, and where the time went."""
+    """Holds the answer to a conversation: its text, why it ended, what the prompt reused, and where
+    the time went."""
 
     text: str
     finish_reason: str
@@ -117,7 +120,8 @@ def read_page(response: httpx.Response) -> RemotePage:
 
 def read_pieces(response: httpx.Response, text: str) -> tuple[Piece, ...]:
     return tuple(
-        Piece(text[entry["start"] : entry["end"]], entry["tokens"], entry["start"]) for entry in response.json()["data"]
+        Piece(text[entry["start"] : entry["end"]], entry["tokens"], entry["start"])
+        for entry in response.json()["data"]
     )
 
 
@@ -141,7 +145,9 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
     usage = body["usage"]
     details = usage["prompt_tokens_details"]
     cached, recomputed = details["cached_tokens"], details["recomputed_tokens"]
-    phases = re.findall(r"(queue|load|link|decode);dur=([0-9.]+)", response.headers.get("server-timing", ""))
+    phases = re.findall(
+        r"(queue|load|link|decode);dur=([0-9.]+)", response.headers.get("server-timing", "")
+    )
     return RemoteAnswer(
         text=choice["message"]["content"] or "",  # null where there are calls of tools alone
         finish_reason=choice["finish_reason"],
@@ -162,7 +168,8 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
 
 
 def read_texts(data: str) -> Iterator[str]:
-    """Yield the text in the data of one event of a stream, if there is any. Raises the error that it tells of."""
+    """Yield the text in the data of one event of a stream, if there is any. Raises the error that
+    it tells of."""
     if data == "[DONE]":
         return
     chunk = json.loads(data)
@@ -175,7 +182,8 @@ def read_texts(data: str) -> Iterator[str]:
 
 @contextmanager
 def transport_errors(address: httpx.URL) -> Iterator[None]:
-    """Raise httpx's errors of the connection to the server at ``address`` as ServerUnreachableError."""
+    """Raise httpx's errors of the connection to the server at ``address`` as
+    ServerUnreachableError."""
     try:
         yield
     except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -190,9 +198,15 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
         error = response.json()["error"]
         details = {name: error[name] for name in ("message", "code", "param")}
     except (ValueError, KeyError, TypeError):
-        details = {"message": f"{response.url} answered {response.status_code}.", "code": None, "param": None}
+        details = {
+            "message": f"{response.url} answered {response.status_code}.",
+            "code": None,
+            "param": None,
+        }
     if details["code"] == OverloadedError.code:
-        return OverloadedError(details["message"], retry_after=int(response.headers.get("retry-after", 1)))
+        return OverloadedError(
+            details["message"], retry_after=int(response.headers.get("retry-after", 1))
+        )
     if details["code"] == ContextCacheNotFoundError.code:
         return ContextCacheNotFoundError(_at(body, details["param"]))
     return _error_of(details, status=response.status_code)
@@ -201,7 +215,9 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
 def _error_of(details: Mapping[str, Any], *, status: int) -> KVLinkerError:
     fallback = InvalidRequestError if 400 <= status < 500 else KVLinkerError
     message = in_words_of("python", details["message"])
-    error = _ERRORS.get(details["code"], fallback)(message, param=details["param"], code=details["code"])
+    error = _ERRORS.get(details["code"], fallback)(
+        message, param=details["param"], code=details["code"]
+    )
     error.status = status
     return error
 

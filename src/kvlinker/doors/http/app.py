@@ -1,4 +1,5 @@
-"""The application: routes, errors, access, its description, and the task that runs beside it; for the CLI and tests."""
+"""The application: routes, errors, access, its description, and the task that runs beside it; for
+the CLI and tests."""
 
 from __future__ import annotations
 
@@ -83,11 +84,14 @@ _STREAMED: tuple[type[BaseModel], ...] = (
 _CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
 
 
-def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | None = None) -> FastAPI:
+def create_app(
+    llm: LLM, settings: Settings, tracer_provider: TracerProvider | None = None
+) -> FastAPI:
     """Make an app that serves ``llm`` and closes it when it shuts down.
 
-    ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is any.
-    The framework's documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
+    ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is
+    any. The framework's documentation pages are off, for they load scripts from elsewhere: /docs is
+    kvlinker's own.
     """
     metrics = Metrics(llm)
     llm.events.subscribe(metrics.count)
@@ -115,21 +119,27 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
         telemetry=telemetry_options(tracer_provider),
     )
     drain = Drain(settings.drain_timeout)
-    app.state.served = ServedModel(llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider))
+    app.state.served = ServedModel(
+        llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider)
+    )
     app.state.keyed = bool(settings.accepted_keys)
     hosts = hosts_to_check(settings)
     app.state.hosts_checked = hosts is not None
     add_error_handlers(app)
     # from the innermost to the outermost
     app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
-    app.add_middleware(BodyLimit, limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len)))
+    app.add_middleware(
+        BodyLimit, limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len))
+    )
     app.add_middleware(HeadRequests)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
     if hosts is not None:
         app.add_middleware(HostCheck, names=hosts)
     app.add_middleware(UnexpectedErrors)
     app.add_middleware(Draining, drain=drain)
-    if settings.cors_origins:  # keys go in headers, so there are no credentials of the browser's own to be allowed
+    if (
+        settings.cors_origins
+    ):  # keys go in headers, so there are no credentials of the browser's own to be allowed
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -140,7 +150,19 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
     app.add_middleware(Framing)
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, pages)
+    resources = (
+        audit,
+        chat,
+        completions,
+        messages,
+        responses,
+        context_caches,
+        link,
+        models,
+        status,
+        tokenize,
+        pages,
+    )
     for resource in resources:
         app.include_router(resource.router)
     return app
@@ -162,19 +184,28 @@ async def sweep_forever(caches: ContextCaches, interval: float = SWEEP_SECONDS) 
                 known = error.message
                 logger.error("Expired context caches are not deleted for now: %s", error.message)
         except Exception:
-            logger.exception("Expired context caches could not be deleted; trying again in %s s", interval)
+            logger.exception(
+                "Expired context caches could not be deleted; trying again in %s s", interval
+            )
 
 
 class _App(FastAPI):
-    """Describes what the framework does not know of: keys, errors that all routes share, and the events of streams."""
+    """Describes what the framework does not know of: keys, errors that all routes share, and the
+    events of streams."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             document = super().openapi()
             schemas = document["components"]["schemas"]
-            for unused in ("HTTPValidationError", "ValidationError", *(model.__name__ for model in _CATCH_ALLS)):
+            for unused in (
+                "HTTPValidationError",
+                "ValidationError",
+                *(model.__name__ for model in _CATCH_ALLS),
+            ):
                 schemas.pop(unused, None)
-            chunks = models_json_schema([(model, "validation") for model in _STREAMED], ref_template=_SCHEMA)[1]
+            chunks = models_json_schema(
+                [(model, "validation") for model in _STREAMED], ref_template=_SCHEMA
+            )[1]
             schemas |= chunks["$defs"]
             for path, operations in document["paths"].items():
                 for operation in operations.values():
@@ -187,7 +218,8 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
     def _complete(self, path: str, operation: dict[str, Any]) -> None:
-        """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
+        """Add the errors that middlewares answer, and drop the framework's own, which nobody gets
+        to see."""
         responses = operation["responses"]
         responses.pop("422", None)
         shared = [400, 500] if path in PROBES else [400, 500, 503]

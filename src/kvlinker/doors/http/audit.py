@@ -21,10 +21,11 @@ router = APIRouter(prefix="/v1", tags=["audit"])
 class AuditRow(ResponseBody):
     """The figures of a policy over ``samples`` compared answers.
 
-    ``agreement`` is the share of answers whose first token the full computation finds the most likely, too, with its
-    exact 95% interval (``ci_low`` to ``ci_high``); ``alike`` the share of those all of whose tokens it does. ``kl`` and
-    ``answer_kl`` are the divergence of the first token's distribution, and the mean along the answer, in nats.
-    ``diverged_after`` is the mean number of tokens before answers that are not alike diverge.
+    ``agreement`` is the share of answers whose first token the full computation finds the most
+    likely, too, with its exact 95% interval (``ci_low`` to ``ci_high``); ``alike`` the share of
+    those all of whose tokens it does. ``kl`` and ``answer_kl`` are the divergence of the first
+    token's distribution, and the mean along the answer, in nats. ``diverged_after`` is the mean
+    number of tokens before answers that are not alike diverge.
     """
 
     policy: str
@@ -60,8 +61,8 @@ class AuditRow(ResponseBody):
 
 
 class PolicyAudit(AuditRow):
-    """The figures of a policy. ``drifts`` counts how often its agreement was seen to fall, over all tenants;
-    ``drifted_at`` is when that was last, in Unix seconds."""
+    """The figures of a policy. ``drifts`` counts how often its agreement was seen to fall, over all
+    tenants; ``drifted_at`` is when that was last, in Unix seconds."""
 
     drifts: int
     drifted_at: int | None
@@ -70,12 +71,14 @@ class PolicyAudit(AuditRow):
     def of(cls, policy: str, tally: Tally, drift: Drift) -> Self:
         """Make the row of a policy."""
         last = None if drift.last is None else int(drift.last)
-        return cls.model_validate(cls.fields_of(policy, tally) | {"drifts": drift.alarms, "drifted_at": last})
+        return cls.model_validate(
+            cls.fields_of(policy, tally) | {"drifts": drift.alarms, "drifted_at": last}
+        )
 
 
 class KindAudit(AuditRow):
-    """The figures of a policy on one kind of requests: by the number of chunks, by the prompt's length in tokens, and
-    by whether none of its chunks was named by an id."""
+    """The figures of a policy on one kind of requests: by the number of chunks, by the prompt's
+    length in tokens, and by whether none of its chunks was named by an id."""
 
     chunks: str
     tokens: str
@@ -95,8 +98,8 @@ class TenantAudit(ResponseBody):
 
 
 class PolicySetting(ResponseBody):
-    """The default policy in force for the caller; ``target`` is the agreement that it is to keep, and ``ladder`` what
-    it may become, the cheapest first (null: it stays as it is)."""
+    """The default policy in force for the caller; ``target`` is the agreement that it is to keep,
+    and ``ladder`` what it may become, the cheapest first (null: it stays as it is)."""
 
     policy: str
     target: float | None
@@ -106,8 +109,9 @@ class PolicySetting(ResponseBody):
 class DecisionObject(ResponseBody):
     """A change of the default policy, of ``tenant`` or of all (``*``), and the evidence for it.
 
-    ``agreeing`` of ``samples`` answers under the policy ``before`` agreed; a share on that side of the target explains
-    this ``evidence`` times better than the target does. ``time`` is in Unix seconds.
+    ``agreeing`` of ``samples`` answers under the policy ``before`` agreed; a share on that side of
+    the target explains this ``evidence`` times better than the target does. ``time`` is in Unix
+    seconds.
     """
 
     time: int
@@ -121,9 +125,9 @@ class DecisionObject(ResponseBody):
 
 
 class AuditObject(ResponseBody):
-    """What the audit found since the start. ``share`` of the requests with chunks are drawn; ``pending`` answers wait
-    to be compared, ``skipped`` tells how many are not, by reason. A key sees its own requests; an admin's sees all, and
-    ``tenants``."""
+    """What the audit found since the start. ``share`` of the requests with chunks are drawn;
+    ``pending`` answers wait to be compared, ``skipped`` tells how many are not, by reason. A key
+    sees its own requests; an admin's sees all, and ``tenants``."""
 
     object: Literal["audit"] = "audit"
     model: str
@@ -139,7 +143,8 @@ class AuditObject(ResponseBody):
 
 @router.get("/audit")
 async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObject:
-    """Tell how live answers compare with full computation, by policy and by kind of request; and the default policy."""
+    """Tell how live answers compare with full computation, by policy and by kind of request; and
+    the default policy."""
     auditor, tenant = served.llm.policy_manager.auditor, None if caller.admin else caller.tenant
     figures = AuditFigures() if auditor is None else auditor.figures
     skipped = {} if auditor is None else auditor.skipped
@@ -149,7 +154,10 @@ async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObje
         pending=0 if auditor is None else auditor.pending,
         skipped={str(reason): count for reason, count in skipped.items()},
         policies=_policies(figures, tenant),
-        kinds=[KindAudit.of(policy, kind, tally) for (policy, kind), tally in figures.by_kind(tenant).items()],
+        kinds=[
+            KindAudit.of(policy, kind, tally)
+            for (policy, kind), tally in figures.by_kind(tenant).items()
+        ],
         tenants=_tenants(figures) if caller.admin else None,
         setting=_setting(served.llm, caller.tenant),
         decisions=_decisions(served.llm, tenant),
@@ -158,11 +166,16 @@ async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObje
 
 def _policies(figures: AuditFigures, tenant: str | None) -> list[PolicyAudit]:
     """Return the figures by policy, a tenant's or all."""
-    return [PolicyAudit.of(policy, tally, figures.drift(policy)) for policy, tally in figures.by_policy(tenant).items()]
+    return [
+        PolicyAudit.of(policy, tally, figures.drift(policy))
+        for policy, tally in figures.by_policy(tenant).items()
+    ]
 
 
 def _tenants(figures: AuditFigures) -> list[TenantAudit]:
-    return [TenantAudit(tenant=name, policies=_policies(figures, name)) for name in figures.tenants()]
+    return [
+        TenantAudit(tenant=name, policies=_policies(figures, name)) for name in figures.tenants()
+    ]
 
 
 def _setting(llm: LLM, tenant: str) -> PolicySetting:
@@ -176,6 +189,8 @@ def _setting(llm: LLM, tenant: str) -> PolicySetting:
 
 def _decisions(llm: LLM, tenant: str | None) -> list[DecisionObject]:
     """Return the last decisions, those that concern a tenant or all."""
-    decisions = () if llm.policy_manager.controller is None else llm.policy_manager.controller.decisions
+    decisions = (
+        () if llm.policy_manager.controller is None else llm.policy_manager.controller.decisions
+    )
     seen = (each for each in decisions if tenant in (None, each.tenant) or each.tenant == EVERYBODY)
     return [DecisionObject(**asdict(each) | {"time": int(each.time)}) for each in seen]

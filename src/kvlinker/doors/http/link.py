@@ -37,7 +37,8 @@ router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
 
 
 class NumberParameter(ResponseBody):
-    """A number in a policy's name; ``meaning`` is its unit, ``prefix`` stands before it. Null: it has no default."""
+    """A number in a policy's name; ``meaning`` is its unit, ``prefix`` stands before it. Null: it
+    has no default."""
 
     name: str
     meaning: str
@@ -61,8 +62,8 @@ class ChoiceParameter(ResponseBody):
 class PolicyObject(ResponseBody):
     """A linking policy; ``usage`` is how its name is written with its parameters.
 
-    ``supported`` tells whether this engine can follow it, with some of its parameters at least; ``restriction`` why it
-    cannot, or not with all of them.
+    ``supported`` tells whether this engine can follow it, with some of its parameters at least;
+    ``restriction`` why it cannot, or not with all of them.
     """
 
     object: Literal["policy"]
@@ -83,7 +84,8 @@ class PolicyList(ResponseBody):
 
 
 class ExplainRequest(RequestBody):
-    """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to link."""
+    """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to
+    link."""
 
     model_config = exactly_one("messages", "prompt")
 
@@ -102,7 +104,9 @@ class ExplainRequest(RequestBody):
     @model_validator(mode="after")
     def _check_source(self) -> ExplainRequest:
         if (self.messages is None) == (self.prompt is None):
-            raise InvalidRequestError("Give exactly one of 'messages' and 'prompt'.", param="messages")
+            raise InvalidRequestError(
+                "Give exactly one of 'messages' and 'prompt'.", param="messages"
+            )
         if self.tools and self.messages is None:
             raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
         return self
@@ -118,18 +122,24 @@ class PromptExplanation(LinkExplanation):
 async def list_policies(served: ServedModelParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
     data = [{"object": "policy", **policy} for policy in served.llm.policies()]
-    return JSONResponse({"object": "list", "data": data, "default": served.llm.default_policy(tenant).name})
+    return JSONResponse(
+        {"object": "list", "data": data, "default": served.llm.default_policy(tenant).name}
+    )
 
 
-@router.post("/link/explain", response_model=PromptExplanation, responses=error_responses(400, 404, 429, 503))
+@router.post(
+    "/link/explain", response_model=PromptExplanation, responses=error_responses(400, 404, 429, 503)
+)
 async def explain_link(
     body: ExplainRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
-    """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no
-    answer."""
+    """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or
+    a ``prompt``; no answer."""
     served.check_model(body.model)
     explanation = await served.encoding.run(request, lambda: _explain(served, body, tenant))
-    return JSONResponse(await run_in_threadpool(explanation.to_json) | {"model": served.llm.model_name})
+    return JSONResponse(
+        await run_in_threadpool(explanation.to_json) | {"model": served.llm.model_name}
+    )
 
 
 def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanation:
@@ -151,4 +161,6 @@ def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanat
             )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
-        return served.llm.explain(prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant)
+        return served.llm.explain(
+            prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant
+        )

@@ -1,4 +1,5 @@
-"""Prometheus metrics: counted from what the engine and the store publish, and read from them when scraped."""
+"""Prometheus metrics: counted from what the engine and the store publish, and read from them when
+scraped."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _LOAD_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
 
 
 class Metrics:
-    """Keeps the figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
+    """Keeps the figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's
+    events."""
 
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
@@ -62,37 +64,65 @@ class Metrics:
             registry=self.registry,
             buckets=_LOAD_BUCKETS,
         )
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by what became of them.", "source")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens by what became of them.", "source"
+        )
         self._exact_cached_tokens = counter(
-            "exact_cached_tokens", "Cached prompt tokens that an earlier request computed in just that sequence."
+            "exact_cached_tokens",
+            "Cached prompt tokens that an earlier request computed in just that sequence.",
         )
         self._output_tokens = counter("output_tokens", "Tokens generated.")
         self._requests = counter("requests", "Requests that ended.", "reason")
-        self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
-        self._evictions = counter("evictions", "Chunks that a tier gave up for want of room.", "tier")
+        self._lookups = counter(
+            "chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier"
+        )
+        self._evictions = counter(
+            "evictions", "Chunks that a tier gave up for want of room.", "tier"
+        )
         self._spilled_tokens = counter(
             "spilled_tokens", "Tokens of prefixes whose KV the pool gave up and the disk took."
         )
-        self._restored_tokens = counter("restored_tokens", "Tokens of prefixes whose KV came back from the disk.")
+        self._restored_tokens = counter(
+            "restored_tokens", "Tokens of prefixes whose KV came back from the disk."
+        )
         self._implicit_texts = counter(
             "implicit_texts",
             "Texts that were to be chunks without an id, by why and by what came of it.",
             "source",
             "result",
         )
-        self._implicit_evictions = counter("implicit_evictions", "Implicit context caches that made room for others.")
+        self._implicit_evictions = counter(
+            "implicit_evictions", "Implicit context caches that made room for others."
+        )
         self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
-        self._tier_errors = counter("tier_errors", "Times that a tier did not answer, or refused.", "tier")
-        self._audited = counter("audit_samples", "Answers compared with the full computation.", "policy")
-        self._audit_agreeing = counter("audit_agreeing", "Of those, the ones whose first token is the same.", "policy")
-        self._audit_alike = counter("audit_alike", "Of those, the ones all of whose tokens are the same.", "policy")
+        self._tier_errors = counter(
+            "tier_errors", "Times that a tier did not answer, or refused.", "tier"
+        )
+        self._audited = counter(
+            "audit_samples", "Answers compared with the full computation.", "policy"
+        )
+        self._audit_agreeing = counter(
+            "audit_agreeing", "Of those, the ones whose first token is the same.", "policy"
+        )
+        self._audit_alike = counter(
+            "audit_alike", "Of those, the ones all of whose tokens are the same.", "policy"
+        )
         self._audit_tokens = counter("audit_tokens", "Tokens that the audit computed.")
-        self._audit_skipped = counter("audit_skipped", "Drawn requests that were not compared.", "reason")
-        self._audit_drifts = counter("audit_drifts", "Times that a policy's agreement was seen to fall.", "policy")
+        self._audit_skipped = counter(
+            "audit_skipped", "Drawn requests that were not compared.", "reason"
+        )
+        self._audit_drifts = counter(
+            "audit_drifts", "Times that a policy's agreement was seen to fall.", "policy"
+        )
         self._audit_kl, self._audit_answer_kl = (
-            Histogram(f"kvlinker:{name}", text, ("policy",), registry=self.registry, buckets=_KL_BUCKETS)
+            Histogram(
+                f"kvlinker:{name}", text, ("policy",), registry=self.registry, buckets=_KL_BUCKETS
+            )
             for name, text in (
-                ("audit_kl", "Divergence of the first token's distribution from the full computation's, in nats."),
+                (
+                    "audit_kl",
+                    "Divergence of the first token's distribution from the full computation's, in nats.",
+                ),
                 ("audit_answer_kl", "Mean divergence along an answer, in nats."),
             )
         )
@@ -152,7 +182,8 @@ class Metrics:
             self._audit_answer_kl.labels(event.policy).observe(event.answer_kl)
 
     def exposition(self) -> bytes:
-        """Return all figures in Prometheus' text format, with those of vLLM where it is the engine."""
+        """Return all figures in Prometheus' text format, with those of vLLM where it is the
+        engine."""
         own = generate_latest(self.registry)
         return own + generate_latest(REGISTRY) if self._has_vllm else own
 
@@ -187,21 +218,39 @@ class _Gauges(Collector):
         for name, text, value in (
             ("requests_running", "Requests being computed.", load.running),
             ("requests_waiting", "Requests in the queue.", load.waiting),
-            ("kv_slots_used", "Slots of the KV pool in use; one slot holds one token.", load.slots_used),
-            ("kv_slots_kept", "Slots that hold nothing but what later requests may reuse.", load.slots_kept),
+            (
+                "kv_slots_used",
+                "Slots of the KV pool in use; one slot holds one token.",
+                load.slots_used,
+            ),
+            (
+                "kv_slots_kept",
+                "Slots that hold nothing but what later requests may reuse.",
+                load.slots_kept,
+            ),
             ("kv_slots_total", "Slots of the KV pool.", load.slots_total),
         ):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
         count, nbytes = self._llm.catalog.implicit.total()
-        yield GaugeMetricFamily("kvlinker:implicit_caches", "Context caches that prompts' texts brought.", value=count)
-        yield GaugeMetricFamily("kvlinker:implicit_bytes", "Bytes of their chunks' KV as computed.", value=nbytes)
         yield GaugeMetricFamily(
-            "kvlinker:spilled_bytes", "Bytes of prefixes on disk, beside chunks.", value=self._llm.spilled_bytes()
+            "kvlinker:implicit_caches", "Context caches that prompts' texts brought.", value=count
         )
         yield GaugeMetricFamily(
-            "kvlinker:held_bytes", "Bytes of chunks that requests hold in memory.", value=self._llm.held_bytes()
+            "kvlinker:implicit_bytes", "Bytes of their chunks' KV as computed.", value=nbytes
         )
-        stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
+        yield GaugeMetricFamily(
+            "kvlinker:spilled_bytes",
+            "Bytes of prefixes on disk, beside chunks.",
+            value=self._llm.spilled_bytes(),
+        )
+        yield GaugeMetricFamily(
+            "kvlinker:held_bytes",
+            "Bytes of chunks that requests hold in memory.",
+            value=self._llm.held_bytes(),
+        )
+        stored = GaugeMetricFamily(
+            "kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"]
+        )
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
         for usage in self._llm.tiers():
             stored.add_metric([usage.name], usage.used_bytes)
@@ -209,7 +258,9 @@ class _Gauges(Collector):
         yield stored
         yield chunks
         bandwidth = GaugeMetricFamily(
-            "kvlinker:tier_bandwidth_bytes_per_second", "Bytes that a tier delivers, as measured.", labels=["tier"]
+            "kvlinker:tier_bandwidth_bytes_per_second",
+            "Bytes that a tier delivers, as measured.",
+            labels=["tier"],
         )
         for tier, bytes_per_second in self._llm.bandwidths().items():
             bandwidth.add_metric([tier], bytes_per_second)
@@ -228,7 +279,9 @@ class _Gauges(Collector):
         auditor = self._llm.policy_manager.auditor
         if auditor is None:
             return
-        yield GaugeMetricFamily("kvlinker:audit_pending", "Answers that wait to be compared.", value=auditor.pending)
+        yield GaugeMetricFamily(
+            "kvlinker:audit_pending", "Answers that wait to be compared.", value=auditor.pending
+        )
         agreement = GaugeMetricFamily(
             "kvlinker:audit_agreement",
             "Share of answers whose first token is the full computation's, and its exact 95% interval.",

@@ -1,4 +1,5 @@
-"""The model that an app serves, as all routes reach it, and the threads that encode texts for it; GET /v1/models."""
+"""The model that an app serves, as all routes reach it, and the threads that encode texts for it;
+GET /v1/models."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ LONG_AT_ONCE = 2
 
 
 class EncodingThreads:
-    """Runs what encodes a request's texts: short ones in the threads that all routes share, long ones a few at a time
-    in threads of their own."""
+    """Runs what encodes a request's texts: short ones in the threads that all routes share, long
+    ones a few at a time in threads of their own."""
 
     def __init__(self) -> None:
         self._long = anyio.CapacityLimiter(LONG_AT_ONCE)
@@ -55,7 +56,8 @@ class ServedModel:
     tracing: Tracing | None = None
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or absent."""
+        """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or
+        absent."""
         if name not in (None, "default", self.llm.model_name):
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave 'model' out.",
@@ -72,7 +74,8 @@ ServedModelParam = Annotated[ServedModel, Depends(_service)]
 
 
 class ModelObject(ResponseBody):
-    """A model that is served. ``max_model_len``: tokens that prompt and answer may have together."""
+    """A model that is served. ``max_model_len``: tokens that prompt and answer may have
+    together."""
 
     id: str
     object: Literal["model"] = "model"
@@ -103,5 +106,7 @@ async def read_model(name: str, served: ServedModelParam) -> ModelObject:
 
 def _model(served: ServedModel) -> ModelObject:
     return ModelObject(
-        id=served.llm.model_name, created=int(served.llm.created_at), max_model_len=served.llm.max_model_len
+        id=served.llm.model_name,
+        created=int(served.llm.created_at),
+        max_model_len=served.llm.max_model_len,
     )

@@ -1,4 +1,5 @@
-"""The pages for people, / and /docs, and the files that they are made of; nothing is loaded from elsewhere."""
+"""The pages for people, / and /docs, and the files that they are made of; nothing is loaded from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ router = APIRouter(tags=["status"])
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 _FOLDER = files("kvlinker.doors.http").joinpath("static")
-_TEXTS = {file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir() if file.is_file()}
+_TEXTS = {
+    file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir() if file.is_file()
+}
 
 PAGE_PATHS = frozenset({"/", "/docs", *(f"/static/{name}" for name in _TEXTS)})
 """The paths of all pages and their files, which hold no data of anybody's."""
@@ -29,7 +32,8 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""Lets a page load and call this server alone, run no script that stands in its text, and stand in no other page."""
+"""Lets a page load and call this server alone, run no script that stands in its text, and stand in
+no other page."""
 
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -41,7 +45,8 @@ _HEADERS = {
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """Show a page for people: documents, a conversation about them, what was reused, and how the server is doing."""
+    """Show a page for people: documents, a conversation about them, what was reused, and how the
+    server is doing."""
     return _file("index.html")
 
 

@@ -1,4 +1,5 @@
-"""Tells how the server is doing: /health and /live for probes, /metrics for Prometheus, /status for people."""
+"""Tells how the server is doing: /health and /live for probes, /metrics for Prometheus, /status for
+people."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class TierStatus(ResponseBody):
 class ServerStatus(ResponseBody):
     """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
 
-    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is written to disk.
+    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is
+    written to disk.
     """
 
     model: str
@@ -81,13 +83,17 @@ class ServerStatus(ResponseBody):
 
 
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "The server is told to stop, or its engine has failed: ask another."}
+    503: {
+        "model": Health,
+        "description": "The server is told to stop, or its engine has failed: ask another.",
+    }
 }
 
 
 @router.get("/health", responses=_UNHEALTHY)
 async def health(served: ServedModelParam, response: Response) -> Health:
-    """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine has failed."""
+    """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine
+    has failed."""
     if served.llm.healthy and not served.drain.began:
         return Health(status="ok")
     response.status_code = 503
@@ -108,7 +114,8 @@ async def metrics(served: ServedModelParam) -> Response:
 
 @router.get("/status")
 def status(served: ServedModelParam) -> ServerStatus:
-    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
+    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to
+    answer."""
     llm = served.llm
     load, bandwidths = llm.current_load(), llm.bandwidths()
     return ServerStatus(
@@ -116,7 +123,9 @@ def status(served: ServedModelParam) -> ServerStatus:
         max_model_len=llm.max_model_len,
         policy=llm.default_policy().name,
         started_at=int(llm.created_at),
-        requests=RequestCounts(running=load.running, waiting=load.waiting, finished=served.metrics.finished()),
+        requests=RequestCounts(
+            running=load.running, waiting=load.waiting, finished=served.metrics.finished()
+        ),
         kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),
         prompt_tokens=PromptTokenCounts(**served.metrics.prompt_tokens()),
         output_tokens=served.metrics.output_tokens(),

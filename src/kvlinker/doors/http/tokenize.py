@@ -36,9 +36,9 @@ router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
 class TokenizeRequest(RequestBody):
-    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them, with
-    ``documents`` and ``tools``. ``link`` says which texts of the latter two become chunks, whose seams the tokens
-    show."""
+    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a
+    chat has them, with ``documents`` and ``tools``. ``link`` says which texts of the latter two
+    become chunks, whose seams the tokens show."""
 
     model_config = exactly_one("text", "prompt", "messages")
 
@@ -60,7 +60,8 @@ class TokenizeRequest(RequestBody):
         given = [name for name in ("text", "prompt", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
-                "Give exactly one of 'text', 'prompt' and 'messages'.", param=given[1] if given else "text"
+                "Give exactly one of 'text', 'prompt' and 'messages'.",
+                param=given[1] if given else "text",
             )
         if self.tools and self.messages is None:
             raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
@@ -76,15 +77,20 @@ class TokenizeAnswer(ResponseBody):
 
 
 @router.post("/tokenize", response_model=TokenizeAnswer, responses=error_responses(400, 404))
-async def tokenize(body: TokenizeRequest, request: Request, served: ServedModelParam, tenant: TenantParam) -> Response:
+async def tokenize(
+    body: TokenizeRequest, request: Request, served: ServedModelParam, tenant: TenantParam
+) -> Response:
     """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
 
-    They may be more than the context window takes, but texts that are far too long for it are refused.
+    They may be more than the context window takes, but texts that are far too long for it are
+    refused.
     """
     served.check_model(body.model)
     tokens = await served.encoding.run(request, lambda: _token_ids(served, body, tenant))
     note_tokens(request.scope, len(tokens))
-    answer = TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=served.llm.max_model_len)
+    answer = TokenizeAnswer(
+        tokens=tokens, count=len(tokens), max_model_len=served.llm.max_model_len
+    )
     return JSONResponse(answer.model_dump())
 
 
@@ -92,7 +98,12 @@ def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[
     llm, link = served.llm, body.link or LinkOptions()
     if body.text is not None:
         return list(llm.token_ids(body.text))
-    how: dict[str, Any] = {"policy": link.policy, "implicit": link.implicit, "keeps": False, "tenant": tenant}
+    how: dict[str, Any] = {
+        "policy": link.policy,
+        "implicit": link.implicit,
+        "keeps": False,
+        "tenant": tenant,
+    }
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]

@@ -1,7 +1,8 @@
-"""Tells OpenTelemetry how requests were answered: a span for each choice, with one for each of its stages.
+"""Tells OpenTelemetry how requests were answered: a span for each choice, with one for each of its
+stages.
 
-FastAPI makes the span of the HTTP request around them. Without the extra ``otel``, or where nobody has set up
-OpenTelemetry, nothing is traced, and requests are not slowed.
+FastAPI makes the span of the HTTP request around them. Without the extra ``otel``, or where nobody
+has set up OpenTelemetry, nothing is traced, and requests are not slowed.
 """
 
 from __future__ import annotations
@@ -36,30 +37,44 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 def provider_from_environment() -> TracerProvider | None:
     """Return an OpenTelemetry tracer provider that exports by OTLP, as the SDK's own variables say.
 
-    None where they name no endpoint, or turn traces off; and, with a warning in the log, without the extra ``otel``.
+    None where they name no endpoint, or turn traces off; and, with a warning in the log, without
+    the extra ``otel``.
     """
-    if not any(os.environ.get(name) for name in _ENDPOINTS) or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+    if (
+        not any(os.environ.get(name) for name in _ENDPOINTS)
+        or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    ):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+        from opentelemetry.sdk.resources import (
+            SERVICE_NAME,
+            SERVICE_VERSION,
+            OTELResourceDetector,
+            Resource,
+        )
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         logger.warning(
-            "Requests are not traced: OTEL_* variables ask for it, but need pip install 'kvlinker[%s]'", EXTRA
+            "Requests are not traced: OTEL_* variables ask for it, but need pip install 'kvlinker[%s]'",
+            EXTRA,
         )
         return None
     own = Resource({SERVICE_NAME: "kvlinker", SERVICE_VERSION: version("kvlinker")})
-    provider = TracerProvider(resource=Resource.create().merge(own).merge(OTELResourceDetector().detect()))
+    provider = TracerProvider(
+        resource=Resource.create().merge(own).merge(OTELResourceDetector().detect())
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
 
 def telemetry_options(provider: TracerProvider | None) -> TelemetryConfig:
-    """Return FastAPI's options for spans of HTTP requests, and of nothing else; FastAPI before 0.143 knows none.
+    """Return FastAPI's options for spans of HTTP requests, and of nothing else; FastAPI before
+    0.143 knows none.
 
-    ``provider`` is a tracer provider; with None, the one that a program has set up for itself is used.
+    ``provider`` is a tracer provider; with None, the one that a program has set up for itself is
+    used.
     """
     return {
         "tracer_provider": provider,
@@ -79,8 +94,8 @@ class Tracing:
     """Makes the traces of requests' choices."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        """With None for ``provider``, the one that a program has set up for itself is used. Raises ImportError where
-        OpenTelemetry is not installed."""
+        """With None for ``provider``, the one that a program has set up for itself is used. Raises
+        ImportError where OpenTelemetry is not installed."""
         from opentelemetry import trace
 
         self._tracer = trace.get_tracer("kvlinker", version("kvlinker"), provider)
@@ -94,14 +109,18 @@ class Tracing:
             return None
 
     def begin(self, headers: Mapping[str, str]) -> RequestTrace:
-        """Return what traces the choices of the HTTP request that the caller answers, and that has these headers.
+        """Return what traces the choices of the HTTP request that the caller answers, and that has
+        these headers.
 
-        Their spans belong to the request's span, or, where it has none, to the one that ``traceparent`` names.
+        Their spans belong to the request's span, or, where it has none, to the one that
+        ``traceparent`` names.
         """
         from opentelemetry import context, propagate, trace
 
         is_traced = trace.get_current_span().get_span_context().is_valid
-        return RequestTrace(self._tracer, context.get_current() if is_traced else propagate.extract(headers))
+        return RequestTrace(
+            self._tracer, context.get_current() if is_traced else propagate.extract(headers)
+        )
 
 
 class RequestTrace:
@@ -114,7 +133,8 @@ class RequestTrace:
         self._begun = time.time_ns()
 
     def ended(self, choice: int, prompt: ReadPrompt, event: Finished | Failed) -> None:
-        """Make the spans of a choice that ends now; ``choice`` is its number among those of its prompt."""
+        """Make the spans of a choice that ends now; ``choice`` is its number among those of its
+        prompt."""
         now = time.time_ns()
         finished = event if isinstance(event, Finished) else None
         stages = [] if finished is None else _stages(finished, now)
@@ -158,8 +178,8 @@ def _usage(event: Finished | Failed) -> dict[str, Any]:
 
 
 def _stages(finished: Finished, now: int) -> list[tuple[str, int, int]]:
-    """Return the name, begin and end of each stage of a choice that ends ``now``; times are in nanoseconds of Unix
-    time, and stages that took no time are left out."""
+    """Return the name, begin and end of each stage of a choice that ends ``now``; times are in
+    nanoseconds of Unix time, and stages that took no time are left out."""
     stages = []
     for name in reversed(STAGES):
         begin = now - round(getattr(finished.timing, name) * 1e9)

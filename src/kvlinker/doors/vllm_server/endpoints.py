@@ -1,7 +1,9 @@
-"""vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own server.
+"""vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own
+server.
 
-Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and answers what only it has
-routes for, and requests that ask for linking; all others are vLLM's, and ``/metrics`` tells kvlinker's figures, too.
+Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and
+answers what only it has routes for, and requests that ask for linking; all others are vLLM's, and
+``/metrics`` tells kvlinker's figures, too.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class KVLinkerEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start kvlinker over vLLM's engine client.
 
-        Raises InvalidRequestError where vLLM was started without the connector, and what an LLM raises.
+        Raises InvalidRequestError where vLLM was started without the connector, and what an LLM
+        raises.
         """
         settings = settings_of(engine_client.vllm_config, args)
         if is_open(settings, args):
@@ -73,12 +76,16 @@ class KVLinkerEndpoints:
                 "context caches. Set api_keys in kv_connector_extra_config or KVLINKER_API_KEYS, or vLLM's --api-key.",
                 settings.host,
             )
-        client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
+        client = VLLMClient(
+            engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir)
+        )
         llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
         linked = LinkingRoutes(self._diversion, llm, state.online_renderer).router
         replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
-        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in replaced]
+        app.router.routes[:] = [
+            route for route in app.router.routes if getattr(route, "path", None) not in replaced
+        ]
         app.include_router(linked)
         await self._running.enter_async_context(app.router.lifespan_context(app))
         served: ServedModel = app.state.served
@@ -88,9 +95,11 @@ class KVLinkerEndpoints:
 
 
 def is_open(settings: Settings, args: Namespace) -> bool:
-    """Return whether whoever reaches the server from elsewhere may do anything: neither kvlinker nor vLLM asks for a
-    key."""
-    has_key = settings.accepted_keys or getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY")
+    """Return whether whoever reaches the server from elsewhere may do anything: neither kvlinker
+    nor vLLM asks for a key."""
+    has_key = (
+        settings.accepted_keys or getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY")
+    )
     return not has_key and not is_loopback(settings.host)
 
 
@@ -101,7 +110,8 @@ def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     """Return kvlinker's settings for this vLLM: the connector's options, and the model's.
 
-    Raises InvalidRequestError where vLLM was started without the connector, and where answers are to be audited.
+    Raises InvalidRequestError where vLLM was started without the connector, and where answers are
+    to be audited.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NAME:

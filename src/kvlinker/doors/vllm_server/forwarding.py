@@ -1,4 +1,5 @@
-"""Hands requests on within one server: reads bodies before somebody else does, and adds to the answers on their way."""
+"""Hands requests on within one server: reads bodies before somebody else does, and adds to the
+answers on their way."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 def with_length(scope: Scope, length: int) -> Scope:
     """Return the scope of the same request with a body of ``length`` bytes."""
     headers = [
-        (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-length", b"transfer-encoding")
     ]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
 
@@ -52,7 +55,8 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 class AnswerEditor:
-    """A ``send`` that has ``edit`` change an answer, or each chunk of a streamed one. Errors pass as they are."""
+    """A ``send`` that has ``edit`` change an answer, or each chunk of a streamed one. Errors pass
+    as they are."""
 
     def __init__(self, send: Send, edit: Callable[[Answer], None]) -> None:
         self.succeeded = False

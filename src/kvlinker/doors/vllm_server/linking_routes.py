@@ -1,7 +1,9 @@
-"""Linked requests in vLLM's own server: kvlinker makes the prompt and its plan, and vLLM's handlers do all else.
+"""Linked requests in vLLM's own server: kvlinker makes the prompt and its plan, and vLLM's handlers
+do all else.
 
-They get the prompt's token ids, the signed transfer plan and a salt in fields that vLLM has for them, and every other
-field as it came: sampling, forms of answers, tools, reasoning and streams are vLLM's, by its own parsers.
+They get the prompt's token ids, the signed transfer plan and a salt in fields that vLLM has for
+them, and every other field as it came: sampling, forms of answers, tools, reasoning and streams are
+vLLM's, by its own parsers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from vllm.exceptions import VLLMValidationError
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import RequestFinished
 from kvlinker.base.types.limits import MAX_CHOICES
-from kvlinker.base.types.messages import MARKS, ContextCacheReference, MarkedText, TemplateOptions, TokenIds
+from kvlinker.base.types.messages import (
+    MARKS,
+    ContextCacheReference,
+    MarkedText,
+    TemplateOptions,
+    TokenIds,
+)
 from kvlinker.doors.http.answers.answering import link_body
 from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.edge.access import TenantParam
@@ -30,7 +38,13 @@ from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.models import ServedModelParam
-from kvlinker.doors.vllm_server.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
+from kvlinker.doors.vllm_server.forwarding import (
+    Answer,
+    AnswerEditor,
+    json_bytes,
+    replayed,
+    with_length,
+)
 from kvlinker.doors.vllm_server.route_override import OUTER, RouteOverride
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.vllm.frontend.engine import VLLMEngine
@@ -38,7 +52,8 @@ from kvlinker.engines.vllm.frontend.linker import PreparedPrompt
 from kvlinker.llm import LLM, ReadPrompt
 
 DEFAULT_MODEL = "default"
-"""The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests without one."""
+"""The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests
+without one."""
 
 UNLINKABLE: Mapping[str, str] = {
     "use_beam_search": "beams are prompts of their own, which have no plan",
@@ -81,7 +96,8 @@ class LinkingRoutes:
     """Routes that take the places of kvlinker's own in vLLM's server."""
 
     def __init__(self, override: RouteOverride, llm: LLM, renderer: Any) -> None:
-        """``renderer`` is the ``OnlineRenderer`` of vLLM's server, ``llm`` is over a ``VLLMEngine``."""
+        """``renderer`` is the ``OnlineRenderer`` of vLLM's server, ``llm`` is over a
+        ``VLLMEngine``."""
         self._override = override
         self._llm = llm
         self._engine = cast(VLLMEngine, llm.engine)
@@ -90,7 +106,9 @@ class LinkingRoutes:
         self.router.post("/v1/chat/completions")(self.chat)
         self.router.post("/v1/completions")(self.complete)
 
-    async def chat(self, body: ChatFields, request: Request, served: ServedModelParam, tenant: TenantParam) -> Response:
+    async def chat(
+        self, body: ChatFields, request: Request, served: ServedModelParam, tenant: TenantParam
+    ) -> Response:
         """Link the context caches and marked texts of a conversation, and have vLLM answer it."""
         fields = json.loads(await request.body())
         plain = _plain_fields(fields)
@@ -103,7 +121,10 @@ class LinkingRoutes:
             return _Forwarded(self._override, plain)  # vLLM says what is wrong
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
-        options, link = self._template_options(asked, fields.get("tools") or ()), body.link or LinkOptions()
+        options, link = (
+            self._template_options(asked, fields.get("tools") or ()),
+            body.link or LinkOptions(),
+        )
 
         def read() -> ReadPrompt:
             return served.llm.read_chat(
@@ -120,13 +141,19 @@ class LinkingRoutes:
             if not found.prompt.chunks:
                 return _Forwarded(self._override, plain)
             _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
-            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+            prepared = await self._prepare(
+                found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt")
+            )
         plain.pop("documents", None)
         plain["kv_transfer_params"] = {**prepared.params, "prompt_token_ids": prepared.tokens}
         return self._linked(plain, found, prepared, tenant)
 
     async def complete(
-        self, body: CompletionFields, request: Request, served: ServedModelParam, tenant: TenantParam
+        self,
+        body: CompletionFields,
+        request: Request,
+        served: ServedModelParam,
+        tenant: TenantParam,
     ) -> Response:
         """Link the context caches and marked texts of a prompt, and have vLLM go on with it."""
         fields = json.loads(await request.body())
@@ -138,23 +165,32 @@ class LinkingRoutes:
         link = body.link or LinkOptions()
 
         def read() -> ReadPrompt:
-            return served.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
+            return served.llm.read_completion(
+                given, policy=link.policy, implicit=link.implicit, tenant=tenant
+            )
 
         with blaming("prompt"):
             found = await served.encoding.run(request, read)
             if not found.prompt.chunks:
                 texts = [part.text if isinstance(part, MarkedText) else part for part in given]
-                plain["prompt"] = "".join(text for text in texts if not isinstance(text, ContextCacheReference))
+                plain["prompt"] = "".join(
+                    text for text in texts if not isinstance(text, ContextCacheReference)
+                )
                 return _Forwarded(self._override, plain)
             scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
             _check_linkable(fields, {**UNLINKABLE, **scored})
-            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+            prepared = await self._prepare(
+                found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt")
+            )
         plain["prompt"] = prepared.tokens
         plain["kv_transfer_params"] = dict(prepared.params)
         return self._linked(plain, found, prepared, tenant)
 
-    def _template_options(self, asked: ChatCompletionRequest, given: Sequence[Mapping[str, Any]]) -> TemplateOptions:
-        """Return how vLLM would render the chat template for a request, with the marks of the tools as ``given``."""
+    def _template_options(
+        self, asked: ChatCompletionRequest, given: Sequence[Mapping[str, Any]]
+    ) -> TemplateOptions:
+        """Return how vLLM would render the chat template for a request, with the marks of the tools
+        as ``given``."""
         hidden = asked.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none
         variables = self._renderer.effective_chat_template_kwargs(asked)
         tools = zip(asked.tools or (), given, strict=True)
@@ -172,10 +208,14 @@ class LinkingRoutes:
     async def _prepare(
         self, read: ReadPrompt, link: LinkOptions, tenant: str, *, n: int, salt: str | None
     ) -> PreparedPrompt:
-        request = GenerationRequest(read.prompt, read.policy, tenant=tenant, n=n, explains=bool(link.explain))
+        request = GenerationRequest(
+            read.prompt, read.policy, tenant=tenant, n=n, explains=bool(link.explain)
+        )
         return await asyncio.wrap_future(self._engine.prepare(request, salt=salt))
 
-    def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
+    def _linked(
+        self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str
+    ) -> Response:
         plain["cache_salt"] = prepared.salt
         return _Forwarded(self._override, plain, _AddedFields(self._llm, read, prepared, tenant))
 
@@ -194,12 +234,15 @@ class _AddedFields:
         self._transfer: Mapping[str, Any] | None = None
 
     def edit(self, answer: Answer) -> None:
-        """Add how the prompt was linked to the first chunk, and to every usage what came from context caches."""
+        """Add how the prompt was linked to the first chunk, and to every usage what came from
+        context caches."""
         if self._link is not None:
             answer["link"], self._link = self._link.model_dump(), None
         if "kv_transfer_params" in answer:
             self._transfer, answer["kv_transfer_params"] = answer["kv_transfer_params"], None
-        self._reason = next((c["finish_reason"] for c in answer["choices"] if c.get("finish_reason")), self._reason)
+        self._reason = next(
+            (c["finish_reason"] for c in answer["choices"] if c.get("finish_reason")), self._reason
+        )
         if usage := answer.get("usage"):
             self._output_tokens = usage.get("completion_tokens") or 0
             counted = self._prepared.usage(self._transfer, self._output_tokens)
@@ -230,7 +273,9 @@ class _AddedFields:
 class _Forwarded(Response):
     """The answer of vLLM's own route to a request with another body."""
 
-    def __init__(self, override: RouteOverride, body: Mapping[str, Any], linked: _AddedFields | None = None) -> None:
+    def __init__(
+        self, override: RouteOverride, body: Mapping[str, Any], linked: _AddedFields | None = None
+    ) -> None:
         super().__init__()
         self._override = override
         self._content = json_bytes(body)
@@ -251,7 +296,8 @@ class _Forwarded(Response):
 
 
 def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's fields without what only kvlinker knows: how to link, and a name for any model."""
+    """Return a request's fields without what only kvlinker knows: how to link, and a name for any
+    model."""
     plain = {name: value for name, value in fields.items() if name != "link"}
     if plain.get("model") == DEFAULT_MODEL:
         del plain["model"]
@@ -261,7 +307,11 @@ def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message without what only kvlinker knows; the prompt is made of the original."""
     content = message.get("content")
-    return {**message, "content": [_plain_part(part) for part in content]} if isinstance(content, list) else message
+    return (
+        {**message, "content": [_plain_part(part) for part in content]}
+        if isinstance(content, list)
+        else message
+    )
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +320,11 @@ def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
 
 def _unmarked(given: Any) -> Any:
     """Return a part or a tool without its marks."""
-    return {name: value for name, value in given.items() if name not in MARKS} if isinstance(given, dict) else given
+    return (
+        {name: value for name, value in given.items() if name not in MARKS}
+        if isinstance(given, dict)
+        else given
+    )
 
 
 def _marks(given: Mapping[str, Any]) -> dict[str, Any]:

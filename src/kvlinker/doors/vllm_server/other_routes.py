@@ -1,4 +1,5 @@
-"""vLLM's own routes in kvlinker's server: all that kvlinker has none for, such as ``/detokenize`` and ``/version``."""
+"""vLLM's own routes in kvlinker's server: all that kvlinker has none for, such as ``/detokenize``
+and ``/version``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _ADMINS_ONLY = PermissionDeniedError(
 
 
 class OtherRoutes(BaseRoute):
-    """Stands behind kvlinker's routes, and has vLLM's application answer, in the event loop of vLLM's engine.
+    """Stands behind kvlinker's routes, and has vLLM's application answer, in the event loop of
+    vLLM's engine.
 
     With API keys it answers admins alone, since vLLM's prefix cache and requests are everybody's.
     """
@@ -48,14 +50,19 @@ class OtherRoutes(BaseRoute):
             return await error_response(_ADMINS_ONLY, scope)(scope, receive, send)
         loop = asyncio.get_running_loop()
         # its own dictionary: two applications note in it what they make of the request
-        answered = self._client.run(self._app(dict(scope), _across(loop, receive), _across(loop, send)))
+        answered = self._client.run(
+            self._app(dict(scope), _across(loop, receive), _across(loop, send))
+        )
         return await asyncio.wrap_future(answered)
 
 
 def add_other_routes(app: FastAPI, engine: Engine, settings: Settings) -> None:
-    """Add vLLM's routes to kvlinker's application ``app``, whose engine is a ``VLLMEngine``. Takes seconds."""
+    """Add vLLM's routes to kvlinker's application ``app``, whose engine is a ``VLLMEngine``. Takes
+    seconds."""
     client = cast(VLLMEngine, engine).client
-    app.router.routes.append(OtherRoutes(client.run(_vllm_app(client.engine_client, settings)).result(), client))
+    app.router.routes.append(
+        OtherRoutes(client.run(_vllm_app(client.engine_client, settings)).result(), client)
+    )
 
 
 async def _vllm_app(engine_client: Any, settings: Settings) -> FastAPI:
@@ -79,7 +86,9 @@ async def _vllm_app(engine_client: Any, settings: Settings) -> FastAPI:
     return app
 
 
-def _across(loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+def _across(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[T]]
+) -> Callable[..., Awaitable[T]]:
     """Return a function for another event loop that calls ``call`` in ``loop``."""
 
     async def crossing(*values: Any) -> T:

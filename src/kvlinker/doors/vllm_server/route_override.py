@@ -1,4 +1,5 @@
-"""Says whose a request is in vLLM's own server: vLLM's, or kvlinker's where it has context caches in it."""
+"""Says whose a request is in vLLM's own server: vLLM's, or kvlinker's where it has context caches
+in it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.vllm_server.forwarding import read_body, replayed
 
 OUTER = "kvlinker.outer"
-"""The key in a scope under which kvlinker's application finds the one that vLLM's application had."""
+"""The key in a scope under which kvlinker's application finds the one that vLLM's application
+had."""
 
 _PASSED = "kvlinker.passed"
 
@@ -22,8 +24,8 @@ _HINTS = tuple(f'"{word}"'.encode() for word in ("link", "context_cache", *MARKS
 
 
 def is_linked(body: bytes) -> bool:
-    """Return whether a request asks for linking: has a field ``link``, a context cache, or a text or a tool that
-    is marked as one."""
+    """Return whether a request asks for linking: has a field ``link``, a context cache, or a text
+    or a tool that is marked as one."""
     if not any(hint in body for hint in _HINTS):
         return False
     try:
@@ -46,8 +48,8 @@ def _has_chunk(value: Any) -> bool:
 
 
 class RouteOverride(BaseRoute):
-    """Stands before all routes of vLLM's application, and takes requests to kvlinker's: to routes that vLLM has none
-    for, and of those that both have, the ones that ask for linking."""
+    """Stands before all routes of vLLM's application, and takes requests to kvlinker's: to routes
+    that vLLM has none for, and of those that both have, the ones that ask for linking."""
 
     def __init__(self, outer: FastAPI) -> None:
         self._outer = outer
@@ -57,7 +59,11 @@ class RouteOverride(BaseRoute):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if self.app is None or scope["type"] != "http" or _PASSED in scope:
             return Match.NONE, {}
-        own = max((route.matches(scope)[0] for route in self.app.router.routes), key=_rank, default=Match.NONE)
+        own = max(
+            (route.matches(scope)[0] for route in self.app.router.routes),
+            key=_rank,
+            default=Match.NONE,
+        )
         return (Match.NONE if scope["method"] != "POST" and self._is_vllms(scope) else own), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +80,11 @@ class RouteOverride(BaseRoute):
         await self._outer.router({**scope, _PASSED: True}, receive, send)
 
     def _is_vllms(self, scope: Scope) -> bool:
-        return any(route.matches(scope)[0] is Match.FULL for route in self._outer.router.routes if route is not self)
+        return any(
+            route.matches(scope)[0] is Match.FULL
+            for route in self._outer.router.routes
+            if route is not self
+        )
 
 
 def _rank(match: Match) -> int:

@@ -1,4 +1,5 @@
-"""The contract of engines, the only part of them that the rest of kvlinker uses: requests in, events out."""
+"""The contract of engines, the only part of them that the rest of kvlinker uses: requests in,
+events out."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from kvlinker.prompting.segments import Prompt
 class GenerationRequest:
     """A prompt to link, and the number of answers to generate from it.
 
-    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n`` choices, which are then
-    independent of one another.
+    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n``
+    choices, which are then independent of one another.
     """
 
     prompt: Prompt
@@ -40,21 +41,24 @@ class GenerationRequest:
     """True if the first choice's ``Finished`` is to explain how the prompt was linked."""
 
     shows_attention: bool = False
-    """True if explanations are to have the question's attention in each layer, where the engine can measure it."""
+    """True if explanations are to have the question's attention in each layer, where the engine can
+    measure it."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
 
     def sampling_of(self, choice: int) -> SamplingParams:
-        """Return the sampling parameters of this choice (0 to n - 1): with a seed, choice i uses seed + i."""
+        """Return the sampling parameters of this choice (0 to n - 1): with a seed, choice i uses
+        seed + i."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=seed + choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
+    """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or
+    ``cancelled``."""
 
     reason: str
     usage: Usage
@@ -80,21 +84,23 @@ class Failed:
 GenerationEvent = Delta | Finished | Failed
 
 Sink = Callable[[int, GenerationEvent], None]
-"""Takes the number of a choice (0 to n - 1) and its next event. An engine calls it from a thread of its own."""
+"""Takes the number of a choice (0 to n - 1) and its next event. An engine calls it from a thread of
+its own."""
 
 
 class RequestHandle(Protocol):
     """A request under way, with all of its choices."""
 
     def cancel(self) -> None:
-        """Stop computing and free the slots at once; each choice that has not ended is told ``Finished("cancelled")``.
-        Idempotent."""
+        """Stop computing and free the slots at once; each choice that has not ended is told
+        ``Finished("cancelled")``. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine: counts of requests (each choice is one), and KV slots (one slot holds one token)."""
+    """The load of an engine: counts of requests (each choice is one), and KV slots (one slot holds
+    one token)."""
 
     running: int
     waiting: int
@@ -105,10 +111,12 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """Creates chunk caches and generates from prompts. All methods may be called from any thread."""
+    """Creates chunk caches and generates from prompts. All methods may be called from any
+    thread."""
 
     fingerprint: str
-    """The hash of the model's weights, config, dtype and rotary parameters; it is a part of every chunk key."""
+    """The hash of the model's weights, config, dtype and rotary parameters; it is a part of every
+    chunk key."""
 
     max_model_len: int
     """The most tokens that a prompt and its answer may have together."""
@@ -131,8 +139,8 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
-        """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in order, ``Finished``
-        or ``Failed`` last; the prompt's usage is the same in all of them.
+        """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in
+        order, ``Finished`` or ``Failed`` last; the prompt's usage is the same in all of them.
 
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once.
         """
@@ -141,27 +149,32 @@ class Engine(Protocol):
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         """Link the request's prompt like ``generate``, and explain how, without generating.
 
-        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
-        future's.
+        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later
+        errors are the future's.
         """
         ...
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        """Link the request's prompt like ``generate``, and return the log probabilities of its last tokens, without
-        generating.
+        """Link the request's prompt like ``generate``, and return the log probabilities of its last
+        tokens, without generating.
 
-        ``request.sampling.logprobs`` is the number of alternatives per token. Raises InvalidRequestError when fewer
-        than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
-        EngineClosedError at once; later errors are the future's.
+        ``request.sampling.logprobs`` is the number of alternatives per token. Raises
+        InvalidRequestError when fewer than two tokens stand behind the last chunk, and PolicyError,
+        ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
+        future's.
         """
         ...
 
-    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
-        """Compute all of ``tokens`` [length], linking and reusing nothing, and return the log probabilities of those
-        from position ``first`` (at least 1) on, each with the ``top`` most likely tokens in its place.
+    def score_whole(
+        self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
+    ) -> Future[PromptLogprobs]:
+        """Compute all of ``tokens`` [length], linking and reusing nothing, and return the log
+        probabilities of those from position ``first`` (at least 1) on, each with the ``top`` most
+        likely tokens in its place.
 
-        It is computed while the engine has nothing else to do, so that it slows nobody down and may take any time.
-        Raises InvalidRequestError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        It is computed while the engine has nothing else to do, so that it slows nobody down and may
+        take any time. Raises InvalidRequestError, ContextLengthError or EngineClosedError at once;
+        later errors are the future's.
         """
         ...
 
@@ -170,7 +183,8 @@ class Engine(Protocol):
         ...
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Return the expected seconds of computing a prompt of so many tokens; None where nothing was measured."""
+        """Return the expected seconds of computing a prompt of so many tokens; None where nothing
+        was measured."""
         ...
 
     @property

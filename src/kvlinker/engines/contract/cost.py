@@ -36,21 +36,26 @@ def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> 
 def count_weights(model: Any) -> int:
     """Count a transformers model's weights, without embeddings and the output head."""
     return sum(
-        weight.numel() for name, weight in model.named_parameters() if "embed" not in name and "lm_head" not in name
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if "embed" not in name and "lm_head" not in name
     )
 
 
 class CostModel:
-    """Counts floating point operations: 2 per weight and token, 4 · heads · head_dim per query and key that it sees.
+    """Counts floating point operations: 2 per weight and token, 4 · heads · head_dim per query and
+    key that it sees.
 
-    Embeddings and the output head are left out, all experts of a mixture are counted, and so are all earlier keys in
-    layers with a sliding window.
+    Embeddings and the output head are left out, all experts of a mixture are counted, and so are
+    all earlier keys in layers with a sliding window.
     """
 
     def __init__(self, weights: int, layers: Sequence[AttentionShape]) -> None:
         """``weights`` is the number of weights, as ``count_weights`` counts them."""
         self._per_token = 2 * weights / len(layers)
-        self._per_key = [2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers]
+        self._per_key = [
+            2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers
+        ]
 
     @property
     def per_token(self) -> float:
@@ -63,8 +68,8 @@ class CostModel:
         return float(sum(self._per_key))
 
     def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
-        """Count the operations of computing, in each layer, the positions where its mask [length] is true, each seeing
-        all before it."""
+        """Count the operations of computing, in each layer, the positions where its mask [length]
+        is true, each seeing all before it."""
         return sum(self._layer_flops(layer, mask) for layer, mask in enumerate(masks))
 
     def _layer_flops(self, layer: int, mask: NDArray[np.bool_]) -> float:

@@ -1,4 +1,5 @@
-"""Grammars as both engines take them: what is refused before any is compiled, and one notation for all kinds."""
+"""Grammars as both engines take them: what is refused before any is compiled, and one notation for
+all kinds."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar
 
 
 def check_enforceable(grammar: AnswerGrammar) -> None:
-    """Check what compilers of grammars do not. Raises InvalidRequestError, which names the cause."""
+    """Check what compilers of grammars do not. Raises InvalidRequestError, which names the
+    cause."""
     _check_size(grammar, "characters", len(grammar.source), _MOST_CHARACTERS[grammar.kind])
     if grammar.kind == "grammar":
         _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)
@@ -53,7 +55,10 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
     _check_size(grammar, "references", sum(name == "$ref" for name, _ in fields), MOST_RULES)
     patterns = sum(map(len, _patterns(fields)))
     _check_size(grammar, "characters of patterns", patterns, MOST_PATTERN_CHARACTERS)
-    if any(name == "minProperties" and isinstance(least, int | float) and least > 1 for name, least in fields):
+    if any(
+        name == "minProperties" and isinstance(least, int | float) and least > 1
+        for name, least in fields
+    ):
         raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
 
 
@@ -68,7 +73,8 @@ def _check_size(grammar: AnswerGrammar, what: str, count: int, most: int) -> Non
     if count > most:
         name = _NAMES.get(grammar.kind, grammar.kind)
         raise InvalidRequestError(
-            f"The {name} has {count:,} {what}; at most {most:,} are taken. Ask for a simpler form.", param=grammar.param
+            f"The {name} has {count:,} {what}; at most {most:,} are taken. Ask for a simpler form.",
+            param=grammar.param,
         )
 
 
@@ -104,13 +110,15 @@ def _answer_rule(grammar: AnswerGrammar) -> str:
 
 def _between_slashes(pattern: str) -> str:
     """Return a regular expression as it is written between slashes, on one line."""
-    escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern, flags=re.DOTALL)
+    escaped = re.sub(
+        r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern, flags=re.DOTALL
+    )
     return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
 
 
 def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
-    """Yield the JSON schemas in a grammar: the one that it is, or those of calls of tools, which stand in it behind
-    ``%json``. Raises ValueError for one that is no JSON."""
+    """Yield the JSON schemas in a grammar: the one that it is, or those of calls of tools, which
+    stand in it behind ``%json``. Raises ValueError for one that is no JSON."""
     if grammar.kind == "json":
         yield json.loads(grammar.source)
     for text in (grammar.frame, grammar.source if grammar.kind in ("lark", "grammar") else ""):
@@ -120,7 +128,8 @@ def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
 
 
 def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all fields of a schema and of what is in it, with their values, and list entries under an empty name."""
+    """Yield all fields of a schema and of what is in it, with their values, and list entries under
+    an empty name."""
     found = [schema]
     while found:
         match found.pop():

@@ -1,5 +1,5 @@
-"""The limits of an engine, and the errors that refuse what exceeds them; requests are checked before they are
-queued."""
+"""The limits of an engine, and the errors that refuse what exceeds them; requests are checked
+before they are queued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RETRY_AFTER_SECONDS = 1
 
 
 def engine_closed() -> EngineClosedError:
-    """Return the error of requests that reach an engine which is shutting down, was shut down, or has failed."""
+    """Return the error of requests that reach an engine which is shutting down, was shut down, or
+    has failed."""
     return EngineClosedError(
         "The engine is shutting down, or has failed. Send the request again in a moment, or to another server."
     )
@@ -33,11 +34,13 @@ def engine_closed() -> EngineClosedError:
 def check_room(queued: int, choices: int, *, most: int) -> None:
     """Check that ``choices`` more fit beside the ``queued`` ones, with room for ``most``.
 
-    Raises OverloadedError, or InvalidRequestError for more choices than an idle engine has room for.
+    Raises OverloadedError, or InvalidRequestError for more choices than an idle engine has room
+    for.
     """
     if choices > most:
         raise InvalidRequestError(
-            f"n is {choices}, but this server has room for {most} choices at once. Ask for fewer.", param="n"
+            f"n is {choices}, but this server has room for {most} choices at once. Ask for fewer.",
+            param="n",
         )
     if queued + choices > most:
         raise OverloadedError(
@@ -47,10 +50,12 @@ def check_room(queued: int, choices: int, *, most: int) -> None:
 
 
 def check_wait(before: float, own: float, *, most: float) -> None:
-    """Check that a request gives its first token within ``most`` seconds: its prompt takes ``own`` seconds, and those
-    ``before`` it. A prompt that takes longer alone is accepted where nobody is before it.
+    """Check that a request gives its first token within ``most`` seconds: its prompt takes ``own``
+    seconds, and those ``before`` it. A prompt that takes longer alone is accepted where nobody is
+    before it.
 
-    Raises OverloadedError, to be tried again when so much of the others is done that it would be in time.
+    Raises OverloadedError, to be tried again when so much of the others is done that it would be in
+    time.
     """
     if before > 0 and before + own > most:
         raise OverloadedError(
@@ -61,7 +66,8 @@ def check_wait(before: float, own: float, *, most: float) -> None:
 
 
 def check_supported(reason: str | None) -> None:
-    """Raise PolicyError with the ``reason`` why an engine does not support a request's policy, if there is one."""
+    """Raise PolicyError with the ``reason`` why an engine does not support a request's policy, if
+    there is one."""
     if reason is not None:
         raise PolicyError(reason, param="link.policy")
 
@@ -80,28 +86,33 @@ class RequestLimits:
     """The most tokens that an answer may have; None for no limit but the window's."""
 
     def check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
-        """Check the ids in ``tokens`` [length]. Raises InvalidRequestError for an unknown one: it would fail all
-        requests of its step.
+        """Check the ids in ``tokens`` [length]. Raises InvalidRequestError for an unknown one: it
+        would fail all requests of its step.
 
         ``param`` names the request's field that the tokens come from.
         """
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             bad = int(tokens[(tokens < 0) | (tokens >= self.vocabulary)][0])
             raise InvalidRequestError(
-                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {self.vocabulary - 1}.", param=param
+                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {self.vocabulary - 1}.",
+                param=param,
             )
 
     def max_tokens(self, request: GenerationRequest) -> int:
-        """Return the most tokens that the answer may have: as many as were asked for, or as there is room for, up to
-        the limit of answers.
+        """Return the most tokens that the answer may have: as many as were asked for, or as there
+        is room for, up to the limit of answers.
 
-        Raises InvalidRequestError, also for tokens in the sampling parameters that are not in the vocabulary, and
-        ContextLengthError where prompt and answer are too long together.
+        Raises InvalidRequestError, also for tokens in the sampling parameters that are not in the
+        vocabulary, and ContextLengthError where prompt and answer are too long together.
         """
         sampling = request.sampling
         self.check_vocabulary(request.prompt.tokens, param="prompt")
-        self.check_vocabulary(np.array(sampling.stop_token_ids, dtype=np.int64), param="stop_token_ids")
-        self.check_vocabulary(np.array(list(sampling.logit_bias), dtype=np.int64), param="logit_bias")
+        self.check_vocabulary(
+            np.array(sampling.stop_token_ids, dtype=np.int64), param="stop_token_ids"
+        )
+        self.check_vocabulary(
+            np.array(list(sampling.logit_bias), dtype=np.int64), param="logit_bias"
+        )
         length = len(request.prompt)
         room = self.max_model_len - length
         if room < (0 if request.sampling.max_tokens == 0 else 1):
@@ -128,8 +139,9 @@ class RequestLimits:
         return room if most is None else min(room, most)
 
     def check_whole(self, tokens: NDArray[np.int64], first: int) -> None:
-        """Check ``tokens`` [length] to compute whole and score from position ``first`` on. Raises InvalidRequestError
-        where no token can be scored, and ContextLengthError for more tokens than the model takes."""
+        """Check ``tokens`` [length] to compute whole and score from position ``first`` on. Raises
+        InvalidRequestError where no token can be scored, and ContextLengthError for more tokens
+        than the model takes."""
         self.check_vocabulary(tokens, param="tokens")
         if not 1 <= first < len(tokens):
             raise InvalidRequestError(
@@ -144,8 +156,8 @@ class RequestLimits:
             )
 
     def check_scorable(self, prompt: Prompt) -> None:
-        """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and ContextLengthError for
-        a prompt that is too long."""
+        """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and
+        ContextLengthError for a prompt that is too long."""
         self.check_vocabulary(prompt.tokens, param="prompt")
         fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)
         if fresh < 2:

@@ -28,13 +28,15 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
 
 FINGERPRINTS = "fingerprints.json"
-"""The file in the state directory that remembers the hashes of weight files, by path, size and time."""
+"""The file in the state directory that remembers the hashes of weight files, by path, size and
+time."""
 
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 """The entries of a model's configuration that change nothing that it computes."""
 
 WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
-"""The names of weight files, in the order in which they are looked for: a folder may hold the same weights twice."""
+"""The names of weight files, in the order in which they are looked for: a folder may hold the same
+weights twice."""
 
 
 def read_model(settings: Settings) -> tuple[Any, Any]:
@@ -51,17 +53,19 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
 
 
 def read_tokenizer(settings: Settings, **options: Any) -> Any:
-    """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as ``revision``. Raises
-    ModelLoadError when it cannot be loaded."""
+    """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as
+    ``revision``. Raises ModelLoadError when it cannot be loaded."""
     tokenizer = _read(AutoTokenizer, settings, **options)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
+        raise ModelLoadError(
+            f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one."
+        )
     return tokenizer
 
 
 def sampling_defaults(generation_config: Any) -> dict[str, float]:
-    """Return the sampling parameters that the model's authors recommend, by name. ``do_sample`` is none of them:
-    requests choose greedy decoding by temperature 0."""
+    """Return the sampling parameters that the model's authors recommend, by name. ``do_sample`` is
+    none of them: requests choose greedy decoding by temperature 0."""
     found = {name: getattr(generation_config, name, None) for name in RECOMMENDED}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -70,7 +74,9 @@ def _read(kind: Any, settings: Settings, **options: Any) -> Any:
     check_model(settings)
     transformers_logging.disable_progress_bar()
     try:
-        return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
+        return kind.from_pretrained(
+            settings.model, trust_remote_code=settings.trust_remote_code, **options
+        )
     except Exception as error:  # transformers raises whatever it meets
         if _is_offline(error):
             raise unreachable(settings.model) from error
@@ -80,22 +86,27 @@ def _read(kind: Any, settings: Settings, **options: Any) -> Any:
 def _is_offline(error: BaseException | None) -> bool:
     """Tell if an error comes from a hub that cannot be reached."""
     causes = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
-    return error is not None and (isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__))
+    return error is not None and (
+        isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__)
+    )
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device; ``auto`` is CUDA where present, else the CPU. Raises ModelLoadError for others."""
+    """Return the named device; ``auto`` is CUDA where present, else the CPU. Raises ModelLoadError
+    for others."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ModelLoadError(f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>.") from error
+        raise ModelLoadError(
+            f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>."
+        ) from error
 
 
 def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto") -> torch.dtype:
-    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it or weights are to be in it, else
-    float32."""
+    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it or weights are
+    to be in it, else float32."""
     if weights == "bf16":
         return torch.bfloat16
     if name != "auto":
@@ -108,8 +119,8 @@ def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto"
 
 
 def fingerprint(model: Any) -> str:
-    """Compute the fingerprint of a model that comes from no files: BLAKE3 (hex) over its config, rotary parameters
-    included, and every weight in the dtype that it runs in."""
+    """Compute the fingerprint of a model that comes from no files: BLAKE3 (hex) over its config,
+    rotary parameters included, and every weight in the dtype that it runs in."""
     digest = blake3(max_threads=blake3.AUTO)
     config = model.config.to_dict()
     for name in VOLATILE:
@@ -123,15 +134,22 @@ def fingerprint(model: Any) -> str:
 
 
 def fingerprint_with(name: str, weights: WeightFormat) -> str:
-    """Return the fingerprint of the model ``name`` with weights in a format, which changes the KV that it computes."""
-    return name if weights in ("auto", "bf16") else blake3(f"{name} weights in {weights}".encode()).hexdigest()
+    """Return the fingerprint of the model ``name`` with weights in a format, which changes the KV
+    that it computes."""
+    return (
+        name
+        if weights in ("auto", "bf16")
+        else blake3(f"{name} weights in {weights}".encode()).hexdigest()
+    )
 
 
 def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:
-    """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex) over its config.json
-    and the content of its weight files, which no memory holds at once. Returns None where it has no such files.
+    """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex)
+    over its config.json and the content of its weight files, which no memory holds at once. Returns
+    None where it has no such files.
 
-    A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read once.
+    A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read
+    once.
     """
     weights = weight_files(folder)
     if not weights or not (folder / CONFIG).is_file():
@@ -139,23 +157,29 @@ def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -
     config = json.loads((folder / CONFIG).read_text())
     for name in VOLATILE:
         config.pop(name, None)
-    hashes = [(path.name, name) for path, name in zip(weights, _file_hashes(weights, state_dir), strict=True)]
+    hashes = [
+        (path.name, name)
+        for path, name in zip(weights, _file_hashes(weights, state_dir), strict=True)
+    ]
     return blake3(json.dumps([config, str(dtype), hashes], sort_keys=True).encode()).hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files in ``folder`` that hold the model's weights, of the first kind of which there are some."""
+    """Return the files in ``folder`` that hold the model's weights, of the first kind of which
+    there are some."""
     found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
     return next((files for files in found if files), [])
 
 
 def model_folder(name: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    """Return the folder with the files of a model, which may be a hub's that have been downloaded. Raises
-    ModelLoadError."""
+    """Return the folder with the files of a model, which may be a hub's that have been downloaded.
+    Raises ModelLoadError."""
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(cached_file(name, CONFIG, revision=revision, cache_dir=cache_dir, local_files_only=True)).parent
+        return Path(
+            cached_file(name, CONFIG, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        ).parent
     except OSError as error:
         raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Finds out whether there is a model where the settings say. It loads no torch, so that commands may fail at once."""
+"""Finds out whether there is a model where the settings say. It loads no torch, so that commands
+may fail at once."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.settings import Settings
 
-WANTED = "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
+WANTED = (
+    "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
+)
 
 CONFIG = "config.json"
 
 HUB_SECONDS = 3.0
-"""The longest wait for the hub to answer, before a model that is not on this machine is given up."""
+"""The longest wait for the hub to answer, before a model that is not on this machine is given
+up."""
 
 
 def check_model(settings: Settings) -> None:
-    """Raise ModelLoadError for a path where there is no model of transformers, for GGUF, and for a hub id whose model
-    is not on this machine while the hub cannot be reached."""
+    """Raise ModelLoadError for a path where there is no model of transformers, for GGUF, and for a
+    hub id whose model is not on this machine while the hub cannot be reached."""
     model = settings.model
     path = Path(model)
     if (path / CONFIG).is_file():
@@ -43,14 +47,18 @@ def check_model(settings: Settings) -> None:
 
 
 def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:
-    """Check that the hub answers where its model is not on this machine: whoever loads it tries for a minute. Raises
-    ModelLoadError. What the hub says is left to the loading."""
+    """Check that the hub answers where its model is not on this machine: whoever loads it tries for
+    a minute. Raises ModelLoadError. What the hub says is left to the loading."""
     try:
-        if not isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir, revision=revision), str):
+        if not isinstance(
+            try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir, revision=revision), str
+        ):
             get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError):
         return
-    except Exception as error:  # connections fail in many ways, by errors of the library beneath the hub's
+    except (
+        Exception
+    ) as error:  # connections fail in many ways, by errors of the library beneath the hub's
         raise unreachable(model) from error
 
 

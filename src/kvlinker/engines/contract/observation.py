@@ -1,5 +1,5 @@
-"""Observers of attention while it is computed: they see the weights of a few queries at a time, never the whole
-matrix."""
+"""Observers of attention while it is computed: they see the weights of a few queries at a time,
+never the whole matrix."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ QUERIES_AT_ONCE = 64
 
 
 Weights = Callable[[int, int], Tensor]
-"""Computes the attention weights of a run's queries [first, last): [heads, queries, positions up to the last one's],
-fp32."""
+"""Computes the attention weights of a run's queries [first, last): [heads, queries, positions up to
+the last one's], fp32."""
 
 
 class Observer(Protocol):
     """Called with every run of its request in every layer, when the run's keys are computed."""
 
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
-        """Observe one run of ``tokens`` at the positions from ``start`` on in one layer, whose ``weights`` are computed
-        for those who ask."""
+        """Observe one run of ``tokens`` at the positions from ``start`` on in one layer, whose
+        ``weights`` are computed for those who ask."""
         ...
 
 
@@ -56,8 +56,8 @@ class Observers:
 
 
 class ChunkWatch:
-    """Records the attention of the question (the tokens behind the last chunk) on every chunk, layer by layer. It is
-    the ``ChunkAttention`` that a ``Refinement`` takes."""
+    """Records the attention of the question (the tokens behind the last chunk) on every chunk,
+    layer by layer. It is the ``ChunkAttention`` that a ``Refinement`` takes."""
 
     def __init__(self, spans: Sequence[ChunkSpan], length: int) -> None:
         self._spans = tuple(spans)
@@ -67,22 +67,31 @@ class ChunkWatch:
 
     @property
     def attention(self) -> NDArray[np.float32]:
-        """The attention so far: [layers so far, chunks], sum over the question's tokens, mean over heads."""
-        return np.array(self._attention, dtype=np.float32).reshape(len(self._attention), len(self._spans))
+        """The attention so far: [layers so far, chunks], sum over the question's tokens, mean over
+        heads."""
+        return np.array(self._attention, dtype=np.float32).reshape(
+            len(self._attention), len(self._spans)
+        )
 
     def want(self, layer: int) -> None:
         """Watch this layer, too. Watching ends with the first layer that no policy asks for."""
         self._wanted_in = layer
 
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
-        if start + tokens <= self._question or layer != self._wanted_in or layer > len(self._attention):
+        if (
+            start + tokens <= self._question
+            or layer != self._wanted_in
+            or layer > len(self._attention)
+        ):
             return
         if layer == len(self._attention):
             self._attention.append(np.zeros(len(self._spans), dtype=np.float32))
         begin = max(self._question, start)
         for _, mean in _mean_weights(start, begin, start + tokens, weights):
             received = mean.sum(0)
-            self._attention[layer] += [float(received[span.start : span.end].sum()) for span in self._spans]
+            self._attention[layer] += [
+                float(received[span.start : span.end].sum()) for span in self._spans
+            ]
 
 
 class ScoreCollector:
@@ -96,8 +105,9 @@ class ScoreCollector:
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Begin for chunks at the positions [start, end) of ``spans``, ascending, that have these ``contents``. Scores
-        are summed up on ``device``; that of the weights spares a copy of each."""
+        """Begin for chunks at the positions [start, end) of ``spans``, ascending, that have these
+        ``contents``. Scores are summed up on ``device``; that of the weights spares a copy of
+        each."""
         self._layers = layers
         self._spans = tuple(spans)
         self._contents = tuple(contents)
@@ -121,11 +131,15 @@ class ScoreCollector:
             inter = self._inter[index].cpu() / self._layers
             context = tuple(
                 ContextChunk(content, end - begin, float(attention.sum()))
-                for content, (begin, end), attention in zip(self._contents, self._spans, inter, strict=False)
+                for content, (begin, end), attention in zip(
+                    self._contents, self._spans, inter, strict=False
+                )
             )
             finished.append(
                 ChunkScores(
-                    Contextualization(last - first, float(self._intra[index]) / self._layers, context),
+                    Contextualization(
+                        last - first, float(self._intra[index]) / self._layers, context
+                    ),
                     inter=inter.sum(0).numpy(),
                     received=(self._received[index].cpu() / self._layers).numpy(),
                 )
@@ -133,7 +147,8 @@ class ScoreCollector:
         return finished
 
     def _note(self, index: int, position: int, weights: Tensor) -> None:
-        """Add the ``weights`` [queries, position + queries] of chunk ``index``'s tokens from ``position`` on."""
+        """Add the ``weights`` [queries, position + queries] of chunk ``index``'s tokens from
+        ``position`` on."""
         first, _ = self._spans[index]
         tokens = slice(position - first, position - first + len(weights))
         for earlier, (begin, end) in enumerate(self._spans[:index]):
@@ -143,9 +158,12 @@ class ScoreCollector:
         self._received[index][: own.shape[1]] += own.sum(0)
 
 
-def _mean_weights(start: int, begin: int, end: int, weights: Weights) -> Iterator[tuple[int, Tensor]]:
-    """Yield blocks of the queries at positions [begin, end) of a run that begins at ``start``: the first one's
-    position, and their weights, mean over heads, [queries, positions up to the last one's]."""
+def _mean_weights(
+    start: int, begin: int, end: int, weights: Weights
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield blocks of the queries at positions [begin, end) of a run that begins at ``start``: the
+    first one's position, and their weights, mean over heads, [queries, positions up to the last
+    one's]."""
     for first in range(begin, end, QUERIES_AT_ONCE):
         last = min(first + QUERIES_AT_ONCE, end)
         yield first, weights(first - start, last - start).mean(0)

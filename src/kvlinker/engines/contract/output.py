@@ -1,4 +1,5 @@
-"""Turns the tokens of a choice into events for its sink: text, stop strings, timing, and the reason of its end."""
+"""Turns the tokens of a choice into events for its sink: text, stop strings, timing, and the reason
+of its end."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from tokenizers.decoders import DecodeStream
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Events, FirstToken, RequestFinished
 from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, TokenLogprob, Usage
-from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import (
+    Failed,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    Sink,
+)
 from kvlinker.linking.explanation import Explanation
 
 logger = logging.getLogger(__name__)
@@ -24,7 +31,8 @@ End = tuple[str, Delta]
 class RequestClock:
     """Records when a request reaches each stage, in seconds of ``time.perf_counter``.
 
-    All choices of a request share ``submitted``, ``loaded`` and ``started``; each has a first token of its own.
+    All choices of a request share ``submitted``, ``loaded`` and ``started``; each has a first token
+    of its own.
     """
 
     def __init__(self) -> None:
@@ -44,15 +52,18 @@ class RequestClock:
         self.started = time.perf_counter()
 
     def timing(self, first_token: float | None) -> Timing:
-        """Return the time spent in each stage until now; ``first_token`` is the time of that token, None if there was
-        none."""
+        """Return the time spent in each stage until now; ``first_token`` is the time of that token,
+        None if there was none."""
         now = time.perf_counter()
         loaded = self.submitted if self.loaded is None else self.loaded
         first = now if first_token is None else first_token
         started = now if self.started is None else self.started
         started = max(loaded, min(started, first))
         return Timing(
-            load=loaded - self.submitted, queue=started - loaded, link=max(first - started, 0.0), decode=now - first
+            load=loaded - self.submitted,
+            queue=started - loaded,
+            link=max(first - started, 0.0),
+            decode=now - first,
         )
 
 
@@ -70,12 +81,16 @@ class TextStream:
         min_tokens: int = 0,
         shown_tokens: Collection[int] = (),
     ) -> None:
-        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens. Special tokens are left
-        out of the text, but for ``shown_tokens``."""
+        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens.
+        Special tokens are left out of the text, but for ``shown_tokens``."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
         self._skips_special = not shown_tokens
-        self._skipped = _special_tokens(tokenizer).difference(shown_tokens) if shown_tokens else frozenset[int]()
+        self._skipped = (
+            _special_tokens(tokenizer).difference(shown_tokens)
+            if shown_tokens
+            else frozenset[int]()
+        )
         self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._stop = tuple(stop)
         self._ids: list[int] = []
@@ -101,7 +116,8 @@ class TextStream:
         return self._release(piece)
 
     def finish(self) -> str:
-        """Return the rest of the text, with incomplete characters as U+FFFD: no more tokens come."""
+        """Return the rest of the text, with incomplete characters as U+FFFD: no more tokens
+        come."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(
@@ -143,7 +159,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Output:
-    """Turns the tokens of one choice into events for its request's sink. One thread at a time may use it."""
+    """Turns the tokens of one choice into events for its request's sink. One thread at a time may
+    use it."""
 
     def __init__(
         self,
@@ -172,14 +189,20 @@ class Output:
         self._broken = broken
         sampling = request.sampling
         self._text = TextStream(
-            tokenizer, sampling.stop, min_tokens=sampling.min_tokens, shown_tokens=sampling.shown_tokens
+            tokenizer,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            shown_tokens=sampling.shown_tokens,
         )
 
-    def push(self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None) -> End | None:
-        """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is returned.
+    def push(
+        self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None
+    ) -> End | None:
+        """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is
+        returned.
 
-        ``ends`` is ``stop`` for a token that ends the answer and is no text, and ``length`` for the last token that
-        there is room for.
+        ``ends`` is ``stop`` for a token that ends the answer and is no text, and ``length`` for the
+        last token that there is room for.
         """
         self.tokens += 1
         if self.first_token is None:
@@ -197,7 +220,8 @@ class Output:
         return None
 
     def rest(self) -> Delta | None:
-        """Return the text that was held back, where no further token will come; None if there is none."""
+        """Return the text that was held back, where no further token will come; None if there is
+        none."""
         text = self._text.finish()
         return Delta(text, ()) if text else None
 
@@ -215,7 +239,9 @@ class Output:
             self._send(last)
         self._publish(reason, usage)
         timing = self._clock.timing(self.first_token)
-        self._send(Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by, explanation))
+        self._send(
+            Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by, explanation)
+        )
 
     def fail(self, error: KVLinkerError) -> None:
         """Send the last event of a choice that could not be served."""
@@ -228,7 +254,8 @@ class Output:
         return text
 
     def _publish(self, reason: str, usage: Usage) -> None:
-        """Publish the end to listeners; the prompt, which all choices share, is counted with the first of them."""
+        """Publish the end to listeners; the prompt, which all choices share, is counted with the
+        first of them."""
         if self._choice:
             usage = Usage(0, 0, 0, usage.output_tokens)
         self._events.publish(

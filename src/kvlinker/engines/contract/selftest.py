@@ -1,4 +1,5 @@
-"""What the self-tests of both engines have in common: the prompt that they compute, and a check's result."""
+"""What the self-tests of both engines have in common: the prompt that they compute, and a check's
+result."""
 
 from __future__ import annotations
 

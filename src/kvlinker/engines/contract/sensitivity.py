@@ -1,8 +1,9 @@
 """Measures how much each token of a chunk depends on what stands before the chunk (ours).
 
-A chunk is computed twice: alone, as it is stored, and behind an unrelated text. Tokens whose KV hardly moves mean the
-same behind any text; those whose KV moves most, such as a pronoun and what is said of it, look for something before the
-chunk, and were computed without it. Which of them matter, the question's attention tells (``linking.policies.query``).
+A chunk is computed twice: alone, as it is stored, and behind an unrelated text. Tokens whose KV
+hardly moves mean the same behind any text; those whose KV moves most, such as a pronoun and what is
+said of it, look for something before the chunk, and were computed without it. Which of them matter,
+the question's attention tells (``linking.policies.query``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import Tensor
 from kvlinker.store.chunk_kv import ChunkKV
 
 UNRELATED_TEXT = "The council met in the old town hall.\n\n"
-"""The text before a chunk the second time: short, since a long one moves the KV of all tokens alike."""
+"""The text before a chunk the second time: short, since a long one moves the KV of all tokens
+alike."""
 
 
 def sensitivity(alone: ChunkKV, behind: ChunkKV) -> NDArray[np.float32]:
-    """Compute each token's sensitivity, [tokens]: the distances of its key, without rotary embedding, and of its value
-    ``alone`` from those ``behind`` another text, in units of the chunk's mean norm, and mean over layers."""
+    """Compute each token's sensitivity, [tokens]: the distances of its key, without rotary
+    embedding, and of its value ``alone`` from those ``behind`` another text, in units of the
+    chunk's mean norm, and mean over layers."""
     moved = torch.stack([_moved(*tensors) for tensors in _pairs(alone, behind)])
     found: NDArray[np.float32] = (2 * moved.mean(0)).numpy()
     return found
@@ -44,7 +47,10 @@ def _pairs(alone: ChunkKV, behind: ChunkKV) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _moved(one: Tensor, other: Tensor) -> Tensor:
-    """Return the tokens' distances in two tensors [heads, tokens, dim], over their mean norm in the first: [tokens]."""
+    """Return the tokens' distances in two tensors [heads, tokens, dim], over their mean norm in the
+    first: [tokens]."""
     norm = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=torch.float32)
-    moved: Tensor = norm(one.float() - other.float()) / norm(one).mean().clamp_min(torch.finfo(torch.float32).tiny)
+    moved: Tensor = norm(one.float() - other.float()) / norm(one).mean().clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
     return moved

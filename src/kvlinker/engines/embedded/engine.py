@@ -62,8 +62,8 @@ LOADERS = 2
 
 
 def default_slots(loaded: LoadedModel, window: int) -> int:
-    """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when
-    memory is too tight."""
+    """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises
+    ModelLoadError when memory is too tight."""
     available = available_memory()
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
@@ -77,10 +77,12 @@ def default_slots(loaded: LoadedModel, window: int) -> int:
 
 
 class EmbeddedEngine:
-    """``Engine`` over one model in this process. See ``kvlinker.engines.contract.contract`` for the contract.
+    """``Engine`` over one model in this process. See ``kvlinker.engines.contract.contract`` for the
+    contract.
 
-    A request is checked (``RequestLimits``) and enters the scheduler, which has its chunks' KV fetched in another
-    thread (``PromptLoader``). Then the engine's thread (``EngineLoop``) computes it step by step.
+    A request is checked (``RequestLimits``) and enters the scheduler, which has its chunks' KV
+    fetched in another thread (``PromptLoader``). Then the engine's thread (``EngineLoop``) computes
+    it step by step.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class EmbeddedEngine:
         variants: VariantLibrary | None = None,
         speeds: Speeds | None = None,
     ) -> None:
-        """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast the model
-        computes."""
+        """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast
+        the model computes."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -107,9 +109,13 @@ class EmbeddedEngine:
         longest = self.max_model_len = min(window, slots)
         self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
-        self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
+        self._runner = Runner(
+            loaded.model, loaded.layers, pool, native_attention=settings.native_attention
+        )
         on_host = loaded.device.type == "cpu"
-        throughput = self._throughput = ComputeThroughput(self._cost, speeds, throughput_name(loaded), on_host=on_host)
+        throughput = self._throughput = ComputeThroughput(
+            self._cost, speeds, throughput_name(loaded), on_host=on_host
+        )
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
@@ -129,7 +135,9 @@ class EmbeddedEngine:
             lambda request: self._loaders.submit(self._links.load, cast(PromptRequest, request)),
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
-            admission=Admission(throughput.seconds, max_waiting=settings.max_waiting, slo_ttft=settings.slo_ttft),
+            admission=Admission(
+                throughput.seconds, max_waiting=settings.max_waiting, slo_ttft=settings.slo_ttft
+            ),
             composer=StepComposer(
                 throughput,
                 max_step_tokens=settings.max_step_tokens,
@@ -137,10 +145,14 @@ class EmbeddedEngine:
             ),
             max_running=settings.max_running,
         )
-        self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores)
+        self._chunks = ChunkBuilder(
+            loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores
+        )
         builder = None
         if variants is not None:
-            builder = VariantBuilder(loaded, variants, self._scheduler, self._background.submit, longest=longest)
+            builder = VariantBuilder(
+                loaded, variants, self._scheduler, self._background.submit, longest=longest
+            )
         self._links = PromptLoader(
             loaded,
             store,
@@ -155,7 +167,9 @@ class EmbeddedEngine:
         computing = store.throttle.computing if on_host else nullcontext
         self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)
         self._loop.start()
-        atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process
+        atexit.register(
+            self.close
+        )  # a thread inside torch when the interpreter goes would abort the process
 
     @property
     def healthy(self) -> bool:
@@ -176,7 +190,9 @@ class EmbeddedEngine:
         return None
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
-        self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
+        self._limits.check_vocabulary(
+            np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
+        )
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)
         wants_scores = chunk.scored and self._chunks.collects_scores
@@ -186,16 +202,20 @@ class EmbeddedEngine:
         return gather([building.kvs], lambda computed: computed[0][0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
-        """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before
-        it, with scores that tell how much attention they pay to one another. The result is the prompt with these
-        variants for chunks.
+        """Compute and store the KV of all chunks of ``prompt`` at their positions there, each
+        behind the ones before it, with scores that tell how much attention they pay to one another.
+        The result is the prompt with these variants for chunks.
 
         Raises ContextLengthError and EngineClosedError at once; later errors are the future's.
         """
         self._limits.check_vocabulary(prompt.tokens, param="prompt")
         known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
-        keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
-        return gather([self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known)
+        keys = [
+            chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks
+        ]
+        return gather(
+            [self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known
+        )
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         max_tokens = self._limits.max_tokens(request)
@@ -231,7 +251,9 @@ class EmbeddedEngine:
         )
         return self._enter(scoring).future
 
-    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+    def score_whole(
+        self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
+    ) -> Future[PromptLogprobs]:
         self._limits.check_whole(tokens, first)
         top = min(top, self._loaded.vocabulary)
         return self._scheduler.enter(
@@ -263,7 +285,9 @@ class EmbeddedEngine:
 
     def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None
-        self._background.submit(self._links.note_use, request.request, request.link, request.refinement)
+        self._background.submit(
+            self._links.note_use, request.request, request.link, request.refinement
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Runs steps until it is closed or fails; then all unfinished requests fail.
 
-    Its thread owns the runner and the requests' sequences. It alone ends requests whose KV is there, so that the events
-    of a request come from one thread.
+    Its thread owns the runner and the requests' sequences. It alone ends requests whose KV is
+    there, so that the events of a request come from one thread.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class EngineLoop:
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` is told how long steps take, by the ``clock``; ``computing`` is a context entered around each
-        step."""
+        """``throughput`` is told how long steps take, by the ``clock``; ``computing`` is a context
+        entered around each step."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
@@ -59,7 +59,8 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the step that is under way, and wait until all requests have failed. Idempotent."""
+        """Stop after the step that is under way, and wait until all requests have failed.
+        Idempotent."""
         self._scheduler.close()
         self._thread.join()
 
@@ -102,7 +103,8 @@ class EngineLoop:
                 self._go_on(request, result)
 
     def _go_on(self, request: Request, result: StepResult) -> None:
-        """Process a request's part of the step's result: it advances, or leaves the step to begin again later."""
+        """Process a request's part of the step's result: it advances, or leaves the step to begin
+        again later."""
         sequence = request.sequence
         assert sequence is not None
         if sequence in result.left:
@@ -144,7 +146,8 @@ class EngineLoop:
 
 
 def _tell(ending: Ending) -> None:
-    """Call the ending; an error in it is logged, since it concerns one caller, and the thread serves all."""
+    """Call the ending; an error in it is logged, since it concerns one caller, and the thread
+    serves all."""
     try:
         ending()
     except Exception:

@@ -26,24 +26,33 @@ from kvlinker.settings import Settings, WeightFormat
 def load_model(settings: Settings) -> LoadedModel:
     """Load ``settings.model`` with its tokenizer, ready for the runner.
 
-    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
+    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be
+    linked exactly.
     """
     model, tokenizer = read_model(settings)
     dtype = next(model.parameters()).dtype
     name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
-    return prepare_model(model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name)
+    return prepare_model(
+        model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name
+    )
 
 
 @in_own_thread
 def prepare_model(
-    model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True, name: str | None = None
+    model: Any,
+    tokenizer: Any,
+    *,
+    weights: WeightFormat = "auto",
+    native: bool = True,
+    name: str | None = None,
 ) -> LoadedModel:
-    """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
-    ``weights``. With ``native``, native code multiplies by them and computes norms where the CPU multiplies bf16.
+    """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
+    weights the format ``weights``. With ``native``, native code multiplies by them and computes
+    norms where the CPU multiplies bf16.
 
-    ``name`` is the fingerprint of the model's files; without it that of the model is computed. Raises
-    UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that is not
-    installed.
+    ``name`` is the fingerprint of the model's files; without it that of the model is computed.
+    Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format
+    needs a library that is not installed.
     """
     with watch_linears(model) as linear_calls:
         layers = trace_layers(model)
@@ -69,6 +78,8 @@ def prepare_model(
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = (
+        model.generation_config.eos_token_id if model.generation_config is not None else None
+    )
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None)

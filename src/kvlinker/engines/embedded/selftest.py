@@ -12,8 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
-from kvlinker.engines.contract.selftest import CHUNK, GARBAGE, PROMPT_TOKENS, SCATTERED, TOLERANCE, SelfTestCheck
-from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, SharedChunk, VisibleKV
+from kvlinker.engines.contract.selftest import (
+    CHUNK,
+    GARBAGE,
+    PROMPT_TOKENS,
+    SCATTERED,
+    TOLERANCE,
+    SelfTestCheck,
+)
+from kvlinker.engines.embedded.execution.batch import (
+    Batch,
+    Capture,
+    OwnTokens,
+    Run,
+    SharedChunk,
+    VisibleKV,
+)
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import LayerShape, context_window, trace_layers
@@ -97,11 +111,15 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     for begin, end in SCATTERED:
         _spoil(runner.pool, begin, end)
     again = subject.computed(runner, SCATTERED)
-    yield SelfTestCheck("recompute", "scattered tokens computed again over garbage", _error(again, expected))
+    yield SelfTestCheck(
+        "recompute", "scattered tokens computed again over garbage", _error(again, expected)
+    )
 
     (chunk,) = capture.finish()
     linked = subject.linked(runner, {CHUNK: chunk})
-    yield SelfTestCheck("link", "a chunk's stored KV attended to at its position", _error(linked, expected))
+    yield SelfTestCheck(
+        "link", "a chunk's stored KV attended to at its position", _error(linked, expected)
+    )
 
     rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
     relative = max(rotary.relative_error(subject.window) for rotary in rotaries)
@@ -113,7 +131,9 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     further = max(subject.window - len(tokens), 0)
     there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
     here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
-    yield SelfTestCheck("move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here)
+    yield SelfTestCheck(
+        "move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here
+    )
     yield SelfTestCheck("far", f"the same, {further:,} positions further on", there)
 
 
@@ -127,7 +147,9 @@ class _Subject:
         self._model = model
         self.window = context_window(model)
         vocabulary = model.config.get_text_config().vocab_size
-        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(
+            0, vocabulary, PROMPT_TOKENS
+        )
 
     def oracle(self) -> Oracle:
         return Oracle(self._model, self.tokens, BEHIND)
@@ -146,7 +168,9 @@ class _Subject:
             own = np.arange(end - begin)
             captures[chunk] = Capture(self.layers, [(0, len(own))], dtype=torch.float32)
             visible_kv[chunk] = VisibleKV((), (SlotSpan(begin, len(own)),), own, OwnTokens(own, ()))
-            runs.append(Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk))
+            runs.append(
+                Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk)
+            )
         runner.step(Batch(tuple(runs), visible_kv))
         return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
 
@@ -155,11 +179,14 @@ class _Subject:
         place."""
         form = RotatedKeys(tuple(shape.rotary for shape in self.layers))
         shared = tuple(
-            SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens) for (begin, _), kv in chunks.items()
+            SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens)
+            for (begin, _), kv in chunks.items()
         )
         edges = [0, *(edge for chunk in chunks for edge in chunk), PROMPT_TOKENS - BEHIND]
         before = [run for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
-        behind = [(position, position + 1) for position in range(PROMPT_TOKENS - BEHIND, PROMPT_TOKENS)]
+        behind = [
+            (position, position + 1) for position in range(PROMPT_TOKENS - BEHIND, PROMPT_TOKENS)
+        ]
         return self.computed(runner, [*before, *behind], shared=shared)
 
     def computed(
@@ -173,7 +200,11 @@ class _Subject:
         """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end behind the
         chunks, when all are computed. Position p lies in slot p, but for tokens behind a shared
         chunk."""
-        own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
+        own = (
+            np.concatenate([np.arange(*run) for run in runs])
+            if shared
+            else np.arange(len(self.tokens))
+        )
         visible = VisibleKV(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
         found = []
         for begin, end in runs:
@@ -182,7 +213,9 @@ class _Subject:
             found.append(Run(slots, begin, self.tokens[begin:end], wants_logits, capture))
         batch = Batch(tuple(found), {None: visible})
         seen: list[Tensor] = []
-        handle = self._model.register_forward_hook(lambda model, args, output: seen.append(output.logits[0].float()))
+        handle = self._model.register_forward_hook(
+            lambda model, args, output: seen.append(output.logits[0].float())
+        )
         try:
             runner.step(batch)
         finally:

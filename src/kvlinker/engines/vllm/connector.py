@@ -1,4 +1,5 @@
-"""KVLinkerConnector, which vLLM loads by ``"kv_connector": "KVLinkerConnector"``; it passes vLLM's calls on."""
+"""KVLinkerConnector, which vLLM loads by ``"kv_connector": "KVLinkerConnector"``; it passes vLLM's
+calls on."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 class KVLinkerConnector(KVConnectorBase_V1):
     """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
 
-    ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those that it leaves out
-    come from ``KVLINKER_*`` variables and the TOML file.
+    ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those
+    that it leaves out come from ``KVLINKER_*`` variables and the TOML file.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -87,7 +88,9 @@ class KVLinkerConnector(KVConnectorBase_V1):
         if not is_worker:
             end_with_parent()
             signer = PlanSigner.of(settings.state_dir)
-            self._scheduler = TransferScheduler(limits=self._limits, signer=signer, is_stored=self._chunks.contains)
+            self._scheduler = TransferScheduler(
+                limits=self._limits, signer=signer, is_stored=self._chunks.contains
+            )
         self._worker: TransferWorker | None = None
         self._report = StepReport()
         self._results = WorkerResults()
@@ -102,19 +105,29 @@ class KVLinkerConnector(KVConnectorBase_V1):
             salt=request.cache_salt,
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        matched = self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        matched = self._scheduling.matched(
+            request.request_id, num_computed_tokens, request.num_tokens
+        )
         if matched[0] is None:
             forget_prefix(self._kv_cache_manager, request)
         return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(
-            request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
+            request.request_id,
+            request.all_token_ids,
+            blocks.get_block_ids()[0],
+            external=num_external_tokens,
         )
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Tell vLLM's metrics which tokens come from chunks; what linking computes has no source."""
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Tell vLLM's metrics which tokens come from chunks; what linking computes has no
+        source."""
         placed = self._scheduling.placed_tokens(request.request_id, external=num_external_tokens)
         by_source = {
             CacheHitSource.HOST: placed,
@@ -125,8 +138,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> TransfersMetadata:
         counts = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        prefilled = sum(count for name, count in counts.items() if count > 1 + len(drafts.get(name, ())))
-        transfers = self._scheduling.plan_step(scheduled_tokens=sum(counts.values()), prefilled_tokens=prefilled)
+        prefilled = sum(
+            count for name, count in counts.items() if count > 1 + len(drafts.get(name, ()))
+        )
+        transfers = self._scheduling.plan_step(
+            scheduled_tokens=sum(counts.values()), prefilled_tokens=prefilled
+        )
         return TransfersMetadata(transfers)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -135,18 +152,23 @@ class KVLinkerConnector(KVConnectorBase_V1):
             self._scheduling.note_report(metadata.report)
         self._scheduling.note_received(connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduling.finished(request.request_id)
 
     @property
     def _scheduling(self) -> TransferScheduler:
-        assert self._scheduler is not None, "vLLM calls the scheduler's methods of a worker's connector"
+        assert self._scheduler is not None, (
+            "vLLM calls the scheduler's methods of a worker's connector"
+        )
         return self._scheduler
 
     # What vLLM's workers call.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the worker's side. Raises UnsupportedModelError for a model that cannot be linked."""
+        """Make the worker's side. Raises UnsupportedModelError for a model that cannot be
+        linked."""
         try:
             self._worker = TransferWorker(
                 bind_caller(),
@@ -171,7 +193,9 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: all KV is loaded before the pass begins."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: nothing is saved from vLLM's own passes."""
 
     def wait_for_save(self) -> None:
@@ -188,8 +212,8 @@ class KVLinkerConnector(KVConnectorBase_V1):
         return results.invalid_blocks
 
     def build_connector_worker_meta(self) -> ReportMetadata:
-        """Return a report for every step, even an empty one, so that the scheduler side learns that the step is
-        done."""
+        """Return a report for every step, even an empty one, so that the scheduler side learns that
+        the step is done."""
         report, self._report = self._report, StepReport()
         return ReportMetadata(report)
 

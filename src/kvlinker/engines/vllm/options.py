@@ -12,8 +12,8 @@ from kvlinker.engines.vllm.scheduler.transfer_throttle import SLOWDOWN
 from kvlinker.settings import Settings, read_settings
 
 REFUSAL_FILE = "refusal_file"
-"""The option that names a file for the one line in which a worker says why it refuses the model: vLLM itself tells its
-front end only that it did not start."""
+"""The option that names a file for the one line in which a worker says why it refuses the model:
+vLLM itself tells its front end only that it did not start."""
 
 
 class ConnectorOptions(BaseModel):
@@ -25,14 +25,16 @@ class ConnectorOptions(BaseModel):
     """The most tokens that a step links while other requests are being computed."""
 
     slowdown: float = Field(SLOWDOWN, gt=1)
-    """The factor by which linking one request may lengthen the time between others' tokens, on average."""
+    """The factor by which linking one request may lengthen the time between others' tokens, on
+    average."""
 
     allow_untested: bool = False
     """True to run in versions of vLLM that kvlinker was not tested with."""
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Self:
-        """Remove the connector's options from ``options`` and return them. Raises InvalidRequestError."""
+        """Remove the connector's options from ``options`` and return them. Raises
+        InvalidRequestError."""
         options.pop(REFUSAL_FILE, None)
         own = {name: options.pop(name) for name in cls.model_fields if name in options}
         try:
@@ -46,5 +48,6 @@ class ConnectorOptions(BaseModel):
 
 
 def connector_settings(options: Mapping[str, Any]) -> Settings:
-    """Read kvlinker's settings, with these of ``kv_connector_extra_config``. Raises InvalidRequestError."""
+    """Read kvlinker's settings, with these of ``kv_connector_extra_config``. Raises
+    InvalidRequestError."""
     return read_settings(options, source=lambda name: f"kv_connector_extra_config: {name}")

@@ -1,4 +1,5 @@
-"""vLLM's entry point ``vllm.general_plugins``, which makes the connector known by name in every process."""
+"""vLLM's entry point ``vllm.general_plugins``, which makes the connector known by name in every
+process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """Have kvlinker's messages look like vLLM's, with time and level, in processes where nobody else takes them."""
+    """Have kvlinker's messages look like vLLM's, with time and level, in processes where nobody
+    else takes them."""
     own, theirs = logging.getLogger("kvlinker"), logging.getLogger("vllm")
     if not own.hasHandlers():
         own.setLevel(theirs.level)

@@ -1,4 +1,5 @@
-"""Baselines for comparison: the two ends of the scale, the ablation of positions, and prefix caching."""
+"""Baselines for comparison: the two ends of the scale, the ablation of positions, and prefix
+caching."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Naive(Policy):
 
 @register
 class NaiveUnpositioned(Naive):
-    """Recompute nothing, and leave keys at the positions they were computed at (Cache-Craft, Table 3)."""
+    """Recompute nothing, and leave keys at the positions they were computed at (Cache-Craft, Table
+    3)."""
 
     family = "naive-unpositioned"
     positioned = False
@@ -46,8 +48,9 @@ class NaiveUnpositioned(Naive):
 
 @register
 class Prefix(Policy):
-    """Keep the chunks at the start that are exact, recompute all that follows: prefix caching, as in vLLM and SGLang.
-    A chunk behind others is exact where a variant of it was computed behind just these."""
+    """Keep the chunks at the start that are exact, recompute all that follows: prefix caching, as
+    in vLLM and SGLang. A chunk behind others is exact where a variant of it was computed behind
+    just these."""
 
     family = "prefix"
     needs = Needs(variants=True)
@@ -66,7 +69,10 @@ class Prefix(Policy):
                 continue
             before = tuple(prompt.with_chunks([*found, *rest]).tokens_before(len(found)))
             for index in reversed(range(len(rest) if self.reorders else 1)):
-                stored = [rest[index], *(variant.chunk for variant in library.variants(rest[index]))]
+                stored = [
+                    rest[index],
+                    *(variant.chunk for variant in library.variants(rest[index])),
+                ]
                 exact = [chunk for chunk in stored if chunk.prefix == before]
                 partial += [([*found, chunk], rest[:index] + rest[index + 1 :]) for chunk in exact]
         return prompt.with_chunks(best)
@@ -77,8 +83,8 @@ class Prefix(Policy):
 
 @register
 class SetPrefix(Prefix):
-    """Like ``prefix``, after putting the chunks into the order of the longest prefix that is cached (Cache-Craft's
-    Set-Cache). The model then reads them in that order."""
+    """Like ``prefix``, after putting the chunks into the order of the longest prefix that is cached
+    (Cache-Craft's Set-Cache). The model then reads them in that order."""
 
     family = "set-prefix"
     reorders = True

@@ -1,5 +1,5 @@
-"""CacheBlend recomputes the tokens whose KV deviates most from what was cached, chosen layer by layer: a given share of
-them, or as many as loading hides."""
+"""CacheBlend recomputes the tokens whose KV deviates most from what was cached, chosen layer by
+layer: a given share of them, or as many as loading hides."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from kvlinker.prompting.segments import Prompt
 
 @register
 class CacheBlend(Policy):
-    """Recompute the tokens with the highest KV deviation, chosen layer by layer, r percent on average (CacheBlend,
-    section 4.3). Layer 0 computes all tokens; from layer 1 on ever fewer stay (gradual filtering): s·(1 + d/100)
-    percent in layer 1, falling in equal steps to s·(1 - d/100) in the last, where s makes the average over all layers r
-    (but is at least r/2, in models of few layers). With ``onestep``, layer 1 decides for all layers: s percent."""
+    """Recompute the tokens with the highest KV deviation, chosen layer by layer, r percent on
+    average (CacheBlend, section 4.3). Layer 0 computes all tokens; from layer 1 on ever fewer stay
+    (gradual filtering): s·(1 + d/100) percent in layer 1, falling in equal steps to s·(1 - d/100)
+    in the last, where s makes the average over all layers r (but is at least r/2, in models of few
+    layers). With ``onestep``, layer 1 decides for all layers: s percent."""
 
     family = "cacheblend"
 
     percent: float = percentage()
     schedule: str = choice("when tokens are dropped", "gradual", "onestep")
     deviation: str = choice("what deviates", "kv", "k", "v")
-    spread: float = number("percent of s between its first and its average value", 0, 100, prefix="d", default=25)
+    spread: float = number(
+        "percent of s between its first and its average value", 0, 100, prefix="d", default=25
+    )
 
     @property
     def needs(self) -> Needs:
@@ -66,10 +69,11 @@ class CacheBlend(Policy):
 
 @register
 class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know the defaults that ``choice`` gives
-    """Recompute like CacheBlend, with the r that loading hides (CacheBlend, section 5.1): computing r percent of the
-    chunks' tokens takes as long as reading the chunks from the tiers in which they lie, both as measured on this
-    machine. At least ``percent``, also where nothing is measured; where loading would take longer than computing
-    everything, everything is computed, and nothing loaded."""
+    """Recompute like CacheBlend, with the r that loading hides (CacheBlend, section 5.1): computing
+    r percent of the chunks' tokens takes as long as reading the chunks from the tiers in which they
+    lie, both as measured on this machine. At least ``percent``, also where nothing is measured;
+    where loading would take longer than computing everything, everything is computed, and nothing
+    loaded."""
 
     family = "cacheblend-auto"
 
@@ -83,4 +87,6 @@ class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know th
         percent = forecast.hidden_percent(self.percent)
         if percent == 100 > self.percent:
             return Full()
-        return CacheBlend(max(self.percent, round(percent, 1)), self.schedule, self.deviation, self.spread)
+        return CacheBlend(
+            max(self.percent, round(percent, 1)), self.schedule, self.deviation, self.spread
+        )

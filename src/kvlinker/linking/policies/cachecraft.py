@@ -1,4 +1,5 @@
-"""Cache-Craft scores how reusable a chunk's KV is behind other chunks than those that it was computed behind."""
+"""Cache-Craft scores how reusable a chunk's KV is behind other chunks than those that it was
+computed behind."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from kvlinker.prompting.segments import Prompt
 
 
 def context_impact(chunk: Contextualization) -> float:
-    """Compute CCI = 1 / (1 + exp(-a / b)): from 0.5, for a chunk that looked at nothing before it, to 1 (equations 9 to
-    11)."""
+    """Compute CCI = 1 / (1 + exp(-a / b)): from 0.5, for a chunk that looked at nothing before it,
+    to 1 (equations 9 to 11)."""
     outside = sum(before.attention / (chunk.tokens * before.tokens) for before in chunk.context)
     inside = chunk.intra / chunk.tokens**2
     if not outside:
@@ -31,11 +32,11 @@ def context_impact(chunk: Contextualization) -> float:
 
 
 def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
-    """Compute β: the share of the chunk's attention on earlier chunks that went to those that stand before it now,
-    whatever their order (equation 6).
+    """Compute β: the share of the chunk's attention on earlier chunks that went to those that stand
+    before it now, whatever their order (equation 6).
 
-    ``new`` are the contents of the chunks before it. Where it was computed behind no chunk, β is 1 if none stands
-    before it now either, else 0.
+    ``new`` are the contents of the chunks before it. Where it was computed behind no chunk, β is 1
+    if none stands before it now either, else 0.
     """
     total = sum(before.attention for before in chunk.context)
     if not total:
@@ -45,10 +46,14 @@ def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
 
 
 def order_penalty(chunk: Contextualization, new: Sequence[str]) -> float:
-    """Compute γ: the normalised Kendall tau distance of the common chunks' old and new order (equation 7); 0 for fewer
-    than 2."""
+    """Compute γ: the normalised Kendall tau distance of the common chunks' old and new order
+    (equation 7); 0 for fewer than 2."""
     place = {content: index for index, content in reversed(list(enumerate(new)))}
-    common = [place[content] for content in dict.fromkeys(b.content for b in chunk.context) if content in place]
+    common = [
+        place[content]
+        for content in dict.fromkeys(b.content for b in chunk.context)
+        if content in place
+    ]
     if len(common) < 2:
         return 0.0
     discordant = sum(first > second for first, second in combinations(common, 2))
@@ -61,13 +66,14 @@ def adjusted_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
 
 
 def fix_overhead(chunk: Contextualization, new: Sequence[str], alpha: float = 1.0) -> float:
-    """Compute CFO = α·CCI·(1 - β′), clipped to [0, 1]: the share of the chunk's tokens to recompute (equation 12)."""
+    """Compute CFO = α·CCI·(1 - β′), clipped to [0, 1]: the share of the chunk's tokens to recompute
+    (equation 12)."""
     return min(1.0, alpha * context_impact(chunk) * (1 - adjusted_overlap(chunk, new)))
 
 
 def in_focus(evidence: LayerEvidence, window: int) -> NDArray[np.bool_] | None:
-    """Find the active tokens of focused chunks, [active], in the layer in which the focus becomes stable; None in all
-    others."""
+    """Find the active tokens of focused chunks, [active], in the layer in which the focus becomes
+    stable; None in all others."""
     if evidence.cached.sum() < evidence.selected:
         return None  # it has been stable before
     stable = stable_focus(evidence.chunk_attention(), window)
@@ -80,10 +86,12 @@ def in_focus(evidence: LayerEvidence, window: int) -> NDArray[np.bool_] | None:
 
 
 def focused_chunks(attention: NDArray[np.floating]) -> frozenset[int]:
-    """Find the chunks that the question's ``attention`` [chunks] singles out (Algorithm 1, lines 4 to 9).
+    """Find the chunks that the question's ``attention`` [chunks] singles out (Algorithm 1, lines 4
+    to 9).
 
-    Sorted in descending order, the differences of neighbours are normalised to p; the set ends where the running
-    entropy of p grows most. With fewer than three chunks, and where all get the same, all are focused.
+    Sorted in descending order, the differences of neighbours are normalised to p; the set ends
+    where the running entropy of p grows most. With fewer than three chunks, and where all get the
+    same, all are focused.
     """
     order = np.argsort(-attention, kind="stable")
     gaps = -np.diff(attention[order].astype(np.float64))
@@ -95,8 +103,8 @@ def focused_chunks(attention: NDArray[np.floating]) -> frozenset[int]:
 
 
 def stable_focus(attention: NDArray[np.floating], window: int) -> tuple[frozenset[int], int] | None:
-    """Find the focused chunks, and the layer after which they were the same for ``window`` layers (Algorithm 1); None
-    while they were not.
+    """Find the focused chunks, and the layer after which they were the same for ``window`` layers
+    (Algorithm 1); None while they were not.
 
     ``attention`` [layers, chunks] is the question's in each layer; sums run over the layers.
     """
@@ -109,14 +117,17 @@ def stable_focus(attention: NDArray[np.floating], window: int) -> tuple[frozense
 
 @register
 class CacheCraft(Policy):
-    """Recompute of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier chunks most when its
-    KV was computed (Cache-Craft, section 3); of a chunk that was computed behind none, the first ones. The variant with
-    the lowest CFO is taken. With ``focus``, tokens of chunks that the question does not focus on are dropped once the
-    focus has been the same for w layers."""
+    """Recompute of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier
+    chunks most when its KV was computed (Cache-Craft, section 3); of a chunk that was computed
+    behind none, the first ones. The variant with the lowest CFO is taken. With ``focus``, tokens of
+    chunks that the question does not focus on are dropped once the focus has been the same for w
+    layers."""
 
     family = "cachecraft"
 
-    alpha: float = number("alpha", 0, 1000, whole=False, trials=(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2))
+    alpha: float = number(
+        "alpha", 0, 1000, whole=False, trials=(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2)
+    )
     termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
     window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
 
@@ -127,7 +138,9 @@ class CacheCraft(Policy):
         return Needs(scores=True, variants=True, layers=layers, chunk_attention=focuses)
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        return prompt.with_chunks(self._best(prompt, index, library) for index in range(len(prompt.chunks)))
+        return prompt.with_chunks(
+            self._best(prompt, index, library) for index in range(len(prompt.chunks))
+        )
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
@@ -149,8 +162,12 @@ class CacheCraft(Policy):
         ]
         return (
             Score("cci", np.array([context_impact(chunk) for chunk in known])),
-            Score("beta", np.array([prefix_overlap(*pair) for pair in zip(known, new, strict=True)])),
-            Score("gamma", np.array([order_penalty(*pair) for pair in zip(known, new, strict=True)])),
+            Score(
+                "beta", np.array([prefix_overlap(*pair) for pair in zip(known, new, strict=True)])
+            ),
+            Score(
+                "gamma", np.array([order_penalty(*pair) for pair in zip(known, new, strict=True)])
+            ),
             Score("cfo", np.array(overheads)),
             *inter,
         )
@@ -160,18 +177,33 @@ class CacheCraft(Policy):
         """Find the variant with the lowest CFO; of equal ones, one that is exact."""
         chunk, new = prompt.chunks[index], prompt.contents[:index]
         before = tuple(prompt.tokens_before(index))
-        stored = [Variant(chunk, Contextualization(len(chunk), intra=0.0)), *library.variants(chunk)]
-        best = min(stored, key=lambda known: (fix_overhead(known.contextualization, new), known.chunk.prefix != before))
+        stored = [
+            Variant(chunk, Contextualization(len(chunk), intra=0.0)),
+            *library.variants(chunk),
+        ]
+        best = min(
+            stored,
+            key=lambda known: (
+                fix_overhead(known.contextualization, new),
+                known.chunk.prefix != before,
+            ),
+        )
         return best.chunk
 
     def _known(self, prompt: Prompt, evidence: Evidence, index: int) -> Contextualization:
         scores = evidence.scores(index)
-        return Contextualization(len(prompt.chunks[index]), intra=0.0) if scores is None else scores.contextualization
+        return (
+            Contextualization(len(prompt.chunks[index]), intra=0.0)
+            if scores is None
+            else scores.contextualization
+        )
 
     def _overhead(self, prompt: Prompt, evidence: Evidence, index: int) -> float:
         if prompt.spans[index].exact:
             return 0.0
-        return fix_overhead(self._known(prompt, evidence, index), prompt.contents[:index], self.alpha)
+        return fix_overhead(
+            self._known(prompt, evidence, index), prompt.contents[:index], self.alpha
+        )
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
         return in_focus(evidence, self.window) if self.termination == "focus" else None

@@ -18,7 +18,8 @@ from kvlinker.prompting.segments import Prompt
 class Random(Policy):
     """Recompute r percent of every inexact chunk's tokens, at random (Cache-Craft's Random-Recomp).
 
-    The choice depends on the prompt's tokens alone, so that a request gives the same answer every time.
+    The choice depends on the prompt's tokens alone, so that a request gives the same answer every
+    time.
     """
 
     family = "random"
@@ -37,8 +38,8 @@ class Random(Policy):
 
 @register
 class HeavyHitters(Policy):
-    """Recompute the r percent of every inexact chunk's tokens that the chunk itself attends to most (Cache-Craft's
-    Prefill-H2O, after the heavy hitters of H2O)."""
+    """Recompute the r percent of every inexact chunk's tokens that the chunk itself attends to most
+    (Cache-Craft's Prefill-H2O, after the heavy hitters of H2O)."""
 
     family = "h2o"
     needs = Needs(scores=True)
@@ -51,7 +52,9 @@ class HeavyHitters(Policy):
             scores = evidence.scores(index)
             if not span.exact:
                 received = np.zeros(span.length) if scores is None else scores.received
-                selected[span.start : span.end] = highest(received, share(self.percent, span.length))
+                selected[span.start : span.end] = highest(
+                    received, share(self.percent, span.length)
+                )
         return selected
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:

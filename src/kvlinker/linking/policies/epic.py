@@ -14,8 +14,9 @@ from kvlinker.prompting.segments import Prompt
 
 @register
 class LegoLink(Policy):
-    """Recompute the first k tokens of every chunk (EPIC, ICML 2025), where an independently computed chunk keeps its
-    attention sink, which disappears once those tokens are computed in sight of what stands before them."""
+    """Recompute the first k tokens of every chunk (EPIC, ICML 2025), where an independently
+    computed chunk keeps its attention sink, which disappears once those tokens are computed in
+    sight of what stands before them."""
 
     family = "legolink"
 
@@ -33,7 +34,8 @@ class LegoLink(Policy):
 class AttnLink(Policy):
     """Recompute k/2 tokens on each side of every chunk boundary (EPIC, first version, section 4.2).
 
-    A boundary is the start of a chunk that is not exact. With an odd k the later side gets the odd token.
+    A boundary is the start of a chunk that is not exact. With an odd k the later side gets the odd
+    token.
     """
 
     family = "attnlink"

@@ -16,10 +16,11 @@ from kvlinker.prompting.segments import Prompt
 
 @register
 class Query(Policy):
-    """Recompute the r percent of the cached tokens that the prompt's last token attends to most, mean over layers and
-    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³). With ``sensitive``,
-    the attention on a token counts by its sensitivity, which is how far its KV moved behind another text when its
-    chunk was created: nothing is spent on tokens that mean the same behind any text."""
+    """Recompute the r percent of the cached tokens that the prompt's last token attends to most,
+    mean over layers and heads, in a first pass of the fresh tokens over the cached KV (ours, after
+    ProphetKV and A³). With ``sensitive``, the attention on a token counts by its sensitivity, which
+    is how far its KV moved behind another text when its chunk was created: nothing is spent on
+    tokens that mean the same behind any text."""
 
     family = "query"
 
@@ -53,7 +54,8 @@ def _attention(evidence: Evidence) -> NDArray[np.float32]:
 
 
 def _sensitivity(prompt: Prompt, evidence: Evidence) -> NDArray[np.float32]:
-    """Return the sensitivity of every token, [tokens]; where it was not measured, the mean of the others, or 1."""
+    """Return the sensitivity of every token, [tokens]; where it was not measured, the mean of the
+    others, or 1."""
     found = _measured(prompt, evidence)
     known = ~np.isnan(found)
     return np.where(known, found, found[known].mean() if known.any() else np.float32(1))

@@ -1,5 +1,5 @@
-"""Knows in which form models write reasoning and calls of tools: one JSON file for each, found by the model's chat
-template. ``form`` makes grammars of it, and ``reader`` reads answers.
+"""Knows in which form models write reasoning and calls of tools: one JSON file for each, found by
+the model's chat template. ``form`` makes grammars of it, and ``reader`` reads answers.
 
 | field | meaning |
 |---|---|
@@ -9,8 +9,9 @@ template. ``form`` makes grammars of it, and ``reader`` reads answers.
 | `calls` | the form of calls: see below |
 | `response_template` | transformers' response template, which parses answers; `thinking` is reasoning |
 
-`calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls; `between` two of them,
-null where there is only one; and `trigger`, with which calls begin behind a text, null where they are the whole answer.
+`calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls;
+`between` two of them, null where there is only one; and `trigger`, with which calls begin behind a
+text, null where they are the whole answer.
 """
 
 from __future__ import annotations
@@ -37,4 +38,8 @@ def answer_forms() -> dict[str, dict[str, Any]]:
 
 def form_for(chat_template: str) -> dict[str, Any]:
     """Return the data of the form of the model that has this chat template."""
-    return next(form for form in answer_forms().values() if all(text in chat_template for text in form["when"]))
+    return next(
+        form
+        for form in answer_forms().values()
+        if all(text in chat_template for text in form["when"])
+    )

@@ -1,5 +1,5 @@
-"""Knows one model's form of answers in a conversation: makes grammars that enforce it, and readers that tell reasoning
-and calls of tools from text.
+"""Knows one model's form of answers in a conversation: makes grammars that enforce it, and readers
+that tell reasoning and calls of tools from text.
 
 Readers follow the response template that the tokenizer brings, or one of the folder's.
 """
@@ -28,7 +28,8 @@ class AnswerForm:
     """Transformers' response template."""
 
     reasoning: tuple[str, str] | None
-    """The texts around reasoning; None for a model that does not reason, or in a way that is not known."""
+    """The texts around reasoning; None for a model that does not reason, or in a way that is not
+    known."""
 
     calls: Mapping[str, str | None]
     """The form of calls, as in the folder's files."""
@@ -49,9 +50,15 @@ class AnswerForm:
         if thoughts is not None and thoughts["when"] in (chat_template or ""):
             reasoning = (thoughts["open"], thoughts["close"])
         own = getattr(tokenizer, "response_template", None)
-        template = own or _without(known["response_template"], () if reasoning else REASONING_FIELDS)
+        template = own or _without(
+            known["response_template"], () if reasoning else REASONING_FIELDS
+        )
         texts = [*_texts(template["fields"]), *_texts(known["calls"]), *(reasoning or ())]
-        marks = {index: token for index, token in added.items() if any(token.content in text for text in texts)}
+        marks = {
+            index: token
+            for index, token in added.items()
+            if any(token.content in text for text in texts)
+        }
         return cls(
             template,
             reasoning,
@@ -61,18 +68,24 @@ class AnswerForm:
         )
 
     def reader(self, tail: str, tools: Sequence[Tool]) -> AnswerReader:
-        """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens included; without ``tools``,
-        text that looks like a call is text."""
+        """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens
+        included; without ``tools``, text that looks like a call is text."""
         template = self.template if tools else _without(self.template, ("tool_calls",))
-        return AnswerReader(AnswerParser(dict(template), prefix=tail, tools=[dict(tool) for tool in tools]))
+        return AnswerReader(
+            AnswerParser(dict(template), prefix=tail, tools=[dict(tool) for tool in tools])
+        )
 
     def calls_grammar(self, tools: Sequence[Tool], *, tail: str, several: bool) -> AnswerGrammar:
-        """Return the grammar of answers that call one of ``tools``, or ``several`` times some of them."""
+        """Return the grammar of answers that call one of ``tools``, or ``several`` times some of
+        them."""
         rules = self._calls(tools, several=several)
-        return AnswerGrammar("lark", f"start: {self._lead(tail)} calls\n{self._lead_rules()}{rules}", "tools")
+        return AnswerGrammar(
+            "lark", f"start: {self._lead(tail)} calls\n{self._lead_rules()}{rules}", "tools"
+        )
 
     def free_grammar(self, tools: Sequence[Tool], *, tail: str, several: bool) -> AnswerGrammar:
-        """Return the grammar of answers of any text, which may end with calls of ``tools``: one, or ``several``."""
+        """Return the grammar of answers of any text, which may end with calls of ``tools``: one, or
+        ``several``."""
         trigger = self.calls.get("trigger")
         rules = self._calls(tools, several=several, begun=trigger or "")
         if trigger is None:
@@ -88,8 +101,8 @@ class AnswerForm:
     def framed(
         self, grammar: AnswerGrammar, *, tail: str, tools: Sequence[Tool] = (), several: bool = True
     ) -> AnswerGrammar:
-        """Return a grammar of answers that may reason before they follow ``grammar``, or call one of ``tools``
-        instead."""
+        """Return a grammar of answers that may reason before they follow ``grammar``, or call one
+        of ``tools`` instead."""
         lead = self._lead(tail)
         if not lead and not tools:
             return grammar
@@ -131,11 +144,19 @@ class AnswerForm:
             rules.append(f"more: {_either('next', tools)}")
         for index, tool in enumerate(tools):
             function = function_of(tool)
-            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": json_style()}
+            schema = {
+                "type": "object",
+                **(function.get("parameters") or {}),
+                "x-guidance": json_style(),
+            }
             rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
             for name, call in (("first", first), ("next", next_call))[: 2 if more else 1]:
-                before, _, after = call.replace("{name}", json.dumps(function["name"])[1:-1]).partition("{arguments}")
-                rules.append(f"{name}_{index}: {self._literal(before)} arguments_{index} {self._literal(after)}")
+                before, _, after = call.replace(
+                    "{name}", json.dumps(function["name"])[1:-1]
+                ).partition("{arguments}")
+                rules.append(
+                    f"{name}_{index}: {self._literal(before)} arguments_{index} {self._literal(after)}"
+                )
         return "\n".join(rules) + "\n"
 
     def _literal(self, text: str) -> str:

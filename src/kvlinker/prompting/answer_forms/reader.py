@@ -1,4 +1,5 @@
-"""Reads what a model answers in a conversation: tells its reasoning and its calls of tools from its text."""
+"""Reads what a model answers in a conversation: tells its reasoning and its calls of tools from its
+text."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _Event = dict[str, Any]
 
 
 class AnswerReader:
-    """Reads one answer as it comes. A call that cannot be parsed, such as one that is not JSON, is told as the text
-    that it is, marks included, and so is all that follows."""
+    """Reads one answer as it comes. A call that cannot be parsed, such as one that is not JSON, is
+    told as the text that it is, marks included, and so is all that follows."""
 
     def __init__(self, parser: AnswerParser | None = None) -> None:
         """Without a parser, all of the answer is content."""
@@ -32,7 +33,8 @@ class AnswerReader:
         self._trims = self._regions > 0
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take the next piece of the answer, and return what it is, as far as that is clear, in order."""
+        """Take the next piece of the answer, and return what it is, as far as that is clear, in
+        order."""
         if self._parser is None:
             return [AnswerPiece(content=text)]
         return list(self._pieces(self._parser.feed(text)))
@@ -67,10 +69,11 @@ class AnswerReader:
 
 
 class AnswerParser(ResponseParser):  # type: ignore[misc]
-    """Extends transformers' parser: the event with which calls end has them as ``calls``, and an event ``unparsed`` has
-    the ``text`` of a call that is none, from its first mark on.
+    """Extends transformers' parser: the event with which calls end has them as ``calls``, and an
+    event ``unparsed`` has the ``text`` of a call that is none, from its first mark on.
 
-    Transformers' own raises an error there, and with it loses the marks and what stands before the call.
+    Transformers' own raises an error there, and with it loses the marks and what stands before the
+    call.
     """
 
     _given = 0
@@ -79,8 +82,11 @@ class AnswerParser(ResponseParser):  # type: ignore[misc]
     _call_start = 0
     """Where in the buffer the last call begins."""
 
-    def __init__(self, template: Mapping[str, Any], *, prefix: str, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Begin behind the prompt that ends with ``prefix``; ``tools`` say of which types arguments are."""
+    def __init__(
+        self, template: Mapping[str, Any], *, prefix: str, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Begin behind the prompt that ends with ``prefix``; ``tools`` say of which types arguments
+        are."""
         super().__init__(template, prefix=prefix, tools=list(tools))
         self._given = len(self._buffer)
 
@@ -111,7 +117,8 @@ class AnswerParser(ResponseParser):  # type: ignore[misc]
 
 
 def _tool_call(value: Mapping[str, Any]) -> ToolCall:
-    """Make a call of what the parser found. Raises ValueError, KeyError or TypeError for what is none."""
+    """Make a call of what the parser found. Raises ValueError, KeyError or TypeError for what is
+    none."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):

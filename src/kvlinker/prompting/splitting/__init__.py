@@ -3,7 +3,13 @@
 from kvlinker.base.types.texts import Piece
 from kvlinker.prompting.splitting.limit import TokenLimit
 from kvlinker.prompting.splitting.split import MAX_PIECE_TOKENS, split_text
-from kvlinker.prompting.splitting.splitter import Splitter, cut_at, find_splitter, register, splitters
+from kvlinker.prompting.splitting.splitter import (
+    Splitter,
+    cut_at,
+    find_splitter,
+    register,
+    splitters,
+)
 
 __all__ = [
     "MAX_PIECE_TOKENS",

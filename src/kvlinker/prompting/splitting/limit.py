@@ -1,7 +1,9 @@
-"""The limit of a piece in tokens: counts them, packs pieces that fit together, and cuts those that are too long.
+"""The limit of a piece in tokens: counts them, packs pieces that fit together, and cuts those that
+are too long.
 
-Tokenizers are not additive: two pieces joined may have more or fewer tokens than both alone. So every piece is encoded
-as it will stand alone; the token boundaries of the whole text only suggest where to cut.
+Tokenizers are not additive: two pieces joined may have more or fewer tokens than both alone. So
+every piece is encoded as it will stand alone; the token boundaries of the whole text only suggest
+where to cut.
 """
 
 from __future__ import annotations
@@ -19,15 +21,21 @@ _GRAPHEME = regex.compile(r"\X")
 
 
 class TokenLimit:
-    """Packs and cuts the pieces of one text, so that each encodes to at most ``max_tokens`` ids when alone."""
+    """Packs and cuts the pieces of one text, so that each encodes to at most ``max_tokens`` ids
+    when alone."""
 
-    def __init__(self, encoder: TextEncoder, max_tokens: int, most_pieces: int | None = None) -> None:
+    def __init__(
+        self, encoder: TextEncoder, max_tokens: int, most_pieces: int | None = None
+    ) -> None:
         """``most_pieces`` are the most that a text may have in the end; None for any number."""
         self.max_tokens = max_tokens
         self._most_pieces = most_pieces
         self._encoder = encoder
         self._counts: dict[str, int] = {}
-        self._read: tuple[str, list[int]] = ("", [])  # the text whose token starts were asked for last, and these
+        self._read: tuple[str, list[int]] = (
+            "",
+            [],
+        )  # the text whose token starts were asked for last, and these
 
     def check_pieces(self, count: int) -> None:
         """Raises InvalidRequestError for more pieces than a text may have."""
@@ -45,8 +53,8 @@ class TokenLimit:
         return [self._counts[piece] for piece in pieces]
 
     def token_starts(self, text: str) -> list[int]:
-        """Return the index of the first character of each token; a text is encoded once, however often it is asked
-        for in a row."""
+        """Return the index of the first character of each token; a text is encoded once, however
+        often it is asked for in a row."""
         if self._read[0] != text:
             self._read = (text, self._encoder.token_starts(text))
         return self._read[1]
@@ -54,9 +62,11 @@ class TokenLimit:
     def fits(self, piece: str) -> bool:
         return self.counts([piece])[0] <= self.max_tokens
 
-    def limited(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
-        """Return the pieces, with those over the limit replaced by the result of ``cut``: by default
-        ``cut_at_words``."""
+    def limited(
+        self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None
+    ) -> list[str]:
+        """Return the pieces, with those over the limit replaced by the result of ``cut``: by
+        default ``cut_at_words``."""
         result: list[str] = []
         self.check_pieces(len(pieces))
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
@@ -64,9 +74,11 @@ class TokenLimit:
             self.check_pieces(len(result))
         return result
 
-    def packed(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
-        """Join as many neighbouring pieces as fit, and return the result; those over the limit are cut as in
-        ``limited``."""
+    def packed(
+        self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None
+    ) -> list[str]:
+        """Join as many neighbouring pieces as fit, and return the result; those over the limit are
+        cut as in ``limited``."""
         text = "".join(pieces)
         starts = self.token_starts(text)
         ends = [0, *accumulate(len(piece) for piece in pieces)]
@@ -85,20 +97,21 @@ class TokenLimit:
         return self.limited(result, cut)
 
     def cut(self, text: str) -> list[str]:
-        """Cut the text into pieces as long as the limit allows. Raises InvalidRequestError if a single character is
-        over it."""
+        """Cut the text into pieces as long as the limit allows. Raises InvalidRequestError if a
+        single character is over it."""
         return self._cut(text, at_words=False)
 
     def cut_at_words(self, text: str) -> list[str]:
-        """Cut the text into pieces as long as the limit allows, or down to half as long where that lets them end
-        between words.
+        """Cut the text into pieces as long as the limit allows, or down to half as long where that
+        lets them end between words.
 
         Raises InvalidRequestError if a single character is over the limit.
         """
         return self._cut(text, at_words=True)
 
     def without_blanks(self, pieces: Iterable[str]) -> list[str]:
-        """Return the pieces, with those of whitespace alone joined to a neighbour wherever the limit allows."""
+        """Return the pieces, with those of whitespace alone joined to a neighbour wherever the
+        limit allows."""
         result: list[str] = []
         for piece in pieces:
             self._join(result, piece)
@@ -113,7 +126,8 @@ class TokenLimit:
         return piece.isspace() or self.counts([piece]) == [0]
 
     def _join(self, pieces: list[str], piece: str) -> None:
-        """Add ``piece`` to the last of ``pieces`` if one of the two is blank and both fit, or else as a new one."""
+        """Add ``piece`` to the last of ``pieces`` if one of the two is blank and both fit, or else
+        as a new one."""
         blank = pieces and (self.is_blank(piece) or self.is_blank(pieces[-1]))
         if blank and self.fits(pieces[-1] + piece):
             pieces[-1] += piece
@@ -132,8 +146,8 @@ class TokenLimit:
         return pieces
 
     def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
-        """Return the end of the longest piece from ``begin`` on that is within the limit; ``starts`` are the token
-        starts."""
+        """Return the end of the longest piece from ``begin`` on that is within the limit;
+        ``starts`` are the token starts."""
         token = bisect_left(starts, begin)
         budget = self.max_tokens
         while True:
@@ -151,8 +165,8 @@ class TokenLimit:
             budget = max(0, budget - excess)
 
     def _shared(self, left: str, blank: str) -> list[str]:
-        """Return ``left`` and ``blank``, with the end of ``left`` moved to ``blank`` if both then are within the
-        limit."""
+        """Return ``left`` and ``blank``, with the end of ``left`` moved to ``blank`` if both then
+        are within the limit."""
         last = len(left.rstrip()) - 1
         for cut in (_last_word_boundary(left, 0, last), _grapheme_start(left, 0, last)):
             head, tail = left[:cut], left[cut:] + blank
@@ -162,7 +176,8 @@ class TokenLimit:
 
 
 def _cut_position(text: str, begin: int, target: int, *, at_words: bool) -> int:
-    """Return the best place for a cut after ``begin`` and not after ``target``, at least one character on."""
+    """Return the best place for a cut after ``begin`` and not after ``target``, at least one
+    character on."""
     if target >= len(text):
         return len(text)
     if target <= begin + 1:
@@ -177,12 +192,16 @@ def _cut_position(text: str, begin: int, target: int, *, at_words: bool) -> int:
 
 
 def _last_word_boundary(text: str, begin: int, end: int) -> int:
-    """Return the last position in (begin, end] where a cut goes between words; ``begin`` if there is none."""
-    return next((position for position in range(end, begin, -1) if _is_word_boundary(text, position)), begin)
+    """Return the last position in (begin, end] where a cut goes between words; ``begin`` if there
+    is none."""
+    return next(
+        (position for position in range(end, begin, -1) if _is_word_boundary(text, position)), begin
+    )
 
 
 def _is_word_boundary(text: str, position: int) -> bool:
-    """Return whether a word ends or a line begins here; the space before a word belongs to the word."""
+    """Return whether a word ends or a line begins here; the space before a word belongs to the
+    word."""
     before, after = text[position - 1], text[position]
     if before in "\r\n":
         return after not in "\r\n"
@@ -190,7 +209,8 @@ def _is_word_boundary(text: str, position: int) -> bool:
 
 
 def _grapheme_start(text: str, begin: int, position: int) -> int:
-    """Return the start of the user-perceived character at ``position``, with characters counted from ``begin`` on."""
+    """Return the start of the user-perceived character at ``position``, with characters counted
+    from ``begin`` on."""
     around = text[position - 1 : position + 1]
     if position > begin and around.isascii() and around != "\r\n":
         return position

@@ -23,8 +23,9 @@ class Splitter(ABC):
     def split(self, text: str, limit: TokenLimit) -> Sequence[str]:
         """Return the pieces of ``text`` in their order; joined, they must be ``text`` again.
 
-        ``text`` is not blank. ``limit`` counts tokens, and packs or cuts pieces. Pieces may be over the limit, or
-        blank: the caller cuts the former between words, and joins the latter to a neighbour.
+        ``text`` is not blank. ``limit`` counts tokens, and packs or cuts pieces. Pieces may be over
+        the limit, or blank: the caller cuts the former between words, and joins the latter to a
+        neighbour.
         """
 
     @classmethod
@@ -66,9 +67,11 @@ def find_splitter(name: str) -> Splitter:
 
 
 def cut_at(text: str, ends: Iterable[int]) -> list[str]:
-    """Return the pieces of ``text`` between these positions, which ascend; joined, they are ``text``.
+    """Return the pieces of ``text`` between these positions, which ascend; joined, they are
+    ``text``.
 
-    Blank text at the beginning goes with the piece after it, other blank text with the piece before.
+    Blank text at the beginning goes with the piece after it, other blank text with the piece
+    before.
     """
     pieces: list[str] = []
     start = 0

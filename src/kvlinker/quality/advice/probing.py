@@ -1,4 +1,5 @@
-"""Measures what advice on tiers needs: the prefill of a context, and how fast each configured tier delivers its KV.
+"""Measures what advice on tiers needs: the prefill of a context, and how fast each configured tier
+delivers its KV.
 
 Every figure is the median of several measurements, so that one that was disturbed does not count.
 """
@@ -27,7 +28,13 @@ from kvlinker.llm import LLM
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from kvlinker.quality.advice.recommendation import TierFigures
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
-from kvlinker.quality.bench.harness.measurement import TENANT, Workload, cache_chunks, first_token, greedy_request
+from kvlinker.quality.bench.harness.measurement import (
+    TENANT,
+    Workload,
+    cache_chunks,
+    first_token,
+    greedy_request,
+)
 from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
@@ -51,7 +58,8 @@ _FRESH_TOKENS = 32
 
 
 class ProbeFailedError(Exception):
-    """Raised where a tier did not take the samples, or not give them back; the message says what happened."""
+    """Raised where a tier did not take the samples, or not give them back; the message says what
+    happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,8 @@ def advise(
     prices: Mapping[str, float],
     progress: Progress = silent,
 ) -> TierAdvice:
-    """Measure the subject's model, and the tiers that ``settings`` configure. Nothing that is written stays.
+    """Measure the subject's model, and the tiers that ``settings`` configure. Nothing that is
+    written stays.
 
     Raises InvalidRequestError for a context that is too long for the model, and StoreError.
     """
@@ -104,7 +113,9 @@ def advise(
         prefill_seconds = measure_prefill(llm.engine, loaded.vocabulary, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
         sample = _sample(llm, loaded, min(SAMPLE_TOKENS, context_tokens))
-    deliveries, failed = _measure_tiers(sample, context_tokens, settings.host_memory, loaded.device, places, progress)
+    deliveries, failed = _measure_tiers(
+        sample, context_tokens, settings.host_memory, loaded.device, places, progress
+    )
     codecs = {"host": "raw"} | {place.tier: place.codec.name for place in places}
     tiers = [
         TierFigures(
@@ -124,9 +135,11 @@ def advise(
     return TierAdvice(prefill_seconds, percent, tiers, failed)
 
 
-def measure_prefill(engine: Engine, vocabulary: int, length: int, progress: Progress = silent) -> float:
-    """Return the seconds from the first step to the first token of a prompt of random tokens: the median of several,
-    after a short prompt to warm up."""
+def measure_prefill(
+    engine: Engine, vocabulary: int, length: int, progress: Progress = silent
+) -> float:
+    """Return the seconds from the first step to the first token of a prompt of random tokens: the
+    median of several, after a short prompt to warm up."""
     tokens = tuple(np.random.default_rng(0).integers(0, vocabulary, length).tolist())
     progress(f"prefill of {length} tokens: warming up")
     first_token(engine, Prompt((FreshSegment(tokens[: max(1, length // 8)]),)), "full")
@@ -144,17 +157,20 @@ def measure_tier(
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Delivery:
-    """Write the samples, and read them back in several rounds; a disk's page cache is emptied of them before each.
+    """Write the samples, and read them back in several rounds; a disk's page cache is emptied of
+    them before each.
 
-    The caller removes them. ``check`` is called between the calls to the tier, and may raise. ``clock`` tells how long
-    a round took. Raises ProbeFailedError.
+    The caller removes them. ``check`` is called between the calls to the tier, and may raise.
+    ``clock`` tells how long a round took. Raises ProbeFailedError.
     """
     keys = [token_hex(32) for _ in samples]
     for number, (key, kv) in enumerate(zip(keys, samples, strict=True)):
         progress(f"{tier.name}: writing samples", number, len(samples))
         check()
         if not tier.put(key, kv):
-            raise ProbeFailedError("it did not take the samples: it is full, read-only, or does not answer")
+            raise ProbeFailedError(
+                "it did not take the samples: it is full, read-only, or does not answer"
+            )
     nbytes = sum(tier.nbytes(key) or 0 for key in keys)
     times = []
     for number in range(ROUNDS):
@@ -178,7 +194,9 @@ def measure_memory(samples: Sequence[ChunkKV], device: torch.device) -> Delivery
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(LoadTime(time.perf_counter() - begin))
-    return Delivery(sum(kv.nbytes for kv in samples), sum(kv.tokens for kv in samples), _median(times))
+    return Delivery(
+        sum(kv.nbytes for kv in samples), sum(kv.tokens for kv in samples), _median(times)
+    )
 
 
 def _read(tier: Tier, keys: Sequence[str], clock: Callable[[], float]) -> LoadTime:
@@ -211,7 +229,9 @@ def _measure_tiers(
 ) -> tuple[dict[str, Delivery], dict[str, str]]:
     """Return what was measured and what failed, by tier."""
     measured, failed = {}, {}
-    rooms = ({"host": host_bytes // 10} if host_bytes else {}) | {place.tier: place.room_bytes for place in places}
+    rooms = ({"host": host_bytes // 10} if host_bytes else {}) | {
+        place.tier: place.room_bytes for place in places
+    }
     place_of = {place.tier: place for place in places}
     for tier, room_bytes in rooms.items():
         samples = _samples(sample, context_tokens, room_bytes)
@@ -234,7 +254,8 @@ def _measure_tiers(
 
 @contextmanager
 def _signals_held() -> Iterator[Callable[[], None]]:
-    """Hold back requests to end the process, so that samples are removed before; yield what obeys one that came."""
+    """Hold back requests to end the process, so that samples are removed before; yield what obeys
+    one that came."""
     came: list[int] = []
 
     def obey() -> None:
@@ -253,8 +274,11 @@ def _signals_held() -> Iterator[Callable[[], None]]:
         obey()
 
 
-def _percent_of(policy: Policy, engine: Engine, loaded: LoadedModel, length: int, progress: Progress) -> float:
-    """Return what the policy recomputes of a context: its own percentage, or what it does to random chunks."""
+def _percent_of(
+    policy: Policy, engine: Engine, loaded: LoadedModel, length: int, progress: Progress
+) -> float:
+    """Return what the policy recomputes of a context: its own percentage, or what it does to random
+    chunks."""
     own = getattr(policy, "percent", None)
     if isinstance(own, float):
         return own
@@ -278,7 +302,8 @@ def _sample(llm: LLM, loaded: LoadedModel, tokens: int) -> ChunkKV:
 
 
 def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[ChunkKV]:
-    """Copy the sample as often as makes up the context, or as there is room for; none, if that is too little."""
+    """Copy the sample as often as makes up the context, or as there is room for; none, if that is
+    too little."""
     room_tokens = min(room_bytes, SAMPLES_BYTES) * sample.tokens // sample.nbytes
     tokens = min(sample.tokens, room_tokens)
     if tokens < min(_LEAST_TOKENS, sample.tokens):
@@ -286,7 +311,10 @@ def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[Chun
     count = min(math.ceil(context_tokens / tokens), room_tokens // tokens)
     return [
         ChunkKV(
-            tuple(LayerKV(layer.key[:, :tokens].clone(), layer.value[:, :tokens].clone()) for layer in sample.layers)
+            tuple(
+                LayerKV(layer.key[:, :tokens].clone(), layer.value[:, :tokens].clone())
+                for layer in sample.layers
+            )
         )
         for _ in range(count)
     ]

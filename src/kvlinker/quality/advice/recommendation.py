@@ -1,4 +1,5 @@
-"""Recommends the tier to keep chunk caches in, for given prices (CacheBlend, section 5.1, turned around)."""
+"""Recommends the tier to keep chunk caches in, for given prices (CacheBlend, section 5.1, turned
+around)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _GB = 1e9
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Return ``EXAMPLE_PRICES`` with what ``TIER=NUMBER`` texts say otherwise. Raises InvalidRequestError."""
+    """Return ``EXAMPLE_PRICES`` with what ``TIER=NUMBER`` texts say otherwise. Raises
+    InvalidRequestError."""
     prices = dict(EXAMPLE_PRICES)
     for text in texts:
         tier, _, number = text.partition("=")
@@ -50,7 +52,8 @@ class TierFigures:
     busy_percent: float
     """The share of the loading time in which reading keeps a processor busy."""
     overlaps: bool
-    """True where computation can go on beside the loading: it computes elsewhere, or reading mostly waits."""
+    """True where computation can go on beside the loading: it computes elsewhere, or reading mostly
+    waits."""
     load_seconds: float
     """T_load: the bytes of the context over the tier's bandwidth."""
     prefill_seconds: float
@@ -67,7 +70,8 @@ class TierFigures:
 
     @property
     def hidden_percent(self) -> float:
-        """The r that makes T_recompute(r) equal to T_load, at most 100; 0 where loading overlaps with nothing."""
+        """The r that makes T_recompute(r) equal to T_load, at most 100; 0 where loading overlaps
+        with nothing."""
         return Forecast(self.load_seconds, self.prefill_seconds, self.overlaps).hidden_percent(0)
 
     @property
@@ -78,7 +82,11 @@ class TierFigures:
     @property
     def added_seconds(self) -> float:
         """The time that loading adds to the computation."""
-        return max(0.0, self.load_seconds - self.recompute_seconds) if self.overlaps else self.load_seconds
+        return (
+            max(0.0, self.load_seconds - self.recompute_seconds)
+            if self.overlaps
+            else self.load_seconds
+        )
 
     @property
     def price_per_million_tokens(self) -> float:
@@ -87,17 +95,24 @@ class TierFigures:
 
 
 def recommended(tiers: Sequence[TierFigures]) -> TierFigures | None:
-    """Return the cheapest tier whose loading is hidden, the faster one of two that cost the same; None if none is."""
+    """Return the cheapest tier whose loading is hidden, the faster one of two that cost the same;
+    None if none is."""
     hidden = [tier for tier in tiers if tier.hidden]
-    return min(hidden, key=lambda tier: (tier.price_per_million_tokens, tier.load_seconds), default=None)
+    return min(
+        hidden, key=lambda tier: (tier.price_per_million_tokens, tier.load_seconds), default=None
+    )
 
 
 def explain_recommendation(tiers: Sequence[TierFigures]) -> list[str]:
-    """Say in sentences what is recommended and what cheaper tiers would add, or what would hide loading."""
+    """Say in sentences what is recommended and what cheaper tiers would add, or what would hide
+    loading."""
     by_price = sorted(tiers, key=lambda tier: tier.price_per_million_tokens)
     chosen = recommended(tiers)
     if chosen is None:
-        return ["No tier's loading is hidden. What there is:", *(f"- {way}" for way in _ways_out(by_price))]
+        return [
+            "No tier's loading is hidden. What there is:",
+            *(f"- {way}" for way in _ways_out(by_price)),
+        ]
     return [
         f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden: {1e3 * chosen.load_seconds:.0f} ms "
         f"beside {1e3 * chosen.recompute_seconds:.0f} ms of computation.",
@@ -117,7 +132,9 @@ def _ways_out(by_price: Sequence[TierFigures]) -> list[str]:
             found.append(f"the {tier.tier} tier adds {_added(tier)}")
         elif tier.hidden_percent < 100:
             percent = math.ceil(10 * tier.hidden_percent) / 10
-            found.append(f"recomputing {percent:g}% or more, such as cacheblend-{percent:g}, with the {tier.tier} tier")
+            found.append(
+                f"recomputing {percent:g}% or more, such as cacheblend-{percent:g}, with the {tier.tier} tier"
+            )
     return found or ["computing everything: no tier delivers as fast as the model computes"]
 
 

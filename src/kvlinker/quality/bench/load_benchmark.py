@@ -1,4 +1,5 @@
-"""Makes measurements under load a benchmark: its options, what it starts, its table and its plot."""
+"""Makes measurements under load a benchmark: its options, what it starts, its table and its
+plot."""
 
 from __future__ import annotations
 
@@ -9,12 +10,26 @@ from urllib.parse import urlsplit
 import typer
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.bench.harness.benchmark import Chunks, ChunkTokens, FreshTokens, Setup, benchmark, counts
+from kvlinker.quality.bench.harness.benchmark import (
+    Chunks,
+    ChunkTokens,
+    FreshTokens,
+    Setup,
+    benchmark,
+    counts,
+)
 from kvlinker.quality.bench.harness.report import Report, describe_machine, versions
 from kvlinker.quality.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.quality.bench.load.prompts import PLAIN
 from kvlinker.quality.bench.load.report import COLUMNS, ServiceObjective, plot_load
-from kvlinker.quality.bench.load.run import EMBEDDED, Competitor, LoadPlan, Start, competing_policies, run_load
+from kvlinker.quality.bench.load.run import (
+    EMBEDDED,
+    Competitor,
+    LoadPlan,
+    Start,
+    competing_policies,
+    run_load,
+)
 from kvlinker.quality.bench.load.servers import Server, kvlinker_server, model_to_serve
 from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker.settings import Settings
@@ -28,9 +43,12 @@ def load(
     setup: Setup,
     *,
     url: Annotated[
-        str | None, typer.Option(help="Measure the OpenAI-compatible server that runs here, and start none.")
+        str | None,
+        typer.Option(help="Measure the OpenAI-compatible server that runs here, and start none."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="KVLINKER_API_KEY", help="The key for --url.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVLINKER_API_KEY", help="The key for --url.")
+    ] = None,
     policies: Annotated[
         str | None,
         typer.Option(
@@ -40,35 +58,61 @@ def load(
         ),
     ] = None,
     rates: Annotated[
-        str, typer.Option(help="Requests per second that arrive by chance (Poisson), with commas between.")
+        str,
+        typer.Option(
+            help="Requests per second that arrive by chance (Poisson), with commas between."
+        ),
     ] = "",
     users: Annotated[
-        str, typer.Option(help="Users who each wait for their answer, with commas between; 16 without --rates.")
+        str,
+        typer.Option(
+            help="Users who each wait for their answer, with commas between; 16 without --rates."
+        ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each rate, and of each number of users.")] = 64,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests of each rate, and of each number of users.")
+    ] = 64,
     traffic: Annotated[
-        str, typer.Option(help="documents: single questions; conversation: several turns; agent: tools and steps.")
+        str,
+        typer.Option(
+            help="documents: single questions; conversation: several turns; agent: tools and steps."
+        ),
     ] = "documents",
     library: Annotated[int, typer.Option(min=1, help="Documents that questions are about.")] = 24,
     chunks: Chunks = 4,
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
-    output_tokens: Annotated[str, typer.Option(help="Tokens of each answer: 32, or from 16 to 128 by 16-128.")] = "32",
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation, or steps of an agent.")] = 4,
-    think: Annotated[float, typer.Option(min=0, help="Seconds from an answer to the user's next turn.")] = 1.0,
-    zipf: Annotated[float, typer.Option(min=0, help="How unequally popular documents are; 0: equally.")] = 1.0,
-    warm_up: Annotated[int, typer.Option(min=1, help="Conversations before the first load, which do not count.")] = 2,
+    output_tokens: Annotated[
+        str, typer.Option(help="Tokens of each answer: 32, or from 16 to 128 by 16-128.")
+    ] = "32",
+    turns: Annotated[
+        int, typer.Option(min=1, help="Turns of each conversation, or steps of an agent.")
+    ] = 4,
+    think: Annotated[
+        float, typer.Option(min=0, help="Seconds from an answer to the user's next turn.")
+    ] = 1.0,
+    zipf: Annotated[
+        float, typer.Option(min=0, help="How unequally popular documents are; 0: equally.")
+    ] = 1.0,
+    warm_up: Annotated[
+        int, typer.Option(min=1, help="Conversations before the first load, which do not count.")
+    ] = 2,
     slo_ttft: Annotated[
         float, typer.Option(min=0, help="Seconds to the first token of a good answer, at most.")
     ] = 10.0,
-    slo_tpot: Annotated[float, typer.Option(min=0, help="Milliseconds per token of a good answer, at most.")] = 250.0,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds after which a request is given up.")] = 600.0,
+    slo_tpot: Annotated[
+        float, typer.Option(min=0, help="Milliseconds per token of a good answer, at most.")
+    ] = 250.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds after which a request is given up.")
+    ] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other traffic.")] = 0,
 ) -> Report:
-    """Measure servers under load: throughput, latency, goodput, memory, and the share computed again.
+    """Measure servers under load: throughput, latency, goodput, memory, and the share computed
+    again.
 
-    Every competitor gets a server of its own and the same traffic. With --engine vllm, vLLM's stands beside the
-    embedded engine's.
+    Every competitor gets a server of its own and the same traffic. With --engine vllm, vLLM's
+    stands beside the embedded engine's.
     """
     from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 
@@ -84,7 +128,9 @@ def load(
         zipf=zipf,
     )
     open_loops = [OpenLoop(rate) for rate in _rates(rates)]
-    closed_loops = [ClosedLoop(number) for number in counts(users or "16")] if users or not open_loops else []
+    closed_loops = (
+        [ClosedLoop(number) for number in counts(users or "16")] if users or not open_loops else []
+    )
     plan = LoadPlan(
         shape=shape,
         loads=[*open_loops, *closed_loops],
@@ -113,7 +159,11 @@ def load(
         place = urlsplit(url).netloc or url
         competitors = [Competitor(policy, place) for policy in named]
         measured = run_load(
-            competitors, lambda _: nullcontext(Server(url)), plan, api_key=api_key, progress=setup.progress
+            competitors,
+            lambda _: nullcontext(Server(url)),
+            plan,
+            api_key=api_key,
+            progress=setup.progress,
         )
         settings_shown = {"model": f"served at {place}", "dtype": "unknown", **settings_shown}
     else:
@@ -136,7 +186,9 @@ def load(
         versions=versions(),
         settings=settings_shown,
         rows=measured.rows,
-        columns=[column for column in COLUMNS if any(row[column] is not None for row in measured.rows)],
+        columns=[
+            column for column in COLUMNS if any(row[column] is not None for row in measured.rows)
+        ],
         warnings=measured.warnings,
     )
 
@@ -144,13 +196,18 @@ def load(
 def starting(settings: Settings) -> Start:
     """Make what starts a new server of the settings' model for each competitor, with its engine.
 
-    The embedded engine keeps context caches in memory alone, as vLLM cannot. ``full`` has no prefix cache and computes
-    everything; prefix caches are what ``plain`` and ``reordered`` are about. Answers are audited as the settings say.
+    The embedded engine keeps context caches in memory alone, as vLLM cannot. ``full`` has no prefix
+    cache and computes everything; prefix caches are what ``plain`` and ``reordered`` are about.
+    Answers are audited as the settings say.
     """
 
     def start(competitor: Competitor) -> AbstractContextManager[Server]:
         reuses = competitor.policy != "full"
-        own: dict[str, Any] = {"disk_space": 0, "prefix_cache": "on" if reuses else "off", "audit": settings.audit}
+        own: dict[str, Any] = {
+            "disk_space": 0,
+            "prefix_cache": "on" if reuses else "off",
+            "audit": settings.audit,
+        }
         if competitor.engine == VLLM:
             own = {"vllm_options": {"enable_prefix_caching": reuses}}
         return kvlinker_server(settings.model_copy(update={"engine": competitor.engine}), **own)
@@ -163,14 +220,17 @@ def _rates(text: str) -> list[float]:
     try:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise InvalidRequestError(f"{text!r} is not a list of numbers with commas between.", param="rates") from error
+        raise InvalidRequestError(
+            f"{text!r} is not a list of numbers with commas between.", param="rates"
+        ) from error
     if not all(0 < rate < float("inf") for rate in found):
         raise InvalidRequestError(f"{text!r}: every rate must be above 0.", param="rates")
     return found
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    """Read a number of tokens, or the least and the most with a hyphen between. Raises InvalidRequestError."""
+    """Read a number of tokens, or the least and the most with a hyphen between. Raises
+    InvalidRequestError."""
     least, _, most = text.partition("-")
     try:
         return int(least), int(most or least)

@@ -1,4 +1,5 @@
-"""Measures the answer quality of policies beside a full prefill: rows of scores over data sets of examples."""
+"""Measures the answer quality of policies beside a full prefill: rows of scores over data sets of
+examples."""
 
 from __future__ import annotations
 
@@ -76,7 +77,14 @@ class QualityOptions:
 
     datasets: tuple[str, ...] = ("reader",)
     """Names and paths, as ``load_dataset`` takes them."""
-    policies: tuple[str, ...] = (REFERENCE, "naive", "query-5", "query-5-sensitive", "legolink-16", "random-15")
+    policies: tuple[str, ...] = (
+        REFERENCE,
+        "naive",
+        "query-5",
+        "query-5-sensitive",
+        "legolink-16",
+        "random-15",
+    )
     tasks: tuple[str, ...] = ()
     """The tasks to ask; none for all."""
     limit: int | None = None
@@ -118,7 +126,8 @@ def main_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot_quality(rows: Sequence[Row], path: Path) -> None:
-    """Draw score over recomputed share, a panel per data set and task and a point per policy, with their intervals.
+    """Draw score over recomputed share, a panel per data set and task and a point per policy, with
+    their intervals.
 
     ``rows`` have one metric per task. Raises InvalidRequestError as ``plot_ttft`` does.
     """
@@ -131,7 +140,13 @@ def plot_quality(rows: Sequence[Row], path: Path) -> None:
         for row in rows:
             if (row["dataset"], row["task"]) == (dataset, task):
                 reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
-                axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
+                axes.errorbar(
+                    100 * row["recomputed_fraction"],
+                    row["score"],
+                    reach,
+                    marker="o",
+                    label=row["policy"],
+                )
         title = dataset if task == dataset else f"{dataset}: {task}"
         axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title)
         if metric in METRICS:  # others are no shares
@@ -155,31 +170,46 @@ def quality(
             show_default=False,
         ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Only these tasks, with commas between.", show_default=False)
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most examples of each data set.")
+    ] = None,
     split: Annotated[
         ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")
     ] = ContextSplit.SEMANTIC,
     chunk_tokens: ChunkTokens = 512,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; by default what the data set asks for.")
+        int | None,
+        typer.Option(min=1, help="Longest answer; by default what the data set asks for."),
     ] = None,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Take passages from the middle of contexts over the window.")
+        bool,
+        typer.Option(
+            "--truncate", help="Take passages from the middle of contexts over the window."
+        ),
     ] = False,
     deviation: Annotated[
         bool, typer.Option("--deviation", help="Measure KV and attention deviation by layer, too.")
     ] = False,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
+        int,
+        typer.Option(
+            min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs."
+        ),
     ] = 1,
-    codec: Annotated[str, typer.Option(help="Use chunks as a tier with this codec gives them back.")] = "raw",
+    codec: Annotated[
+        str, typer.Option(help="Use chunks as a tier with this codec gives them back.")
+    ] = "raw",
     formats: WeightFormats = "",
     resume: Annotated[
-        Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
+        Path | None,
+        typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False),
     ] = None,
 ) -> Report:
-    """Measure the quality of answers, and of predictions of given text, by policy, beside those of a full prefill.
+    """Measure the quality of answers, and of predictions of given text, by policy, beside those of
+    a full prefill.
 
     With --formats, each policy is also asked with weights in these formats, as POLICY@FORMAT.
     """
@@ -198,9 +228,13 @@ def quality(
         resume=resume,
     )
     if resume is not None and not resume.absolute().parent.is_dir():
-        raise InvalidRequestError(f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume")
+        raise InvalidRequestError(
+            f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume"
+        )
     others = setup.subjects(names(formats)) if formats else {}
-    measured = run_quality(setup.subject(), setup.settings, options, others, progress=setup.progress)
+    measured = run_quality(
+        setup.subject(), setup.settings, options, others, progress=setup.progress
+    )
     warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
     if len(measured.skipped) > _SKIPS_SHOWN:
         warnings.append(f"skipped {len(measured.skipped)} examples in all")
@@ -215,11 +249,12 @@ def run_quality(
     *,
     progress: Progress = silent,
 ) -> Quality:
-    """Ask all examples under all policies, and again of the ``others``, which hold the model with its weights in other
-    formats. All are compared with the full prefill of ``subject``.
+    """Ask all examples under all policies, and again of the ``others``, which hold the model with
+    its weights in other formats. All are compared with the full prefill of ``subject``.
 
-    ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
-    Raises InvalidRequestError for data that cannot be read, an unknown codec, and when no example could be asked.
+    ``settings`` say how chunks are made (``generation_context``, ``system_prompt``,
+    ``chat_template``). Raises InvalidRequestError for data that cannot be read, an unknown codec,
+    and when no example could be asked.
     """
     from kvlinker.quality.evaluation.examiner import FORMAT_MARK, Examiner
     from kvlinker.quality.evaluation.inspection import EngineInspector
@@ -230,7 +265,9 @@ def run_quality(
     if options.deviation and options.concurrency > 1:
         raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
     if options.deviation and others:
-        raise InvalidRequestError("Deviations are measured for one format of weights: leave --formats out.")
+        raise InvalidRequestError(
+            "Deviations are measured for one format of weights: leave --formats out."
+        )
     asked = [f"{policy}{FORMAT_MARK}{form}" for form in others for policy in options.policies]
     options = replace(options, policies=(*options.policies, *asked))
     contexts = {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
@@ -258,11 +295,18 @@ def run_quality(
         examiner = replace(examiner, others=same)
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
-        raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
+        raise InvalidRequestError(
+            f"No example could be asked. {_reasons(skipped)}", param="dataset"
+        )
     rows = [score_row(score) for score in task_scores(answered, options.policies)]
     report = subject.report(rows)
-    described = {name: value for name, value in _described(settings, options).items() if value is not None}
-    described |= {"formats": {dataset.name: dataset.format for dataset in datasets}, "skipped": len(skipped)}
+    described = {
+        name: value for name, value in _described(settings, options).items() if value is not None
+    }
+    described |= {
+        "formats": {dataset.name: dataset.format for dataset in datasets},
+        "skipped": len(skipped),
+    }
     report = replace(report, settings={**report.settings, **described}, columns=COLUMNS)
     return Quality(report, answered, skipped)
 
@@ -272,7 +316,9 @@ def _require_names(datasets: Sequence[Dataset]) -> None:
     used = [dataset.name for dataset in datasets]
     twice = [name for name in used if used.count(name) > 1]
     if twice:
-        raise InvalidRequestError(f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset")
+        raise InvalidRequestError(
+            f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset"
+        )
 
 
 def _answers(
@@ -290,7 +336,9 @@ def _answers(
     if options.resume is not None:
         made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
         described = _described(settings, options)
-        journal = Journal(options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS})
+        journal = Journal(
+            options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS}
+        )
     asked = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
     for done, (example, results) in enumerate(asked, 1):
         progress("examples", done, len(examples))
@@ -303,7 +351,11 @@ def _answers(
 
 def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     """Return everything that the scores depend on, and how they were made."""
-    asked = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "resume"}
+    asked = {
+        field.name: getattr(options, field.name)
+        for field in fields(options)
+        if field.name != "resume"
+    }
     return asked | {
         "datasets": list(options.datasets),
         "policies": list(options.policies),

@@ -1,4 +1,5 @@
-"""Measures the time to first token of prompts made of cached chunks, policy by policy, and where that time goes."""
+"""Measures the time to first token of prompts made of cached chunks, policy by policy, and where
+that time goes."""
 
 from __future__ import annotations
 
@@ -65,48 +66,69 @@ COLUMNS = (
 def plot_ttft(rows: Sequence[Row], path: Path) -> None:
     """Draw TTFT over context length where there are several lengths, else a bar per policy.
 
-    Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not know.
+    Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not
+    know.
     """
     figure = empty_figure(7, 4.5)
     axes = figure.subplots()
     if len({row["context_tokens"] for row in rows}) > 1:
         for label in dict.fromkeys(map(_label, rows)):
-            points = [(row["context_tokens"], row["ttft_ms"]) for row in rows if _label(row) == label]
+            points = [
+                (row["context_tokens"], row["ttft_ms"]) for row in rows if _label(row) == label
+            ]
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xscale="log", yscale="log", xlabel="prompt length (tokens)", ylabel="time to first token (ms)")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="prompt length (tokens)",
+            ylabel="time to first token (ms)",
+        )
         axes.legend()
     else:
         bars = axes.barh([_label(row) for row in rows], [row["ttft_ms"] for row in rows])
-        axes.bar_label(bars, [f"{row['speedup']:.1f}×" if row["speedup"] else "" for row in rows], padding=3)
+        axes.bar_label(
+            bars, [f"{row['speedup']:.1f}×" if row["speedup"] else "" for row in rows], padding=3
+        )
         axes.margins(x=0.1)
         axes.invert_yaxis()
-        axes.set(xlabel="time to first token (ms)", title=f"{rows[0]['context_tokens']} tokens of context")
+        axes.set(
+            xlabel="time to first token (ms)",
+            title=f"{rows[0]['context_tokens']} tokens of context",
+        )
     save_figure(figure, path)
 
 
 def _label(row: Row) -> str:
-    return str(row["policy"]) if row["engine"] == "embedded" else f"{row['policy']} ({row['engine']})"
+    return (
+        str(row["policy"]) if row["engine"] == "embedded" else f"{row['policy']} ({row['engine']})"
+    )
 
 
 @benchmark("ttft", plot=plot_ttft)
 def ttft(
     setup: Setup,
     *,
-    chunks: Annotated[str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")] = "8",
+    chunks: Annotated[
+        str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")
+    ] = "8",
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
     policies: ComparedPolicies = None,
     tier: Annotated[
-        str, typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache.")
+        str,
+        typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache."),
     ] = "host",
     full_limit: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
+        int | None,
+        typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens."),
     ] = None,
     repeat: Repeat = 5,
 ) -> Report:
-    """Measure the time to first token of prompts made of cached chunks, by policy, and where it goes.
+    """Measure the time to first token of prompts made of cached chunks, by policy, and where it
+    goes.
 
-    With --engine vllm, vLLM's stands beside the embedded engine's, with how fast a neighbour decodes meanwhile.
+    With --engine vllm, vLLM's stands beside the embedded engine's, with how fast a neighbour
+    decodes meanwhile.
     """
     workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
     named = compared_policies(policies, setup.settings)
@@ -124,11 +146,20 @@ def ttft(
     )
     if with_vllm:
         rows = run_vllm_ttft(
-            subject, setup.settings, workloads, named, repeat=repeat, tier=tier, progress=setup.progress
+            subject,
+            setup.settings,
+            workloads,
+            named,
+            repeat=repeat,
+            tier=tier,
+            progress=setup.progress,
         )
         report = replace(report, rows=[*report.rows, *rows], columns=VLLM_COLUMNS)
     growth = scaling_exponents(report.rows).items()
-    return replace(report, notes=[f"{name} ({engine}): TTFT ~ tokens^{power:.2f}" for (name, engine), power in growth])
+    return replace(
+        report,
+        notes=[f"{name} ({engine}): TTFT ~ tokens^{power:.2f}" for (name, engine), power in growth],
+    )
 
 
 def run_ttft(
@@ -142,11 +173,13 @@ def run_ttft(
     with_transformers: bool = True,
     progress: Progress = silent,
 ) -> Report:
-    """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
+    """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians
+    are reported.
 
-    ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of the same prompt takes
-    part whenever ``full`` does, unless ``with_transformers`` is false. With the tier ``disk``, chunks are read with an
-    empty page cache; raises InvalidRequestError where that cannot be emptied, and for a tier that is unknown.
+    ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of
+    the same prompt takes part whenever ``full`` does, unless ``with_transformers`` is false. With
+    the tier ``disk``, chunks are read with an empty page cache; raises InvalidRequestError where
+    that cannot be emptied, and for a tier that is unknown.
     """
     from kvlinker.engines.embedded.engine import EmbeddedEngine
 
@@ -157,7 +190,9 @@ def run_ttft(
     rate = matmul_rate(loaded.dtype, loaded.device)
     rows: list[Row] = []
     longest = max(workload.tokens for workload in workloads)
-    with subject.llm(kv_slots=longest + 2 * SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS) as llm:
+    with subject.llm(
+        kv_slots=longest + 2 * SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS
+    ) as llm:
         engine = llm.engine
         assert isinstance(engine, EmbeddedEngine)
         forget = partial(_forget_files, llm.settings.state_dir) if tier == "disk" else None
@@ -190,7 +225,9 @@ def run_ttft(
                 bandwidth=bandwidth,
                 rate=rate,
             )
-    report = subject.report(rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3))
+    report = subject.report(
+        rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3)
+    )
     return replace(report, columns=COLUMNS)
 
 
@@ -200,10 +237,13 @@ def _step_name(tokens: int, competitor: tuple[str, str]) -> str:
 
 
 def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """Fit ttft = a · tokens^b, and return b by (policy, engine), where there are three lengths or more."""
+    """Fit ttft = a · tokens^b, and return b by (policy, engine), where there are three lengths or
+    more."""
     lengths: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
-        lengths.setdefault((row["policy"], row["engine"]), []).append((row["context_tokens"], row["ttft_ms"]))
+        lengths.setdefault((row["policy"], row["engine"]), []).append(
+            (row["context_tokens"], row["ttft_ms"])
+        )
     return {
         key: statistics.linear_regression(*zip(*np.log(points).tolist(), strict=True)).slope
         for key, points in lengths.items()
@@ -232,9 +272,12 @@ def _rows(
 ) -> list[Row]:
     """Make a row for each system and policy.
 
-    ``floor_ms`` is what no implementation can beat: KV read and written once, and all arithmetic at matmul speed.
+    ``floor_ms`` is what no implementation can beat: KV read and written once, and all arithmetic at
+    matmul speed.
     """
-    medians = {key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()}
+    medians = {
+        key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()
+    }
     full = medians.get(("embedded", "full"))
     rows: list[Row] = []
     for (system, policy), measurements in taken.items():
@@ -250,10 +293,13 @@ def _rows(
             "ttft_ms": 1e3 * ttft,
             "speedup": None if full is None else full / ttft,
             "recomputed_tokens": cost.recomputed_tokens,
-            "floor_ms": 1e3 * (2 * cost.cached_tokens * kv_bytes_per_token / bandwidth + cost.flops / rate),
+            "floor_ms": 1e3
+            * (2 * cost.cached_tokens * kv_bytes_per_token / bandwidth + cost.flops / rate),
         }
         for part in PARTS if system == "embedded" else ():
-            row[f"{part}_ms"] = 1e3 * statistics.median(m.parts.get(part, 0.0) for m in measurements)
+            row[f"{part}_ms"] = 1e3 * statistics.median(
+                m.parts.get(part, 0.0) for m in measurements
+            )
         rows.append(row)
     return rows
 
@@ -266,8 +312,8 @@ def policy_measurement(
     *,
     before: Callable[[], object] | None = None,
 ) -> Callable[[], FirstTokenTime]:
-    """Return what measures one time to first token with its parts, behind ``before``; the engine must be idle
-    otherwise."""
+    """Return what measures one time to first token with its parts, behind ``before``; the engine
+    must be idle otherwise."""
     from kvlinker.engines.embedded.execution.forward_pass import Profile
 
     def measure() -> FirstTokenTime:
@@ -283,7 +329,9 @@ def policy_measurement(
                 handle.remove()
             engine.runner.profile = None
         parts = dict(profile.seconds) | {"load": measured.timing.load}
-        return FirstTokenTime(measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())})
+        return FirstTokenTime(
+            measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())}
+        )
 
     return measure
 
@@ -294,7 +342,8 @@ def _forget_files(state_dir: Path) -> None:
 
 
 def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> FirstTokenTime:
-    """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
+    """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV
+    cache kept."""
     import torch
 
     from kvlinker.engines.embedded.model.interception import attention_of
@@ -308,7 +357,8 @@ def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> FirstTokenTime
 
 
 def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:
-    """Hook all linear layers, so that their time is added to the profile; return the hooks' handles."""
+    """Hook all linear layers, so that their time is added to the profile; return the hooks'
+    handles."""
     from torch import nn
 
     began = 0.0
@@ -321,4 +371,6 @@ def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:
         profile.seconds["matmul"] += time.perf_counter() - began
 
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return [m.register_forward_pre_hook(before) for m in linears] + [m.register_forward_hook(after) for m in linears]
+    return [m.register_forward_pre_hook(before) for m in linears] + [
+        m.register_forward_hook(after) for m in linears
+    ]

@@ -1,4 +1,5 @@
-"""Measures the time to first token in vLLM: its own full prefill, linked prompts, and a neighbour's view of both."""
+"""Measures the time to first token in vLLM: its own full prefill, linked prompts, and a neighbour's
+view of both."""
 
 from __future__ import annotations
 
@@ -47,11 +48,12 @@ COLUMNS = (
 )
 SPARE_TOKENS = 1024
 SMALL_STEP = 256
-"""The tokens of a step of vLLM's in the case that spares neighbours by small steps instead of by linking."""
+"""The tokens of a step of vLLM's in the case that spares neighbours by small steps instead of by
+linking."""
 
 AGAIN, REORDERED, SMALL_STEPS = "full, again", "full, reordered", f"full, steps of {SMALL_STEP}"
-"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, with the same chunks in another order
-before it, and a smaller ``max_num_batched_tokens``."""
+"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, with the same
+chunks in another order before it, and a smaller ``max_num_batched_tokens``."""
 
 HOST_MEMORY = 8 << 30
 WORKER_TIERS = ("host", "disk")
@@ -81,18 +83,22 @@ def run_vllm_ttft(
     tier: str = "host",
     progress: Progress = silent,
 ) -> list[Row]:
-    """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
+    """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one
+    warm-up.
 
-    With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache empty.
+    With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache
+    empty.
 
-    Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps. ``itl_ms`` is the mean
-    time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms`` how long that takes,
-    ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before each prompt, for they
-    are repeated. Raises InvalidRequestError for other tiers than ``host`` and ``disk``.
+    Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps.
+    ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first
+    token, ``busy_ttft_ms`` how long that takes, ``idle_itl_ms`` the median of a neighbour that is
+    alone. vLLM's prefix cache is emptied before each prompt, for they are repeated. Raises
+    InvalidRequestError for other tiers than ``host`` and ``disk``.
     """
     if tier not in WORKER_TIERS:
         raise InvalidRequestError(
-            f"vLLM's workers take chunks from {' or '.join(WORKER_TIERS)}, not from {tier!r}.", param="tier"
+            f"vLLM's workers take chunks from {' or '.join(WORKER_TIERS)}, not from {tier!r}.",
+            param="tier",
         )
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
@@ -108,10 +114,20 @@ def run_vllm_ttft(
                 competitors[REORDERED] = partial(_after, llm, _reordered(prompt), prompt)
             alone = in_turn(competitors, repeat=repeat, what="{} (vllm)".format, progress=progress)
             gaps = _gaps(llm, prompt, policies, repeat, progress)
-            medians = {name: statistics.median(one.seconds for one in found) for name, found in alone.items()}
+            medians = {
+                name: statistics.median(one.seconds for one in found)
+                for name, found in alone.items()
+            }
             recomputed = {name: _recomputed(llm, prompt, name) for name in policies}
             rows += [
-                _row(workload, name, medians, tier=tier, recomputed=recomputed.get(name), gaps=gaps.get(name))
+                _row(
+                    workload,
+                    name,
+                    medians,
+                    tier=tier,
+                    recomputed=recomputed.get(name),
+                    gaps=gaps.get(name),
+                )
                 for name in competitors
             ]
     if "full" in policies:
@@ -128,25 +144,37 @@ def _small_steps(
     repeat: int,
     progress: Progress,
 ) -> list[Row]:
-    """Measure full prefills in small steps, in a vLLM of its own, and compare them with the ``full`` of ``rows``."""
+    """Measure full prefills in small steps, in a vLLM of its own, and compare them with the
+    ``full`` of ``rows``."""
     options = settings.vllm_options | {"max_num_batched_tokens": SMALL_STEP}
     small = settings.model_copy(update={"vllm_options": options})
     made = []
     progress(f"starting vLLM with steps of {SMALL_STEP} tokens")
-    with _vllm(subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS, "host") as llm:
+    with _vllm(
+        subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS, "host"
+    ) as llm:
         for workload in workloads:
             prompt = workload.prompt(subject.loaded.vocabulary)
             alone = in_turn(
-                {SMALL_STEPS: partial(_alone, llm, prompt, "full")}, repeat=repeat, what=str, progress=progress
+                {SMALL_STEPS: partial(_alone, llm, prompt, "full")},
+                repeat=repeat,
+                what=str,
+                progress=progress,
             )
             (gaps,) = _gaps(llm, prompt, ["full"], repeat, progress).values()
-            (full,) = (row for row in rows if row["policy"] == "full" and row["context_tokens"] == len(prompt))
+            (full,) = (
+                row
+                for row in rows
+                if row["policy"] == "full" and row["context_tokens"] == len(prompt)
+            )
             medians = {
                 "full": full["ttft_ms"] / 1e3,
                 SMALL_STEPS: statistics.median(one.seconds for one in alone[SMALL_STEPS]),
             }
             recomputed = full["recomputed_tokens"]
-            made.append(_row(workload, SMALL_STEPS, medians, tier="host", recomputed=recomputed, gaps=gaps))
+            made.append(
+                _row(workload, SMALL_STEPS, medians, tier="host", recomputed=recomputed, gaps=gaps)
+            )
     return made
 
 
@@ -187,7 +215,13 @@ def _row(
     full = medians.get("full")
     times: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
     if gaps is not None:
-        times = dict(zip(times, (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)), strict=True))
+        times = dict(
+            zip(
+                times,
+                (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)),
+                strict=True,
+            )
+        )
     return {
         "policy": policy,
         "engine": "vllm",
@@ -213,7 +247,9 @@ def _reordered(prompt: Prompt) -> Prompt:
     return Prompt((*reversed(chunks), fresh))
 
 
-def _gaps(llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progress: Progress) -> dict[str, list[_Gaps]]:
+def _gaps(
+    llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progress: Progress
+) -> dict[str, list[_Gaps]]:
     """Measure a neighbour beside the prompt, under each policy."""
     return in_turn(
         {name: partial(_neighbour, llm, prompt, name) for name in policies},
@@ -224,7 +260,8 @@ def _gaps(llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progre
 
 
 def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstTokenAnswer:
-    """Answer the prompt in full, with what vLLM's prefix cache holds after it answered ``before`` in full."""
+    """Answer the prompt in full, with what vLLM's prefix cache holds after it answered ``before``
+    in full."""
     _alone(llm, before, "full")
     return first_token(llm.engine, prompt, "full")
 
@@ -249,7 +286,9 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    handle = llm.engine.generate(greedy_request(own, "full", max_tokens=window), lambda _, event: tokens.put(event))
+    handle = llm.engine.generate(
+        greedy_request(own, "full", max_tokens=window), lambda _, event: tokens.put(event)
+    )
     times = []
     for _ in range(IDLE_TOKENS):
         _next(tokens)

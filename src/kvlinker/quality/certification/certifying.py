@@ -1,4 +1,5 @@
-"""Measures what a certificate tells: the self-test, answers on data sets, and answers about the store's own chunks."""
+"""Measures what a certificate tells: the self-test, answers on data sets, and answers about the
+store's own chunks."""
 
 from __future__ import annotations
 
@@ -61,22 +62,27 @@ class CertifyOptions:
     seed: int = 0
 
 
-def certify(settings: Settings, options: CertifyOptions, *, command: str, progress: Progress = silent) -> Certificate:
+def certify(
+    settings: Settings, options: CertifyOptions, *, command: str, progress: Progress = silent
+) -> Certificate:
     """Measure a policy with the model that ``settings`` name.
 
-    Raises ModelLoadError and UnsupportedModelError for a model that cannot be linked, PolicyError, and
-    InvalidRequestError for data that cannot be read, and for a policy that computes everything.
+    Raises ModelLoadError and UnsupportedModelError for a model that cannot be linked, PolicyError,
+    and InvalidRequestError for data that cannot be read, and for a policy that computes everything.
     """
     parsed = parse_policy(options.policy)
     if parsed.exact:
         raise InvalidRequestError(
-            f"{parsed} computes everything: it needs no certificate. Give another policy.", param="policy"
+            f"{parsed} computes everything: it needs no certificate. Give another policy.",
+            param="policy",
         )
     policy = parsed.name
     progress("self-test")
     checks = self_test(read_model(settings)[0])
     subject = make_subject(settings, shape=None, command=command)
-    asked = QualityOptions(datasets=options.datasets, policies=("full", policy), limit=options.limit)
+    asked = QualityOptions(
+        datasets=options.datasets, policies=("full", policy), limit=options.limit
+    )
     quality = run_quality(subject, settings, asked, progress=progress)
     tasks = agreement_by_task(quality.answered, policy)
     with LLM.from_model(subject.loaded, _audited(settings, policy)) as llm:
@@ -87,12 +93,16 @@ def certify(settings: Settings, options: CertifyOptions, *, command: str, progre
 
 
 def agreement_by_task(answered: Sequence[Examined], policy: str) -> dict[str, Agreement]:
-    """Count, by data set and task, the questions whose answer's first token agrees under the policy, and the scored
-    tokens that do."""
+    """Count, by data set and task, the questions whose answer's first token agrees under the
+    policy, and the scored tokens that do."""
     counts: dict[str, list[bool]] = {}
     for example, results in answered:
         (result,) = (each for each in results if each.policy == policy)
-        name = example.task if example.task == example.dataset else f"{example.dataset}: {example.task}"
+        name = (
+            example.task
+            if example.task == example.dataset
+            else f"{example.dataset}: {example.task}"
+        )
         counts.setdefault(name, []).append(result.agreement == 1.0)
     return {name: agreement(sum(agreeing), len(agreeing)) for name, agreeing in counts.items()}
 
@@ -103,8 +113,11 @@ def agreement(agreeing: int, samples: int) -> Agreement:
     return Agreement(samples, agreeing, agreeing / samples if samples else 0.0, low, high)
 
 
-def audit_own_chunks(llm: LLM, options: CertifyOptions, *, progress: Progress = silent) -> Agreement:
-    """Ask general questions about chunks that the store of ``llm`` holds, in random order, and compare all answers.
+def audit_own_chunks(
+    llm: LLM, options: CertifyOptions, *, progress: Progress = silent
+) -> Agreement:
+    """Ask general questions about chunks that the store of ``llm`` holds, in random order, and
+    compare all answers.
 
     ``llm`` audits all of its answers. Prompts that do not fit the model's window are left out.
     """
@@ -118,11 +131,15 @@ def audit_own_chunks(llm: LLM, options: CertifyOptions, *, progress: Progress = 
         content = [*chosen, QUESTIONS[number % len(QUESTIONS)]]
         progress(OWN_CHUNKS, number, options.prompts)
         try:
-            llm.chat_completion([{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0)
+            llm.chat_completion(
+                [{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0
+            )
         except ContextLengthError:
             continue
         llm.policy_manager.auditor.wait(COMPARED_SECONDS)
-    tally = llm.policy_manager.auditor.figures.by_policy(DEFAULT_TENANT).get(llm.default_policy().name)
+    tally = llm.policy_manager.auditor.figures.by_policy(DEFAULT_TENANT).get(
+        llm.default_policy().name
+    )
     return agreement(0, 0) if tally is None else agreement(tally.agreeing, tally.samples)
 
 
@@ -142,7 +159,9 @@ def _chunks(llm: LLM, scope: Scope) -> list[ContextCache]:
 def _audited(settings: Settings, policy: str) -> Settings:
     """Return the settings with every answer audited, and the policy for default."""
     changed = {"audit": 1.0, "policy": policy, "prefix_cache": "off", "require_certificate": False}
-    return settings.model_copy(update=changed | {"audit_tokens": None, "quality_target": None, "audit_log": None})
+    return settings.model_copy(
+        update=changed | {"audit_tokens": None, "quality_target": None, "audit_log": None}
+    )
 
 
 def _certificate(
@@ -153,7 +172,9 @@ def _certificate(
     tasks: Mapping[str, Agreement],
     fingerprint: str,
 ) -> Certificate:
-    together = agreement(sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values()))
+    together = agreement(
+        sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values())
+    )
     report = replace(quality.report, rows=main_rows(quality.report.rows))
     return Certificate(
         model=subject.name,

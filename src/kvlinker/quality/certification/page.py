@@ -1,4 +1,5 @@
-"""Writes a certificate as one HTML page with its plots inside, which loads nothing from elsewhere."""
+"""Writes a certificate as one HTML page with its plots inside, which loads nothing from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -100,10 +101,15 @@ def _agreement_plot(certificate: Certificate) -> Markup:
         [each.ci_high - each.agreement for each in tasks],
     ]
     axes.errorbar(shares, range(len(names)), xerr=reach, fmt="o", capsize=3)
-    axes.axvline(certificate.target, linestyle="--", color="tab:red", label=f"target {certificate.target:g}")
+    axes.axvline(
+        certificate.target, linestyle="--", color="tab:red", label=f"target {certificate.target:g}"
+    )
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="share of answers that agree", xlim=(min(0.5, *(each.ci_low for each in tasks)) - 0.02, 1.01))
+    axes.set(
+        xlabel="share of answers that agree",
+        xlim=(min(0.5, *(each.ci_low for each in tasks)) - 0.02, 1.01),
+    )
     axes.legend(loc="lower left")
     return _svg(figure)
 
@@ -115,7 +121,11 @@ def _score_plot(certificate: Certificate) -> Markup:
     figure = empty_figure(7.5, 0.8 + 0.5 * len(tasks))
     axes = figure.subplots()
     for index, policy in enumerate(policies):
-        rows = {f"{row['dataset']}: {row['task']}": row for row in certificate.quality if row["policy"] == policy}
+        rows = {
+            f"{row['dataset']}: {row['task']}": row
+            for row in certificate.quality
+            if row["policy"] == policy
+        }
         at = [tasks.index(task) + 0.25 * (index - (len(policies) - 1) / 2) for task in rows]
         scores = [row["score"] for row in rows.values()]
         reach = [

@@ -1,4 +1,5 @@
-"""Finds the cheapest setting of a policy that is good enough: Cache-Craft's equation 13, for any such policy."""
+"""Finds the cheapest setting of a policy that is good enough: Cache-Craft's equation 13, for any
+such policy."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Calibration:
 
 
 def candidates_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
-    """Return the policies that ``template``, such as ``cachecraft-{}-focus``, names with each of the values.
+    """Return the policies that ``template``, such as ``cachecraft-{}-focus``, names with each of
+    the values.
 
     Raises InvalidRequestError without a place for the value, and PolicyError for a bad policy.
     """
@@ -62,25 +64,33 @@ def candidates_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def trial_values(template: str) -> tuple[str, ...]:
-    """Return values to try in the place of ``template``, from the range of the parameter that stands there.
+    """Return values to try in the place of ``template``, from the range of the parameter that
+    stands there.
 
-    Raises InvalidRequestError where no number of the policy's stands there, and PolicyError for an unknown policy.
+    Raises InvalidRequestError where no number of the policy's stands there, and PolicyError for an
+    unknown policy.
     """
     _require_place(template)
     part = next(part for part in template.split(SIGN) if PLACE in part)
     known = known_policies()
-    families = [name for name in known if part.startswith(f"{name}-")] or [parse_policy(part).family]
+    families = [name for name in known if part.startswith(f"{name}-")] or [
+        parse_policy(part).family
+    ]
     family = known[max(families, key=len)]
     for name, (parameter, _) in declared(family).items():
-        if isinstance(parameter, Number) and all(_reads(part, name, value) for value in parameter.trials[:2]):
+        if isinstance(parameter, Number) and all(
+            _reads(part, name, value) for value in parameter.trials[:2]
+        ):
             return tuple(f"{value:g}" for value in parameter.trials)
     raise InvalidRequestError(
-        f"{template!r} has {PLACE} where no number goes. This policy is written {family.usage()}.", param="policy"
+        f"{template!r} has {PLACE} where no number goes. This policy is written {family.usage()}.",
+        param="policy",
     )
 
 
 def _reads(part: str, name: str, value: float) -> bool:
-    """Return whether the parameter ``name`` has this value when it stands in the place of ``part``."""
+    """Return whether the parameter ``name`` has this value when it stands in the place of
+    ``part``."""
     try:
         return bool(getattr(parse_policy(part.replace(PLACE, f"{value:g}")), name) == value)
     except PolicyError:
@@ -91,7 +101,8 @@ def _require_place(template: str) -> None:
     """Raise InvalidRequestError without a place for the number."""
     if template.count(PLACE) != 1:
         raise InvalidRequestError(
-            f"{template!r} must have one {PLACE} where the number goes, as in cachecraft-{PLACE}.", param="policy"
+            f"{template!r} must have one {PLACE} where the number goes, as in cachecraft-{PLACE}.",
+            param="policy",
         )
 
 
@@ -105,8 +116,8 @@ def calibrate(
 ) -> Calibration:
     """Score every policy on the examples, each by the metric that its task is usually measured by.
 
-    Raises InvalidRequestError for examples without answers, when none could be asked, and when full answers none of
-    them right.
+    Raises InvalidRequestError for examples without answers, when none could be asked, and when full
+    answers none of them right.
     """
     questions = [example for example in examples if isinstance(example, Question)]
     if len(questions) < len(examples):
@@ -125,9 +136,17 @@ def calibrate(
             found[result.policy].append((main_score(example, result), result))
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
     if not full:
-        reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"
-        raise InvalidRequestError(f"These examples cannot tell settings apart: {reason}.", param="dataset")
-    candidates = tuple(_candidate(policy, found[policy], full) for policy in dict.fromkeys(policies))
+        reason = (
+            f"{skipped[0].where}: {skipped[0].reason}"
+            if skipped
+            else "full prefill answers none of them right"
+        )
+        raise InvalidRequestError(
+            f"These examples cannot tell settings apart: {reason}.", param="dataset"
+        )
+    candidates = tuple(
+        _candidate(policy, found[policy], full) for policy in dict.fromkeys(policies)
+    )
     return Calibration(target, candidates, tuple(skipped))
 
 

@@ -11,7 +11,8 @@ from kvlinker.prompting.splitting import Piece, split_text
 
 
 class ContextSplit(StrEnum):
-    """``SEMANTIC``: passages as the data gives them, else whole paragraphs. ``FIXED``: windows of equal length."""
+    """``SEMANTIC``: passages as the data gives them, else whole paragraphs. ``FIXED``: windows of
+    equal length."""
 
     SEMANTIC = "semantic"
     FIXED = "fixed"
@@ -28,12 +29,15 @@ class ContextSplitter:
     def pieces(self, context: str) -> tuple[Piece, ...]:
         """The passages of a context that comes in one; joined, they are the context again."""
         method = "passage" if self.split is ContextSplit.SEMANTIC else "fixed"
-        return split_text(context, tokenizer=self.encoder, method=method, max_tokens=self.max_tokens)
+        return split_text(
+            context, tokenizer=self.encoder, method=method, max_tokens=self.max_tokens
+        )
 
     def cut(self, context: str) -> tuple[str, ...]:
         """The texts of ``pieces``."""
         return tuple(piece.text for piece in self.pieces(context))
 
     def passages(self, given: Sequence[str]) -> tuple[str, ...]:
-        """Passages of a context that comes in several: as they are, whatever their length, or cut anew if ``FIXED``."""
+        """Passages of a context that comes in several: as they are, whatever their length, or cut
+        anew if ``FIXED``."""
         return tuple(given) if self.split is ContextSplit.SEMANTIC else self.cut("".join(given))

@@ -1,4 +1,5 @@
-"""Asks all examples under all policies: in order, several at once if wanted, and going on where a run was stopped."""
+"""Asks all examples under all policies: in order, several at once if wanted, and going on where a
+run was stopped."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ def evaluate(
 ) -> Iterator[tuple[Example, ExampleResults]]:
     """Yield every example with its results, in order.
 
-    ``concurrency`` examples are asked at the same time. What the ``journal`` holds already is not asked again.
+    ``concurrency`` examples are asked at the same time. What the ``journal`` holds already is not
+    asked again.
     """
 
     def examine(example: Example) -> ExampleResults:
         return examiner.examine(example, policies)
 
-    finished = {} if journal is None else {e.digest: journal.get(e.digest, policies) for e in examples}
+    finished = (
+        {} if journal is None else {e.digest: journal.get(e.digest, policies) for e in examples}
+    )
     missing = [example for example in examples if finished.get(example.digest) is None]
     with ThreadPoolExecutor(concurrency, thread_name_prefix="kvlinker-evaluation") as pool:
         try:
@@ -65,7 +69,8 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Read ``path`` if it exists; a last line that was cut off is dropped.
 
-        Raises InvalidRequestError for a file that is no journal, or one of a run with other settings.
+        Raises InvalidRequestError for a file that is no journal, or one of a run with other
+        settings.
         """
         self._path = path
         self._results: dict[tuple[str, str], Result] = {}
@@ -89,7 +94,8 @@ class Journal:
             ) from error
 
     def get(self, example: str, policies: Iterable[str]) -> tuple[Result, ...] | None:
-        """Return the results of an example (its digest) under all of the policies; None when one is missing."""
+        """Return the results of an example (its digest) under all of the policies; None when one is
+        missing."""
         found = [self._results.get((example, policy)) for policy in policies]
         return None if None in found else tuple(result for result in found if result is not None)
 
@@ -120,4 +126,6 @@ class Journal:
 def _result(fields: dict[str, Any]) -> Result:
     inside = fields.pop("deviation")
     kind = Scored if "loss" in fields else ExampleAnswer
-    return kind(**fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"])))
+    return kind(
+        **fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"]))
+    )

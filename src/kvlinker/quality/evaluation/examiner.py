@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from kvlinker.base.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError
+from kvlinker.base.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    KVLinkerError,
+)
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.grammars import AnswerGrammar
@@ -52,11 +57,13 @@ class Examiner:
     max_tokens: int | None = None
     """The longest answer in tokens, in place of the questions' own limits."""
     truncate: bool = False
-    """True to take passages from the middle of contexts over the window, as LongBench does; else these are skipped."""
+    """True to take passages from the middle of contexts over the window, as LongBench does; else
+    these are skipped."""
     inspector: Inspector | None = None
     """Measures deviations, too."""
     one_by_one: bool = True
-    """True to cache chunks one after the other, so that every run computes the same batches, and so the same bits."""
+    """True to cache chunks one after the other, so that every run computes the same batches, and so
+    the same bits."""
     prepare: Callable[[Question, Prompt], Prompt] | None = None
     """Exchanges the chunks of a question's prompt before it is asked, such as for variants."""
     unregistered: Mapping[str, Policy] = field(default_factory=dict)
@@ -64,12 +71,12 @@ class Examiner:
     codec: Codec = RAW
     """The codec that chunks go through before they are used."""
     others: Mapping[str, Examiner] = field(default_factory=dict)
-    """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT`` is asked of them, and
-    compared with this one's full prefill."""
+    """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT``
+    is asked of them, and compared with this one's full prefill."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for an LLM whose requests reuse each other's prefixes: policies would be compared
-        on what another one computed."""
+        """Raise InvalidRequestError for an LLM whose requests reuse each other's prefixes: policies
+        would be compared on what another one computed."""
         if self.llm.settings.prefix_cache == "on":
             raise InvalidRequestError(
                 'An examination compares what each policy computes itself: open the LLM with prefix_cache="off".',
@@ -77,7 +84,8 @@ class Examiner:
             )
 
     def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
-        """Return the policies' results in their order, or why there are none: what fails once is left out for all.
+        """Return the policies' results in their order, or why there are none: what fails once is
+        left out for all.
 
         Raises EngineClosedError, after which no example can be asked.
         """
@@ -92,7 +100,11 @@ class Examiner:
         trial = self._trial(example)
         full = trial.run(REFERENCE)
         other_trials = {form: other._trial(example) for form, other in self.others.items()}
-        full_views = self.inspector.inspect_prompt(trial.prompt(), REFERENCE) if self.inspector is not None else ()
+        full_views = (
+            self.inspector.inspect_prompt(trial.prompt(), REFERENCE)
+            if self.inspector is not None
+            else ()
+        )
         results = []
         for policy in policies:
             name, _, form = policy.partition(FORMAT_MARK)
@@ -145,7 +157,8 @@ class Examiner:
         return caches
 
     def _bos(self, example: Continuation) -> tuple[str, ...]:
-        """Return the token that begins texts, unless the tokenizer puts it there itself or the first chunk has it."""
+        """Return the token that begins texts, unless the tokenizer puts it there itself or the
+        first chunk has it."""
         tokenizer, builder = self.llm.tokenizer, self.llm.builder
         first = (*builder.encoder.opening, *builder.encode_chunk(example.passages[0]).tokens)[0]
         return () if tokenizer.bos_token_id in (None, first) else (str(tokenizer.bos_token),)
@@ -157,12 +170,18 @@ class Examiner:
         if self.inspector is None:
             return None
         prompt = trial.prompt()
-        views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, self._policy(policy))
+        views = (
+            full
+            if policy == REFERENCE
+            else self.inspector.inspect_prompt(prompt, self._policy(policy))
+        )
         return deviation(full, views, prompt.cached)
 
-    def _fitting(self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]) -> tuple[str, ...]:
-        """Return the passages, or with ``truncate`` as many from both ends as leave room for an answer of ``limit``
-        tokens. ``build`` makes a prompt of them.
+    def _fitting(
+        self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]
+    ) -> tuple[str, ...]:
+        """Return the passages, or with ``truncate`` as many from both ends as leave room for an
+        answer of ``limit`` tokens. ``build`` makes a prompt of them.
 
         Raises ContextLengthError where they do not fit.
         """
@@ -174,7 +193,11 @@ class Examiner:
             excess -= len(chunks[kept.pop(len(kept) // 2)])
         if excess > 0:
             answer = f" and {limit} for the answer" if limit else ""
-            hint = "" if self.truncate or example.whole else " (--truncate takes passages from the middle)"
+            hint = (
+                ""
+                if self.truncate or example.whole
+                else " (--truncate takes passages from the middle)"
+            )
             raise ContextLengthError(
                 f"over the window: {len(prompt)} prompt tokens{answer}, but the model takes "
                 f"{self.llm.max_model_len}{hint}"
@@ -182,7 +205,9 @@ class Examiner:
         return tuple(example.passages[index] for index in kept)
 
 
-def ask(llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True) -> list[Message]:
+def ask(
+    llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True
+) -> list[Message]:
     """Cache the passages, and return one user message of them with the question behind.
 
     ``one_by_one`` caches them one after the other, so that every run computes the same batches.
@@ -224,7 +249,8 @@ class PolicyRun:
 
 
 class Trial(Protocol):
-    """Holds one example as a prompt of context caches, to be run under one policy after the other."""
+    """Holds one example as a prompt of context caches, to be run under one policy after the
+    other."""
 
     def prompt(self) -> Prompt:
         """Return the example's prompt."""
@@ -257,9 +283,15 @@ class QuestionTrial:
 
     @classmethod
     def of(
-        cls, question: Question, llm: LLM, messages: Sequence[Message] | Prompt, *, max_tokens: int | None = None
+        cls,
+        question: Question,
+        llm: LLM,
+        messages: Sequence[Message] | Prompt,
+        *,
+        max_tokens: int | None = None,
     ) -> Self:
-        """Make the trial of a question in these messages, with ``max_tokens`` in place of its own limit."""
+        """Make the trial of a question in these messages, with ``max_tokens`` in place of its own
+        limit."""
         limit = question.max_tokens if max_tokens is None else max_tokens
         grammar = AnswerGrammar.choice(question.choices) if question.choices else None
         return cls(llm, messages, limit, question.first_line, grammar)
@@ -269,7 +301,9 @@ class QuestionTrial:
 
     def run(self, policy: str | Policy) -> PolicyRun:
         answer = self.ask(policy)
-        return PolicyRun(answer.usage, (answer.first_token,), partial(ExampleAnswer, text=answer.text))
+        return PolicyRun(
+            answer.usage, (answer.first_token,), partial(ExampleAnswer, text=answer.text)
+        )
 
     def ask(self, policy: str | Policy) -> GreedyAnswer:
         """Return the answer under a policy."""
@@ -281,11 +315,17 @@ class QuestionTrial:
 
     def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
         return self.llm.chat_completion(
-            self.messages, policy=policy, max_tokens=max_tokens, temperature=0, logprobs=MOST_LOGPROBS, **sampling
+            self.messages,
+            policy=policy,
+            max_tokens=max_tokens,
+            temperature=0,
+            logprobs=MOST_LOGPROBS,
+            **sampling,
         )
 
     def _first_token(self, policy: str | Policy, answer: Answer) -> NextToken:
-        """Return the distribution of the first token, which is asked for again where an answer ended at once."""
+        """Return the distribution of the first token, which is asked for again where an answer
+        ended at once."""
         if not answer.logprobs:
             answer = self._answer(policy, 1, ignore_eos=True)
         return NextToken.of(answer.logprobs[0].top)

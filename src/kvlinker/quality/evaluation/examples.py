@@ -28,8 +28,8 @@ class _Example:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of all fields, ``choices`` only where there are some, as they came after results were kept by
-        it: equal examples are asked once."""
+        """SHA-256 (hex) of all fields, ``choices`` only where there are some, as they came after
+        results were kept by it: equal examples are asked once."""
         fields = {name: value for name, value in asdict(self).items() if name != "choices" or value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -87,16 +87,18 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Says how far a linked prompt is from a full prefill inside the model, layer by layer (CacheBlend, section 4.1).
+    """Says how far a linked prompt is from a full prefill inside the model, layer by layer
+    (CacheBlend, section 4.1).
 
     All norms are L2. The paper divides by nothing; here, layers and models can be compared.
     """
 
     kv: tuple[float, ...]
-    """‖KV − KV_full‖ / ‖KV_full‖ of a token that a chunk cache holds, over keys and values of all heads; the mean over
-    these tokens."""
+    """‖KV − KV_full‖ / ‖KV_full‖ of a token that a chunk cache holds, over keys and values of all
+    heads; the mean over these tokens."""
     attention: tuple[float, ...]
-    """‖A − A_full‖ of a query's attention on all tokens; the mean over heads and the prompt's last tokens."""
+    """‖A − A_full‖ of a query's attention on all tokens; the mean over heads and the prompt's last
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class ExampleAnswer(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Scored(_Result):
-    """Says how likely a continuation is; all tokens that count in its loss are compared with full's."""
+    """Says how likely a continuation is; all tokens that count in its loss are compared with
+    full's."""
 
     loss: float
     """The mean loss in nats per token."""

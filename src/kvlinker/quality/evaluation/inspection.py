@@ -1,4 +1,5 @@
-"""Looks into a model: every layer's keys, values and attention for a prompt, and their deviation from full prefill.
+"""Looks into a model: every layer's keys, values and attention for a prompt, and their deviation
+from full prefill.
 
 Deviations follow CacheBlend (section 4.1).
 """
@@ -30,7 +31,8 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.examples import Deviation
 
 LAST_QUERIES = 16
-"""Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
+"""Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention
+is kept at most."""
 
 IDLE_WITHIN = 5.0
 """Seconds in which the engine has to become idle."""
@@ -66,7 +68,8 @@ class EngineInspector:
     """Inspects the embedded engine: looks over the shoulder of its attention kernel."""
 
     def __init__(self, llm: LLM, loaded: LoadedModel) -> None:
-        """Inspect ``llm``, which runs the model ``loaded``. Raises InvalidRequestError for another kind of engine."""
+        """Inspect ``llm``, which runs the model ``loaded``. Raises InvalidRequestError for another
+        kind of engine."""
         if not isinstance(llm.engine, EmbeddedEngine):
             raise InvalidRequestError("Deviations can only be measured with the embedded engine.")
         self._llm = llm
@@ -85,8 +88,11 @@ class EngineInspector:
         request = GenerationRequest(prompt, as_policy(policy))
         return self._recording(prompt, lambda: self._llm.engine.explain(request).result())[1]
 
-    def answer(self, messages: Sequence[Message], policy: str | Policy) -> tuple[Answer, tuple[LayerView, ...]]:
-        """Inspect a conversation, and return the answer of one token too: its usage says what was recomputed."""
+    def answer(
+        self, messages: Sequence[Message], policy: str | Policy
+    ) -> tuple[Answer, tuple[LayerView, ...]]:
+        """Inspect a conversation, and return the answer of one token too: its usage says what was
+        recomputed."""
 
         def ask() -> Answer:
             return self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
@@ -96,7 +102,9 @@ class EngineInspector:
     def _recording(self, prompt: Prompt, run: Callable[[], _T]) -> tuple[_T, tuple[LayerView, ...]]:
         self._wait_until_idle()
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
-        recording = _RecordingKernel(self._runner.kernel, self._layers, len(prompt), min(fresh, LAST_QUERIES))
+        recording = _RecordingKernel(
+            self._runner.kernel, self._layers, len(prompt), min(fresh, LAST_QUERIES)
+        )
         self._runner.kernel = recording
         try:
             returned = run()
@@ -105,16 +113,20 @@ class EngineInspector:
         return returned, tuple(view for _, view in sorted(recording.views.items()))
 
     def _wait_until_idle(self) -> None:
-        """Wait until no request holds slots, which are freed shortly after a request's last event."""
+        """Wait until no request holds slots, which are freed shortly after a request's last
+        event."""
         deadline = time.monotonic() + IDLE_WITHIN
         while self._llm.current_load().slots_used:
             if time.monotonic() > deadline:
-                raise InvalidRequestError("Deviations can only be measured while no other request runs.")
+                raise InvalidRequestError(
+                    "Deviations can only be measured while no other request runs."
+                )
             time.sleep(0.001)
 
 
 class _RecordingKernel:
-    """An ``AttentionKernel`` that records every layer of the step which computes a prompt's last token."""
+    """An ``AttentionKernel`` that records every layer of the step which computes a prompt's last
+    token."""
 
     def __init__(self, inner: AttentionKernel, layers: int, length: int, queries: int) -> None:
         """Record the prompt of ``length`` tokens, and the attention of its last ``queries``."""
@@ -127,7 +139,13 @@ class _RecordingKernel:
         return self.inner.plan(views, positions)
 
     def write(
-        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+        self,
+        plan: AttentionPlan,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        rotary: Rotary | None,
+        into: KeyValue,
     ) -> None:
         self.inner.write(plan, key, value, slots, rotary, into)
 
@@ -146,14 +164,22 @@ class _RecordingKernel:
         if int(plan.positions[-1]) == self._length - 1:
             last = slice(max(0, len(plan.positions) - self._queries), None)
             positions, mine = plan.positions[last], query[:, last]
-            attention = position_weights(plan.views, positions, mine, segments, rotary, options, self._length)
-            self.views[layer] = LayerView(*_in_order(plan.views, segments, rotary, self._length), attention)
+            attention = position_weights(
+                plan.views, positions, mine, segments, rotary, options, self._length
+            )
+            self.views[layer] = LayerView(
+                *_in_order(plan.views, segments, rotary, self._length), attention
+            )
 
 
-def _in_order(views: Sequence[View], segments: Segments, rotary: Rotary | None, length: int) -> tuple[Tensor, Tensor]:
-    """Return the keys, with the rotary embedding of their positions, and values that are seen: [kv_heads, length,
-    head_dim] each."""
-    key, value = (part.new_zeros(len(part), length, part.shape[2]) for part in segments[views[0].segment])
+def _in_order(
+    views: Sequence[View], segments: Segments, rotary: Rotary | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return the keys, with the rotary embedding of their positions, and values that are seen:
+    [kv_heads, length, head_dim] each."""
+    key, value = (
+        part.new_zeros(len(part), length, part.shape[2]) for part in segments[views[0].segment]
+    )
     for view in views:
         seen = np.arange(view.first, view.last)
         if view.hidden is not None:
@@ -165,24 +191,31 @@ def _in_order(views: Sequence[View], segments: Segments, rotary: Rotary | None, 
     return key, value
 
 
-def deviation(full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]) -> Deviation:
+def deviation(
+    full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]
+) -> Deviation:
     """Measure how far a prompt under a policy is from the same under ``full``.
 
     ``cached`` [tokens] marks the tokens that a chunk cache holds.
     """
     held = np.flatnonzero(cached)
     relative = relative_kv_distance(full, other)[:, held]
-    return Deviation(kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other))
+    return Deviation(
+        kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other)
+    )
 
 
-def relative_kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+def relative_kv_distance(
+    full: Sequence[LayerView], other: Sequence[LayerView]
+) -> NDArray[np.float32]:
     """Return ‖KV − KV_full‖ / ‖KV_full‖ of every token in every layer, [layers, tokens]."""
     norms = np.stack([_norms(view.key.float(), view.value.float()) for view in full])
     return kv_distance(full, other) / norms
 
 
 def kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
-    """Return ‖KV − KV_full‖ of every token in every layer, [layers, tokens]: L2 over keys and values of all heads.
+    """Return ‖KV − KV_full‖ of every token in every layer, [layers, tokens]: L2 over keys and
+    values of all heads.
 
     It is the paper's KV deviation (table 1), which it calls an absolute difference.
     """
@@ -197,7 +230,8 @@ def kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArra
 def attention_deviation(full: Sequence[LayerView], other: Sequence[LayerView]) -> tuple[float, ...]:
     """Return, by layer, ‖A − A_full‖ of the last tokens' attention, the mean over heads and tokens.
 
-    A step may end with fewer tokens than are kept; then only the tokens that both have are compared.
+    A step may end with fewer tokens than are kept; then only the tokens that both have are
+    compared.
     """
     distances = []
     for reference, view in zip(full, other, strict=True):
@@ -208,7 +242,8 @@ def attention_deviation(full: Sequence[LayerView], other: Sequence[LayerView]) -
 
 
 def _norms(key: Tensor, value: Tensor) -> NDArray[np.float32]:
-    """Return the L2 norm of every token over key and value, both [kv_heads, tokens, head_dim]: [tokens]."""
+    """Return the L2 norm of every token over key and value, both [kv_heads, tokens, head_dim]:
+    [tokens]."""
     squares = key.square().sum(dim=(0, 2)) + value.square().sum(dim=(0, 2))
     norms: NDArray[np.float32] = squares.sqrt().cpu().numpy()
     return norms

@@ -1,4 +1,5 @@
-"""Joins passages into one text, as frameworks for retrieval do, and tells what of it is recognised."""
+"""Joins passages into one text, as frameworks for retrieval do, and tells what of it is
+recognised."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ FRAMEWORKS = {
     ),
     "llama-index": (("llama_index.core.prompts.default_prompts",), "DEFAULT_TEXT_QA_PROMPT_TMPL"),
 }
-"""Where packages that join texts have the templates that they use unless they are given another: the modules of one
-version or another, and the name in it."""
+"""Where packages that join texts have the templates that they use unless they are given another:
+the modules of one version or another, and the name in it."""
 
 
 class JoinedPrompt(NamedTuple):
@@ -61,8 +62,8 @@ class Template:
 
 
 def find_template(name: str) -> Template:
-    """Return kvlinker's own template, ``plain``, that of a framework which is installed, or the one that ``name``
-    spells. Raises InvalidRequestError."""
+    """Return kvlinker's own template, ``plain``, that of a framework which is installed, or the one
+    that ``name`` spells. Raises InvalidRequestError."""
     if name == "plain":
         return Template(name, PLAIN)
     if name in FRAMEWORKS:

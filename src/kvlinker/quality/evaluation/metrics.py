@@ -19,7 +19,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Normalise as SQuAD does (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    """Normalise as SQuAD does (Rajpurkar et al. 2016): lower case, no punctuation, no articles,
+    single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
@@ -29,7 +30,8 @@ def exact_match(answer: str, reference: str) -> float:
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return SQuAD's F1: the harmonic mean of precision and recall over normalised words, counted with multiplicity.
+    """Return SQuAD's F1: the harmonic mean of precision and recall over normalised words, counted
+    with multiplicity.
 
     Where either has no word, it is 1 if neither has one, else 0.
     """
@@ -41,7 +43,8 @@ def f1(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Return words in both over words in either, normalised, without multiplicity; 1 where neither has any."""
+    """Return words in both over words in either, normalised, without multiplicity; 1 where neither
+    has any."""
     words, expected = set(normalised(answer).split()), set(normalised(reference).split())
     either = words | expected
     return len(words & expected) / len(either) if either else 1.0
@@ -49,7 +52,8 @@ def jaccard(answer: str, reference: str) -> float:
 
 @lru_cache(maxsize=2**16)  # slow for long answers, which several tables score
 def rouge_l(answer: str, reference: str) -> float:
-    """Return the F-measure of the longest common subsequence of words, with Porter's stemmer, as CacheBlend does.
+    """Return the F-measure of the longest common subsequence of words, with Porter's stemmer, as
+    CacheBlend does.
 
     Raises InvalidRequestError without the package rouge-score.
     """
@@ -59,11 +63,17 @@ def rouge_l(answer: str, reference: str) -> float:
 
 @cache
 def rouge_scorer() -> Any:
-    """Return rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the package."""
+    """Return rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the
+    package."""
     return bench_library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
 
 
-METRICS: dict[str, Metric] = {"exact_match": exact_match, "f1": f1, "rouge_l": rouge_l, "jaccard": jaccard}
+METRICS: dict[str, Metric] = {
+    "exact_match": exact_match,
+    "f1": f1,
+    "rouge_l": rouge_l,
+    "jaccard": jaccard,
+}
 """Metrics against the references of a data set, by name."""
 
 VERSUS_FULL: dict[str, Metric] = {
@@ -71,8 +81,8 @@ VERSUS_FULL: dict[str, Metric] = {
     "rouge_l_vs_full": rouge_l,
     "jaccard_vs_full": jaccard,
 }
-"""Metrics against the answer that the same model gives when it computes everything (Cache-Craft, section 5.1). Of a
-choice between answers, the first is how often the choice is kept."""
+"""Metrics against the answer that the same model gives when it computes everything (Cache-Craft,
+section 5.1). Of a choice between answers, the first is how often the choice is kept."""
 
 
 def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
@@ -81,5 +91,6 @@ def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
 
 
 def similarity(metric: Metric, answer: str, other: str) -> float:
-    """Return the score between two answers of a model; 1 where they are the same text, be it one without words."""
+    """Return the score between two answers of a model; 1 where they are the same text, be it one
+    without words."""
     return 1.0 if answer == other else metric(answer, other)

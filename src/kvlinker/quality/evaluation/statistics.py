@@ -18,21 +18,25 @@ CORRELATION_RESAMPLES = 500
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Bound the mean of ``values`` by the percentile bootstrap (``scipy.stats.bootstrap``) with 2000 resamples.
+    """Bound the mean of ``values`` by the percentile bootstrap (``scipy.stats.bootstrap``) with
+    2000 resamples.
 
-    Equal seeds draw equal resamples, so that policies that answered the same examples are compared on the same draws.
-    Values that are all alike, be it one alone, have an interval without width.
+    Equal seeds draw equal resamples, so that policies that answered the same examples are compared
+    on the same draws. Values that are all alike, be it one alone, have an interval without width.
     """
     sample = np.asarray(values, dtype=np.float64)
     if (sample == sample[0]).all():
         return Interval(float(sample[0]), float(sample[0]))
-    return _percentile_bootstrap(sample, np.mean, resamples=MEAN_RESAMPLES, seed=seed, vectorized=True)
+    return _percentile_bootstrap(
+        sample, np.mean, resamples=MEAN_RESAMPLES, seed=seed, vectorized=True
+    )
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
     """Return Spearman's rank correlation of two samples [n], equal values sharing their mean rank.
 
-    None where it is not defined: for fewer than two values, and where all values of a sample are equal.
+    None where it is not defined: for fewer than two values, and where all values of a sample are
+    equal.
     """
     samples = [np.asarray(sample, dtype=np.float64) for sample in (first, second)]
     if any(len(np.unique(sample)) < 2 for sample in samples):
@@ -54,16 +58,21 @@ class Correlation:
         if self.value is None:
             return f"not defined (n = {self.n})"
         shown = f"{self.value:.2f} [{self.interval.low:.2f}, {self.interval.high:.2f}]"
-        return shown if self.interval.low > 0 or self.interval.high < 0 else f"{shown} (no clear effect)"
+        return (
+            shown
+            if self.interval.low > 0 or self.interval.high < 0
+            else f"{shown} (no clear effect)"
+        )
 
 
 def grouped_correlation(
     first: Sequence[float], second: Sequence[float], groups: Sequence[int], *, seed: int = 0
 ) -> Correlation:
-    """Correlate two samples [n] by rank, with an interval from a percentile bootstrap over whole ``groups`` [n].
+    """Correlate two samples [n] by rank, with an interval from a percentile bootstrap over whole
+    ``groups`` [n].
 
-    Points of one group, such as the chunks of one example, are not independent: so 500 resamples draw groups. A
-    resample whose correlation is not defined counts as 0.
+    Points of one group, such as the chunks of one example, are not independent: so 500 resamples
+    draw groups. A resample whose correlation is not defined counts as 0.
     """
     points, members = np.array([first, second], dtype=np.float64), np.asarray(groups)
     value = spearman(*points)
@@ -77,22 +86,33 @@ def grouped_correlation(
         return spearman(*points[:, np.concatenate([points_of[group] for group in drawn])]) or 0.0
 
     interval = _percentile_bootstrap(
-        np.arange(len(points_of)), resampled, resamples=CORRELATION_RESAMPLES, seed=seed, vectorized=False
+        np.arange(len(points_of)),
+        resampled,
+        resamples=CORRELATION_RESAMPLES,
+        seed=seed,
+        vectorized=False,
     )
     return Correlation(len(members), value, interval)
 
 
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the two-sided p of the Mann-Whitney U test, in its normal approximation: how probable it is that two
-    samples of one distribution differ as much as these do."""
+    """Return the two-sided p of the Mann-Whitney U test, in its normal approximation: how probable
+    it is that two samples of one distribution differ as much as these do."""
     if len({*first, *second}) == 1:
         return 1.0
-    test = bench_library("scipy.stats").mannwhitneyu(first, second, use_continuity=False, method="asymptotic")
+    test = bench_library("scipy.stats").mannwhitneyu(
+        first, second, use_continuity=False, method="asymptotic"
+    )
     return float(test.pvalue)
 
 
 def _percentile_bootstrap(
-    sample: NDArray[Any], statistic: Callable[..., Any], *, resamples: int, seed: int, vectorized: bool
+    sample: NDArray[Any],
+    statistic: Callable[..., Any],
+    *,
+    resamples: int,
+    seed: int,
+    vectorized: bool,
 ) -> Interval:
     found = bench_library("scipy.stats").bootstrap(
         (sample,),

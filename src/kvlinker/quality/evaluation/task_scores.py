@@ -17,7 +17,8 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Holds the mean of one metric over the examples of a task; higher is better, but for losses and deviations."""
+    """Holds the mean of one metric over the examples of a task; higher is better, but for losses
+    and deviations."""
 
     policy: str
     dataset: str
@@ -44,15 +45,21 @@ _ByPolicy = tuple[Example, dict[str, Result]]
 """Pairs an example with its results by policy."""
 
 
-def task_scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Sequence[str]) -> list[TaskScore]:
-    """Score all tasks by all metrics, each for all policies; a data set of several tasks also has them under ``all``.
+def task_scores(
+    answered: Iterable[tuple[Example, Sequence[Result]]], policies: Sequence[str]
+) -> list[TaskScore]:
+    """Score all tasks by all metrics, each for all policies; a data set of several tasks also has
+    them under ``all``.
 
-    ``answered`` has the results of ``policies`` for each example, and with them the result of ``full``.
+    ``answered`` has the results of ``policies`` for each example, and with them the result of
+    ``full``.
     """
     datasets: dict[str, dict[str, list[_ByPolicy]]] = {}
     for example, results in answered:
         tasks = datasets.setdefault(example.dataset, {})
-        tasks.setdefault(example.task, []).append((example, {result.policy: result for result in results}))
+        tasks.setdefault(example.task, []).append(
+            (example, {result.policy: result for result in results})
+        )
     found: list[TaskScore] = []
     for dataset, tasks in datasets.items():
         if len(tasks) > 1:
@@ -71,7 +78,9 @@ def main_score(example: Example, result: Result) -> float:
     return result.loss
 
 
-def _scores_of(group: Sequence[_ByPolicy], dataset: str, task: str, policy: str) -> Iterator[TaskScore]:
+def _scores_of(
+    group: Sequence[_ByPolicy], dataset: str, task: str, policy: str
+) -> Iterator[TaskScore]:
     results = [by_policy[policy] for _, by_policy in group]
     values, full_values = _values(group, policy), _values(group, REFERENCE)
     mains = {example.metric for example, _ in group}
@@ -98,7 +107,9 @@ def _scores_of(group: Sequence[_ByPolicy], dataset: str, task: str, policy: str)
 
 def _values(group: Sequence[_ByPolicy], policy: str) -> dict[str, list[float]]:
     """Return the values for all examples, in order, by the metrics that all of them have."""
-    measured = [_measures(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group]
+    measured = [
+        _measures(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group
+    ]
     shared = [name for name in measured[0] if all(name in measures for measures in measured)]
     return {name: [measures[name] for measures in measured] for name in shared}
 

@@ -1,4 +1,5 @@
-"""Draws a share of requests, and compares each one's answer with the full computation once that is through."""
+"""Draws a share of requests, and compares each one's answer with the full computation once that is
+through."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from typing import Literal
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.events import AgreementFell, AnswerAudited, AuditSkipped, Events
 from kvlinker.base.types.answers import Delta, TokenLogprob, Usage
-from kvlinker.engines.contract.contract import Engine, Finished, GenerationEvent, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import (
+    Engine,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    Sink,
+)
 from kvlinker.service.audit.comparison import RequestKind, ServedAnswer, compare
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.journal import AuditJournal
@@ -24,8 +31,8 @@ from kvlinker.service.audit.next_token import NextToken
 logger = logging.getLogger(__name__)
 
 TOP = 20
-"""The most likely tokens of each distribution that are compared; all others count as one. The divergence is a lower
-bound for larger vocabularies."""
+"""The most likely tokens of each distribution that are compared; all others count as one. The
+divergence is a lower bound for larger vocabularies."""
 
 MOST_PENDING = 128
 """The most answers that wait to be compared; further ones are not."""
@@ -33,7 +40,8 @@ MOST_PENDING = 128
 HOUR = 3600.0
 
 Noted = Callable[[str, str, bool], object]
-"""Takes the tenant and the policy of an answer, and whether it agrees with the full computation's."""
+"""Takes the tenant and the policy of an answer, and whether it agrees with the full
+computation's."""
 
 Skip = Literal["cancelled", "empty", "backlog", "budget", "failed"]
 """The reason why a drawn request is not compared."""
@@ -51,9 +59,12 @@ class AuditOptions:
 
 
 class TokenBudget:
-    """Allows so many tokens an hour; what is not used is kept for later, an hour's worth at most."""
+    """Allows so many tokens an hour; what is not used is kept for later, an hour's worth at
+    most."""
 
-    def __init__(self, per_hour: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, per_hour: int | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._per_hour = per_hour
         self._clock = clock
         self._left = float(per_hour or 0)
@@ -64,7 +75,9 @@ class TokenBudget:
         if self._per_hour is None:
             return True
         now = self._clock()
-        self._left = min(self._left + self._per_hour * (now - self._since) / HOUR, float(self._per_hour))
+        self._left = min(
+            self._left + self._per_hour * (now - self._since) / HOUR, float(self._per_hour)
+        )
         self._since = now
         if tokens > self._left:
             return False
@@ -73,11 +86,12 @@ class TokenBudget:
 
 
 class Auditor:
-    """Watches requests and compares those that are drawn. All methods may be called from any thread.
+    """Watches requests and compares those that are drawn. All methods may be called from any
+    thread.
 
-    An answer is recorded as it is given. The full computation waits until the engine has nothing else to do
-    (``Engine.score_whole``); one is under way at a time. An answer under a policy that computes everything agrees
-    without being computed again.
+    An answer is recorded as it is given. The full computation waits until the engine has nothing
+    else to do (``Engine.score_whole``); one is under way at a time. An answer under a policy that
+    computes everything agrees without being computed again.
     """
 
     def __init__(
@@ -91,9 +105,9 @@ class Auditor:
         noted: Noted | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """``known`` are names of policies that have figures of their own in any case. ``journal`` gets a line for each
-        answer. ``noted`` is told of each, exact ones included. ``draw`` gives numbers from 0 to 1 that decide who is
-        drawn."""
+        """``known`` are names of policies that have figures of their own in any case. ``journal``
+        gets a line for each answer. ``noted`` is told of each, exact ones included. ``draw`` gives
+        numbers from 0 to 1 that decide who is drawn."""
         self.figures = AuditFigures(known)
         self.options = options
         self._engine = engine
@@ -121,16 +135,22 @@ class Auditor:
     def watch(
         self, request: GenerationRequest, sink: Sink, *, implicit: bool = False
     ) -> tuple[GenerationRequest, Sink]:
-        """Return the request and the sink to give to the engine in the places of these, which are others only if the
-        request is drawn. The sink given gets the same events either way. ``implicit``: none of its chunks was named by
-        id."""
+        """Return the request and the sink to give to the engine in the places of these, which are
+        others only if the request is drawn. The sink given gets the same events either way.
+        ``implicit``: none of its chunks was named by id."""
         sampling = request.sampling
-        if not request.prompt.spans or sampling.max_tokens == 0 or self._draw() >= self.options.share:
+        if (
+            not request.prompt.spans
+            or sampling.max_tokens == 0
+            or self._draw() >= self.options.share
+        ):
             return request, sink
         if request.policy.exact:
             return request, self._noting_agreement(request, sink)
         recorder = _Recorder(request, sink, self._take, implicit=implicit)
-        return replace(request, sampling=replace(sampling, logprobs=max(sampling.logprobs or 0, TOP))), recorder
+        return replace(
+            request, sampling=replace(sampling, logprobs=max(sampling.logprobs or 0, TOP))
+        ), recorder
 
     def _noting_agreement(self, request: GenerationRequest, sink: Sink) -> Sink:
         """Return a sink that also notes that the answer agrees, once it is given."""
@@ -159,7 +179,8 @@ class Auditor:
         self._thread.join()
 
     def _take(self, answer: ServedAnswer | None) -> None:
-        """Take the answer of a drawn request; None where it was cancelled or failed. Called by the engine's thread."""
+        """Take the answer of a drawn request; None where it was cancelled or failed. Called by the
+        engine's thread."""
         if answer is None:
             self._skip("cancelled")
         elif not answer.comparable:
@@ -189,7 +210,9 @@ class Auditor:
                 self._answers.task_done()
 
     def _compare(self, answer: ServedAnswer) -> None:
-        scoring = self._engine.score_whole(answer.sequence, first=len(answer.prompt), top=TOP, tenant=answer.tenant)
+        scoring = self._engine.score_whole(
+            answer.sequence, first=len(answer.prompt), top=TOP, tenant=answer.tenant
+        )
         found = compare(answer, scoring.result())
         policy, drifted = self.figures.add(answer, found)
         self._events.publish(
@@ -204,7 +227,9 @@ class Auditor:
         )
         if drifted:
             self._events.publish(AgreementFell(policy))
-            logger.warning("Answers under %s agree with the full computation less often than before.", policy)
+            logger.warning(
+                "Answers under %s agree with the full computation less often than before.", policy
+            )
         self._noted(answer.tenant, answer.policy, found.agrees)
         if self._journal is not None:
             try:
@@ -245,7 +270,11 @@ class _Recorder:
     def _wanted(self, entries: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Return as much of the log probabilities as the request asked for."""
         count = self._request.sampling.logprobs
-        return () if count is None else tuple(replace(entry, top=entry.top[:count]) for entry in entries)
+        return (
+            ()
+            if count is None
+            else tuple(replace(entry, top=entry.top[:count]) for entry in entries)
+        )
 
     def _record(self, event: GenerationEvent) -> None:
         if isinstance(event, Delta):

@@ -1,5 +1,5 @@
-"""Certificates tell what was measured of a policy with a model; ``kvlinker certify`` writes them, servers ask for
-them."""
+"""Certificates tell what was measured of a policy with a model; ``kvlinker certify`` writes them,
+servers ask for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _FINGERPRINT_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How many answers agree with the full computation, with the exact 95% interval of their share."""
+    """How many answers agree with the full computation, with the exact 95% interval of their
+    share."""
 
     samples: int
     agreeing: int
@@ -62,26 +63,36 @@ class Certificate:
     """The self-test's checks: ``name``, ``meaning``, ``error``, ``passed``."""
 
     quality: tuple[Mapping[str, Any], ...]
-    """Scores by data set and task, as ``bench quality`` tells them, of the policy and of ``full``."""
+    """Scores by data set and task, as ``bench quality`` tells them, of the policy and of
+    ``full``."""
 
     tasks: Mapping[str, Agreement]
     """The agreement by task; ``own chunks`` are prompts of what the store holds."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, so that who reads meanwhile finds the old one or the new one, whole. Raises OSError."""
+        """Write it as JSON, so that who reads meanwhile finds the old one or the new one, whole.
+        Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"object": "certificate", **asdict(self)}, indent=2, default=str) + "\n"
+        content = (
+            json.dumps({"object": "certificate", **asdict(self)}, indent=2, default=str) + "\n"
+        )
         replace_file(path, content.encode())
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote. Raises InvalidRequestError for a file that is no certificate."""
+        """Read what ``write`` wrote. Raises InvalidRequestError for a file that is no
+        certificate."""
         try:
             content = json.loads(path.read_text())
             content.pop("object")
             content["agreement"] = Agreement(**content["agreement"])
-            content["tasks"] = {name: Agreement(**figures) for name, figures in content["tasks"].items()}
-            return cls(**content | {"checks": tuple(content["checks"]), "quality": tuple(content["quality"])})
+            content["tasks"] = {
+                name: Agreement(**figures) for name, figures in content["tasks"].items()
+            }
+            return cls(
+                **content
+                | {"checks": tuple(content["checks"]), "quality": tuple(content["quality"])}
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidRequestError(f"{path} is no certificate: {error}.") from error
 
@@ -92,11 +103,12 @@ def certificate_path(state_dir: Path, fingerprint: str, policy: str) -> Path:
 
 
 class CertifiedPolicies:
-    """The policies that may be used with a model: those with a certificate that passed, and those that compute
-    everything."""
+    """The policies that may be used with a model: those with a certificate that passed, and those
+    that compute everything."""
 
     def __init__(self, state_dir: Path, model: str, fingerprint: str) -> None:
-        """Read the certificates in ``state_dir`` once; files that are none are passed over with a warning."""
+        """Read the certificates in ``state_dir`` once; files that are none are passed over with a
+        warning."""
         self._model = model
         self.names = frozenset(_passed(state_dir, fingerprint))
 
@@ -121,7 +133,9 @@ class CertifiedPolicies:
 def _passed(state_dir: Path, fingerprint: str) -> list[str]:
     """Return the names of the policies that have a certificate for this model and passed."""
     found = []
-    for path in sorted((state_dir / FOLDER).glob(f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-*.json")):
+    for path in sorted(
+        (state_dir / FOLDER).glob(f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-*.json")
+    ):
         try:
             certificate = Certificate.read(path)
         except InvalidRequestError as error:

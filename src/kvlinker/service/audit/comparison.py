@@ -1,4 +1,5 @@
-"""Compares an answer, token by token, with what the full computation says of the very same tokens."""
+"""Compares an answer, token by token, with what the full computation says of the very same
+tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class RequestKind(NamedTuple):
     @classmethod
     def of(cls, prompt: Prompt, *, implicit: bool) -> RequestKind:
         """Return the kind of a request for this prompt."""
-        return cls(_class(len(prompt.chunks), CHUNK_BOUNDS), _class(len(prompt), TOKEN_BOUNDS), implicit)
+        return cls(
+            _class(len(prompt.chunks), CHUNK_BOUNDS), _class(len(prompt), TOKEN_BOUNDS), implicit
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class ServedAnswer:
 
     @property
     def comparable(self) -> int:
-        """The number of the answer's first tokens that can be compared: those whose most likely one is known."""
+        """The number of the answer's first tokens that can be compared: those whose most likely one
+        is known."""
         known = len(self.next_tokens)
         ends_known = self.greedy and known == len(self.token_ids) - 1
         return known + ends_known
@@ -75,36 +79,43 @@ class ServedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a linked answer compares with the full computation of the same tokens. KL is in nats, from the full
-    computation's distribution to the linked one's."""
+    """How a linked answer compares with the full computation of the same tokens. KL is in nats,
+    from the full computation's distribution to the linked one's."""
 
     agrees: bool
     """True if both find the same first token the most likely."""
 
     kl: float | None
-    """The divergence of the first token's distributions; None where the answer ended with its first token."""
+    """The divergence of the first token's distributions; None where the answer ended with its first
+    token."""
 
     answer_kl: float | None
     """The mean divergence along the given answer; None where there is no distribution."""
 
     divergence: int | None
-    """The index of the first token at which both find different ones the most likely; None if there is none."""
+    """The index of the first token at which both find different ones the most likely; None if there
+    is none."""
 
     @property
     def alike(self) -> bool:
-        """True if the full computation finds the same token the most likely all along the answer."""
+        """True if the full computation finds the same token the most likely all along the
+        answer."""
         return self.divergence is None
 
 
 def compare(answer: ServedAnswer, reference: PromptLogprobs) -> Comparison:
-    """Compare an answer, at least one of whose tokens is comparable, with the ``reference``, which scores all of its
-    tokens behind its prompt."""
+    """Compare an answer, at least one of whose tokens is comparable, with the ``reference``, which
+    scores all of its tokens behind its prompt."""
     rows = zip(reference.top_ids, reference.top_logprobs.astype(np.float64), strict=True)
     full = [NextToken(ids, logprobs) for ids, logprobs in rows]
     linked_best = [int(each.ids[0]) for each in answer.next_tokens] + [answer.token_ids[-1]]
-    differs = (index for index in range(answer.comparable) if int(full[index].ids[0]) != linked_best[index])
+    differs = (
+        index for index in range(answer.comparable) if int(full[index].ids[0]) != linked_best[index]
+    )
     divergence = next(differs, None)
-    kls = [kl_divergence(mine, theirs) for mine, theirs in zip(full, answer.next_tokens, strict=False)]
+    kls = [
+        kl_divergence(mine, theirs) for mine, theirs in zip(full, answer.next_tokens, strict=False)
+    ]
     return Comparison(
         agrees=divergence != 0,
         kl=kls[0] if kls else None,

@@ -1,4 +1,5 @@
-"""Keeps the agreement of answers at a target: raises or lowers the default policy by what the audit finds."""
+"""Keeps the agreement of answers at a target: raises or lowers the default policy by what the audit
+finds."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from kvlinker.service.audit.statistics import RateTest, RepeatedTest, RepeatedTe
 logger = logging.getLogger(__name__)
 
 CONFIDENCE = 0.95
-"""The confidence with which agreement must be known to be below the target, or above it, before anything changes."""
+"""The confidence with which agreement must be known to be below the target, or above it, before
+anything changes."""
 
 RETRY_ANSWERS = 500
-"""The answers for which a policy that was below the target is not tried again; twice as many after each further
-time."""
+"""The answers for which a policy that was below the target is not tried again; twice as many after
+each further time."""
 
 MOST_DECISIONS = 100
 """The last decisions that are kept."""
@@ -57,19 +59,21 @@ class Decision:
     reason: Reason
 
     samples: int
-    """The compared answers under the policy ``before`` that are the evidence: those since the deciding test began."""
+    """The compared answers under the policy ``before`` that are the evidence: those since the
+    deciding test began."""
 
     agreeing: int
     """Those of them that agree."""
 
     evidence: float
-    """The factor by which a rate on that side of the target explains them better than the target does; at least
-    2 / (1 - confidence)."""
+    """The factor by which a rate on that side of the target explains them better than the target
+    does; at least 2 / (1 - confidence)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringState:
-    """Where one tenant, or all, are on the ladder, and what is known of the step. Answers are compared ones."""
+    """Where one tenant, or all, are on the ladder, and what is known of the step. Answers are
+    compared ones."""
 
     step: int
     noted: int
@@ -102,15 +106,17 @@ class ControllerState:
 class QualityController:
     """Chooses the default policy on a ladder, for each tenant or for all together.
 
-    Agreement that is known to be below the target raises it by one step, and the step that failed is left alone for a
-    while, twice as long every time: so it settles instead of swinging. Agreement that is known to be above the target
-    lowers it by one step. Both are known by sequential tests, which are as confident whenever one looks, and begin anew
-    where they tell that nothing is to be done: a fall after a good time is noticed as soon as one at its beginning,
+    Agreement that is known to be below the target raises it by one step, and the step that failed
+    is left alone for a while, twice as long every time: so it settles instead of swinging.
+    Agreement that is known to be above the target lowers it by one step. Both are known by
+    sequential tests, which are as confident whenever one looks, and begin anew where they tell that
+    nothing is to be done: a fall after a good time is noticed as soon as one at its beginning,
     nearly. The last step computes everything. All methods may be called from any thread.
     """
 
     def __init__(self, ladder: Ladder, target: float, *, per_tenant: bool = False) -> None:
-        """``target`` is the wanted share of agreeing answers, between 0 and 1. ``per_tenant`` steers tenants apart."""
+        """``target`` is the wanted share of agreeing answers, between 0 and 1. ``per_tenant``
+        steers tenants apart."""
         self.ladder = ladder
         self.target = target
         self.per_tenant = per_tenant
@@ -139,8 +145,8 @@ class QualityController:
             )
 
     def restore(self, state: ControllerState) -> bool:
-        """Go on from a state, in the place of what is known; returns False, and does nothing, where it is of another
-        ladder, start or target, or steers other tenants together."""
+        """Go on from a state, in the place of what is known; returns False, and does nothing, where
+        it is of another ladder, start or target, or steers other tenants together."""
         asked = (self.ladder.names, self.ladder.start, self.target, self.per_tenant)
         if (state.ladder, state.start, state.target, state.per_tenant) != asked:
             return False
@@ -235,14 +241,17 @@ class _Steered:
     def _go(self, tenant: str, step: int, reason: Reason, test: RepeatedTest) -> Decision:
         before, after = self._names[self.step], self._names[step]
         evidence = min(test.evidence, MOST_EVIDENCE)
-        decision = Decision(time.time(), tenant, before, after, reason, test.samples, test.successes, evidence)
+        decision = Decision(
+            time.time(), tenant, before, after, reason, test.samples, test.successes, evidence
+        )
         self.step = step
         self._stay()
         return decision
 
 
 def _log(decision: Decision, target: float) -> None:
-    """Log a decision with its evidence; one that no policy but the full computation kept the target, as a warning."""
+    """Log a decision with its evidence; one that no policy but the full computation kept the
+    target, as a warning."""
     level = logging.WARNING if decision.after == FULL else logging.INFO
     logger.log(
         level,

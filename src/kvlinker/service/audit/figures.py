@@ -1,4 +1,5 @@
-"""Keeps what the audit found: figures by policy, tenant and kind of request, and the drift of each policy."""
+"""Keeps what the audit found: figures by policy, tenant and kind of request, and the drift of each
+policy."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Tally:
 
     @property
     def mean_divergence(self) -> float | None:
-        """The mean number of tokens before answers that are not alike diverge; None where all are alike."""
+        """The mean number of tokens before answers that are not alike diverge; None where all are
+        alike."""
         unlike = self.samples - self.alike
         return self.diverged_after / unlike if unlike else None
 
@@ -92,8 +94,8 @@ _TALLIED = tuple(field.name for field in fields(Tally))
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The times that a policy's agreement has fallen since the audit began, and when that was noticed last, in Unix
-    seconds (None: never)."""
+    """The times that a policy's agreement has fallen since the audit began, and when that was
+    noticed last, in Unix seconds (None: never)."""
 
     alarms: int = 0
     last: float | None = None
@@ -138,8 +140,8 @@ class AuditFigures:
         self._drifts: dict[str, Drift] = {}
 
     def add(self, answer: ServedAnswer, found: Comparison) -> tuple[str, bool]:
-        """Add an answer; return the name under which its policy is counted, and whether the agreement under that is
-        seen to have fallen with it."""
+        """Add an answer; return the name under which its policy is counted, and whether the
+        agreement under that is seen to have fallen with it."""
         with self._lock:
             policy = self._name(answer.policy)
             group = (policy, answer.tenant, answer.kind)
@@ -153,9 +155,13 @@ class AuditFigures:
     def state(self) -> FiguresState:
         """Return what is known now, of ``MOST_GROUPS`` at most."""
         with self._lock:
-            tallies = sorted(self._tallies.items(), key=lambda entry: -entry[1].samples)[:MOST_GROUPS]
+            tallies = sorted(self._tallies.items(), key=lambda entry: -entry[1].samples)[
+                :MOST_GROUPS
+            ]
             policies = {group[0] for group, _ in tallies}
-            detectors = {name: each.state for name, each in self._detectors.items() if name in policies}
+            detectors = {
+                name: each.state for name, each in self._detectors.items() if name in policies
+            }
             drifts = {name: each for name, each in self._drifts.items() if name in policies}
             return FiguresState(tuple(tallies), detectors, drifts)
 
@@ -188,12 +194,20 @@ class AuditFigures:
 
     def _name(self, policy: str) -> str:
         """Return the name under which a policy is counted; the lock is held."""
-        named = policy in self._known or policy in self._detectors or len(self._detectors) < MOST_POLICIES
+        named = (
+            policy in self._known
+            or policy in self._detectors
+            or len(self._detectors) < MOST_POLICIES
+        )
         return policy if named else OTHER_POLICIES
 
     def _sums(self, key: Callable[[_Group], K], tenant: str | None) -> dict[K, Tally]:
         with self._lock:
-            entries = [(group, tally) for group, tally in self._tallies.items() if tenant in (None, group[1])]
+            entries = [
+                (group, tally)
+                for group, tally in self._tallies.items()
+                if tenant in (None, group[1])
+            ]
         return _summed((key(group), tally) for group, tally in entries)
 
 

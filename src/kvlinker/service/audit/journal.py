@@ -1,4 +1,5 @@
-"""Writes a line of JSON for each compared answer: hashes and figures, and texts only where that is asked for."""
+"""Writes a line of JSON for each compared answer: hashes and figures, and texts only where that is
+asked for."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from kvlinker.service.audit.comparison import Comparison, ServedAnswer
 
 
 class AuditJournal:
-    """A file of JSON Lines that is appended to. Whoever moves it away to rotate it loses nothing: each line opens it
-    anew. Only the audit's thread writes."""
+    """A file of JSON Lines that is appended to. Whoever moves it away to rotate it loses nothing:
+    each line opens it anew. Only the audit's thread writes."""
 
-    def __init__(self, path: Path, *, model: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """Write to ``path``. ``decode`` turns token ids into the texts that lines have, too; without it they have none.
+    def __init__(
+        self, path: Path, *, model: str, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        """Write to ``path``. ``decode`` turns token ids into the texts that lines have, too;
+        without it they have none.
 
         Raises InvalidRequestError where the file cannot be written.
         """
@@ -32,7 +36,9 @@ class AuditJournal:
         try:
             self._append("")
         except OSError as error:
-            raise InvalidRequestError(f"Cannot write {path}: {error.strerror}.", param="audit_log") from error
+            raise InvalidRequestError(
+                f"Cannot write {path}: {error.strerror}.", param="audit_log"
+            ) from error
 
     def write(self, answer: ServedAnswer, found: Comparison) -> None:
         """Append the line of an answer. Raises OSError."""
@@ -60,7 +66,10 @@ class AuditJournal:
             "alike": found.alike,
         }
         if self._decode is not None:
-            line |= {"prompt": self._decode(answer.prompt.tokens.tolist()), "answer": self._decode(answer.token_ids)}
+            line |= {
+                "prompt": self._decode(answer.prompt.tokens.tolist()),
+                "answer": self._decode(answer.token_ids),
+            }
         return line
 
 

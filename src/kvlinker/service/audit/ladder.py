@@ -1,4 +1,5 @@
-"""The settings of the default policy that a quality target may choose among, from the cheapest to the full one."""
+"""The settings of the default policy that a quality target may choose among, from the cheapest to
+the full one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from kvlinker.linking import Policy, parse_policy
 from kvlinker.linking.parameters import Number, declared
 
 USUAL = ("query-5-sensitive", "legolink-16")
-"""The policies, the better one first, whose numbers are raised where the default policy has none."""
+"""The policies, the better one first, whose numbers are raised where the default policy has
+none."""
 
 FULL = "full"
 
@@ -31,13 +33,18 @@ class Ladder:
 
 
 def make_ladder(
-    policy: Policy, given: Sequence[str] = (), *, unsupported: Callable[[Policy], str | None] = lambda policy: None
+    policy: Policy,
+    given: Sequence[str] = (),
+    *,
+    unsupported: Callable[[Policy], str | None] = lambda policy: None,
 ) -> Ladder:
-    """Make the ladder that begins with ``policy``: of the policies ``given``, or of the numbers that are worth trying
-    for it. Behind one without a number stand those of the best usual policy that the engine supports.
+    """Make the ladder that begins with ``policy``: of the policies ``given``, or of the numbers
+    that are worth trying for it. Behind one without a number stand those of the best usual policy
+    that the engine supports.
 
-    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError where it is ``policy`` or one that is
-    given, and InvalidRequestError where ``policy`` is none of those given.
+    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError where it is
+    ``policy`` or one that is given, and InvalidRequestError where ``policy`` is none of those
+    given.
     """
     if (reason := unsupported(policy)) is not None:
         raise PolicyError(reason, param="policy")
@@ -62,8 +69,8 @@ def make_ladder(
 
 
 def _numbers(policy: Policy) -> list[Policy]:
-    """Return the policy with the numbers that are worth trying, its own included, ascending; none where it has no
-    number."""
+    """Return the policy with the numbers that are worth trying, its own included, ascending; none
+    where it has no number."""
     for name, (parameter, _) in declared(type(policy)).items():
         if isinstance(parameter, Number):
             values = sorted({*parameter.trials, getattr(policy, name)})

@@ -1,4 +1,5 @@
-"""Keeps what the audit found, and where the default policy is, in a file that the next process goes on with."""
+"""Keeps what the audit found, and where the default policy is, in a file that the next process goes
+on with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FOLDER = "audit"
 """The folder in the state directory that the files are kept in, one for each model."""
 
 FORMAT_VERSION = 1
-"""The version of the files. Whatever changes what a state means raises it, the alternatives of tests among them."""
+"""The version of the files. Whatever changes what a state means raises it, the alternatives of
+tests among them."""
 
 SAVE_SECONDS = 30.0
 """The seconds between two looks at whether something is to be written."""
@@ -49,16 +51,22 @@ def memory_path(state_dir: Path, fingerprint: str) -> Path:
 
 
 class AuditMemory:
-    """Goes on with what a file tells, and writes it again every ``SAVE_SECONDS`` where something has changed.
+    """Goes on with what a file tells, and writes it again every ``SAVE_SECONDS`` where something
+    has changed.
 
-    A file that is damaged, or another model's, counts as none; a newer version's is left alone, and nothing is written.
-    Nothing is raised because of the file.
+    A file that is damaged, or another model's, counts as none; a newer version's is left alone, and
+    nothing is written. Nothing is raised because of the file.
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, figures: AuditFigures, controller: QualityController | None
+        self,
+        path: Path,
+        fingerprint: str,
+        figures: AuditFigures,
+        controller: QualityController | None,
     ) -> None:
-        """Read the file at ``path`` into ``figures`` and ``controller``, which have seen nothing yet."""
+        """Read the file at ``path`` into ``figures`` and ``controller``, which have seen nothing
+        yet."""
         self._path = path
         self._complained = self._newer = False
         self._fingerprint = fingerprint
@@ -119,14 +127,21 @@ class AuditMemory:
             logger.warning("The audit begins anew, for %s cannot be read: %s", self._path, error)
             return
         if (contents.version, contents.fingerprint) != (FORMAT_VERSION, self._fingerprint):
-            logger.warning("The audit begins anew, for %s is another version's, or another model's.", self._path)
+            logger.warning(
+                "The audit begins anew, for %s is another version's, or another model's.",
+                self._path,
+            )
             return
         self._figures.restore(contents.figures)
         if self._controller is None or contents.controller is None:
             return
         if not self._controller.restore(contents.controller):
-            logger.warning("The default policy begins as it is set: its ladder or its target was another one before.")
+            logger.warning(
+                "The default policy begins as it is set: its ladder or its target was another one before."
+            )
 
     def _content(self) -> str:
         steering = None if self._controller is None else self._controller.state()
-        return json.dumps(asdict(_Content(FORMAT_VERSION, self._fingerprint, self._figures.state(), steering)))
+        return json.dumps(
+            asdict(_Content(FORMAT_VERSION, self._fingerprint, self._figures.state(), steering))
+        )

@@ -1,4 +1,5 @@
-"""Compares the distributions of a token under two computations: whether they agree, and how far they are apart."""
+"""Compares the distributions of a token under two computations: whether they agree, and how far
+they are apart."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextToken:
-    """Holds the distribution of a token: the most likely ones, best first; all others share what mass is left."""
+    """Holds the distribution of a token: the most likely ones, best first; all others share what
+    mass is left."""
 
     ids: NDArray[np.int64]
     """Token ids, [k]."""
@@ -36,12 +38,15 @@ def agree(reference: NextToken, other: NextToken) -> bool:
 
 
 def kl_divergence(reference: NextToken, other: NextToken) -> float:
-    """Return KL(reference || other) in nats, with all tokens that are not listed in both taken as one.
+    """Return KL(reference || other) in nats, with all tokens that are not listed in both taken as
+    one.
 
-    That is exact where both list the whole vocabulary, and else a lower bound (merging outcomes never adds
-    divergence). 0 for a distribution and itself.
+    That is exact where both list the whole vocabulary, and else a lower bound (merging outcomes
+    never adds divergence). 0 for a distribution and itself.
     """
-    _, mine, theirs = np.intersect1d(reference.ids, other.ids, assume_unique=True, return_indices=True)
+    _, mine, theirs = np.intersect1d(
+        reference.ids, other.ids, assume_unique=True, return_indices=True
+    )
     p, q = np.exp(reference.logprobs[mine]), np.exp(other.logprobs[theirs])
     divergence = float((p * (reference.logprobs[mine] - other.logprobs[theirs])).sum())
     rest, rest_of_other = 1 - float(p.sum()), 1 - float(q.sum())

@@ -1,4 +1,5 @@
-"""Watches over an LLM's answers as its settings say: the audit, the quality target, and certificates."""
+"""Watches over an LLM's answers as its settings say: the audit, the quality target, and
+certificates."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from kvlinker.settings import Settings
 
 
 class PolicyManager:
-    """Decides which policy applies where a request names none, which ones may be used, and which answers are audited.
+    """Decides which policy applies where a request names none, which ones may be used, and which
+    answers are audited.
 
     All methods may be called from any thread.
     """
@@ -31,8 +33,9 @@ class PolicyManager:
         model: str,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError where the default
-        policy lacks its certificate, and InvalidRequestError for a ladder or a file that cannot be used."""
+        """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError
+        where the default policy lacks its certificate, and InvalidRequestError for a ladder or a
+        file that cannot be used."""
         self.controller: QualityController | None = None
         """Steers the default policy; None where no quality target is set."""
 
@@ -45,19 +48,29 @@ class PolicyManager:
         self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
-            self._certified = CertifiedPolicies(settings.state_dir, settings.model, engine.fingerprint)
+            self._certified = CertifiedPolicies(
+                settings.state_dir, settings.model, engine.fingerprint
+            )
             for name in (settings.policy, settings.implicit_policy or settings.policy):
                 self._certified.check(parse_policy(name))
         if settings.quality_target is not None:
-            ladder = make_ladder(self._configured, settings.quality_policies, unsupported=self._refusal)
-            self.controller = QualityController(ladder, settings.quality_target, per_tenant=settings.quality_per_tenant)
+            ladder = make_ladder(
+                self._configured, settings.quality_policies, unsupported=self._refusal
+            )
+            self.controller = QualityController(
+                ladder, settings.quality_target, per_tenant=settings.quality_per_tenant
+            )
         if settings.audit:
             journal = None
             if settings.audit_log is not None:
                 texts = decode if settings.audit_log_text else None
                 journal = AuditJournal(settings.audit_log.expanduser(), model=model, decode=texts)
             steps = () if self.controller is None else self.controller.ladder.names
-            defaults = (parse_policy(name).name for name in (settings.policy, settings.implicit_policy) if name)
+            defaults = (
+                parse_policy(name).name
+                for name in (settings.policy, settings.implicit_policy)
+                if name
+            )
             self.auditor = Auditor(
                 engine,
                 events,
@@ -68,28 +81,34 @@ class PolicyManager:
             )
 
     def default_policy(self, tenant: str) -> Policy:
-        """Return the policy of the tenant's requests that name none: the one that is set, or what keeps the quality
-        target."""
+        """Return the policy of the tenant's requests that name none: the one that is set, or what
+        keeps the quality target."""
         return self._configured if self.controller is None else self.controller.policy(tenant)
 
     def check(self, policy: Policy) -> None:
-        """Raise PolicyError for a policy that lacks its certificate, where certificates are required."""
+        """Raise PolicyError for a policy that lacks its certificate, where certificates are
+        required."""
         if self._certified is not None:
             self._certified.check(policy)
 
-    def watch(self, request: GenerationRequest, sink: Sink, *, implicit: bool) -> tuple[GenerationRequest, Sink]:
-        """Return the request and the sink to give to the engine in the places of these; see ``Auditor.watch``."""
+    def watch(
+        self, request: GenerationRequest, sink: Sink, *, implicit: bool
+    ) -> tuple[GenerationRequest, Sink]:
+        """Return the request and the sink to give to the engine in the places of these; see
+        ``Auditor.watch``."""
         if self.auditor is None:
             return request, sink
         return self.auditor.watch(request, sink, implicit=implicit)
 
     def resume(self) -> None:
-        """Go on with what the audit found, and where the default policy was, when a server with this state directory
-        and model last ran; from now on it is kept there. Servers call this before any request; does nothing without an
-        audit, and when it is called again."""
+        """Go on with what the audit found, and where the default policy was, when a server with
+        this state directory and model last ran; from now on it is kept there. Servers call this
+        before any request; does nothing without an audit, and when it is called again."""
         if self.auditor is not None and self._memory is None:
             path = memory_path(self._state_dir, self._engine.fingerprint)
-            self._memory = AuditMemory(path, self._engine.fingerprint, self.auditor.figures, self.controller)
+            self._memory = AuditMemory(
+                path, self._engine.fingerprint, self.auditor.figures, self.controller
+            )
 
     def close(self) -> None:
         """Stop comparing, and write what is to be kept; close the engine before. Idempotent."""
@@ -101,4 +120,8 @@ class PolicyManager:
     def _refusal(self, policy: Policy) -> str | None:
         """Return why answers cannot be given under the policy; None where they can."""
         reason = self._engine.unsupported(policy)
-        return self._certified.refusal(policy) if reason is None and self._certified is not None else reason
+        return (
+            self._certified.refusal(policy)
+            if reason is None and self._certified is not None
+            else reason
+        )

@@ -1,4 +1,5 @@
-"""Says what shares of agreeing answers prove: exact intervals, and tests that may be looked at after every answer."""
+"""Says what shares of agreeing answers prove: exact intervals, and tests that may be looked at
+after every answer."""
 
 from __future__ import annotations
 
@@ -28,44 +29,53 @@ class Interval(NamedTuple):
 
 
 def clopper_pearson(successes: int, trials: int) -> Interval:
-    """Bound a probability by ``successes`` out of ``trials`` with the exact interval of Clopper and Pearson (1934),
-    which covers it in at least 95% of all cases, however few trials there are. Without trials it is [0, 1]."""
+    """Bound a probability by ``successes`` out of ``trials`` with the exact interval of Clopper and
+    Pearson (1934), which covers it in at least 95% of all cases, however few trials there are.
+    Without trials it is [0, 1]."""
     from scipy.special import betaincinv  # which takes a while, and not every command needs it
 
     tail = (1 - LEVEL) / 2
     low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
-    high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
+    high = (
+        float(betaincinv(successes + 1, trials - successes, 1 - tail))
+        if successes < trials
+        else 1.0
+    )
     return Interval(low, high)
 
 
 class RateTest:
     """Gathers evidence against the hypothesis that successes come at a rate on one side of a bound.
 
-    It is a sequential probability ratio test (Wald 1945) against a mixture of alternatives (Robbins 1970). While the
-    hypothesis is true, the chance that ``evidence`` ever reaches 1/α is at most α, however often one looks (Ville
-    1939).
+    It is a sequential probability ratio test (Wald 1945) against a mixture of alternatives (Robbins
+    1970). While the hypothesis is true, the chance that ``evidence`` ever reaches 1/α is at most α,
+    however often one looks (Ville 1939).
     """
 
     def __init__(self, bound: float, failure_rates: Sequence[float]) -> None:
-        """Test whether the rate is ``bound``, between 0 and 1, against these ``failure_rates``, all of which are on the
-        other side of ``1 - bound``."""
+        """Test whether the rate is ``bound``, between 0 and 1, against these ``failure_rates``, all
+        of which are on the other side of ``1 - bound``."""
         self._steps = tuple(_log_ratios(bound, rate) for rate in failure_rates)
         self.logs = [-math.log(len(failure_rates))] * len(failure_rates)
-        """The logarithm of how much better each alternative explains the answers so far, times its weight."""
+        """The logarithm of how much better each alternative explains the answers so far, times its
+        weight."""
 
     @classmethod
     def falls_below(cls, bound: float) -> Self:
-        """Test the hypothesis that the rate is at least ``bound``: evidence grows where it is below."""
+        """Test the hypothesis that the rate is at least ``bound``: evidence grows where it is
+        below."""
         return cls(bound, higher_failure_rates(bound))
 
     @classmethod
     def exceeds(cls, bound: float) -> Self:
-        """Test the hypothesis that the rate is at most ``bound``: evidence grows where it is above."""
+        """Test the hypothesis that the rate is at most ``bound``: evidence grows where it is
+        above."""
         return cls(bound, [share * (1 - bound) for share in _LOWER])
 
     @property
     def evidence(self) -> float:
-        """The factor by which the alternatives explain the answers so far better than the bound does."""
+        """The factor by which the alternatives explain the answers so far better than the bound
+        does."""
         return math.exp(min(_log_sum(self.logs), 700.0))
 
     def note(self, success: bool) -> None:
@@ -87,11 +97,13 @@ class RepeatedTestState:
 
 
 class RepeatedTest:
-    """Tests one hypothesis again and again, so that it is refuted soon after it ceases to be true, however long it was.
+    """Tests one hypothesis again and again, so that it is refuted soon after it ceases to be true,
+    however long it was.
 
-    A test whose evidence has fallen to ``error`` is given up and another begins. The k-th refutes the hypothesis where
-    its evidence reaches k (k + 1) / ``error``. The chances of error of all of them sum up to ``error``: it is the
-    chance, at most, that a hypothesis that stays true is ever refuted.
+    A test whose evidence has fallen to ``error`` is given up and another begins. The k-th refutes
+    the hypothesis where its evidence reaches k (k + 1) / ``error``. The chances of error of all of
+    them sum up to ``error``: it is the chance, at most, that a hypothesis that stays true is ever
+    refuted.
     """
 
     def __init__(self, begin: Callable[[], RateTest], error: float) -> None:
@@ -157,9 +169,10 @@ class DriftState:
 class DriftDetector:
     """Notices when successes become rarer than they were in the first hundred answers.
 
-    It is a mixture of e-CUSUM detectors (Shin, Ramdas and Rinaldo 2024, after Page 1954) against the lower end of the
-    exact interval of those first answers: as long as the rate is not below that, alarms are at least
-    ``FALSE_ALARM_SAMPLES`` answers apart on average. After an alarm it learns the new rate and begins again.
+    It is a mixture of e-CUSUM detectors (Shin, Ramdas and Rinaldo 2024, after Page 1954) against
+    the lower end of the exact interval of those first answers: as long as the rate is not below
+    that, alarms are at least ``FALSE_ALARM_SAMPLES`` answers apart on average. After an alarm it
+    learns the new rate and begins again.
     """
 
     def __init__(self) -> None:
@@ -194,7 +207,9 @@ class DriftDetector:
             if self._seen == BASELINE_SAMPLES:
                 self._learn()
             return False
-        self._logs = [max(0.0, log) + step[success] for log, step in zip(self._logs, self._steps, strict=True)]
+        self._logs = [
+            max(0.0, log) + step[success] for log, step in zip(self._logs, self._steps, strict=True)
+        ]
         if _log_sum(self._logs) - math.log(len(self._logs)) < math.log(FALSE_ALARM_SAMPLES):
             return False
         self.alarms += 1
@@ -217,7 +232,8 @@ def higher_failure_rates(bound: float) -> list[float]:
 
 
 def _log_ratios(bound: float, failure_rate: float) -> tuple[float, float]:
-    """Return the logarithms of how much likelier a failure, and a success, is at ``failure_rate`` than at ``bound``."""
+    """Return the logarithms of how much likelier a failure, and a success, is at ``failure_rate``
+    than at ``bound``."""
     success = math.log((1 - failure_rate) / bound)
     return (math.log(failure_rate / (1 - bound)) if failure_rate else -math.inf), success
 

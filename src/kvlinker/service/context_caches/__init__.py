@@ -1,4 +1,5 @@
-"""Context caches as users hold them: created, found, changed and deleted; their texts read and searched."""
+"""Context caches as users hold them: created, found, changed and deleted; their texts read and
+searched."""
 
 from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
 from kvlinker.service.context_caches.calls import ContextCacheCalls

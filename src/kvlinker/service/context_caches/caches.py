@@ -1,4 +1,5 @@
-"""Finds, changes and deletes context caches: the catalog says what exists, the store holds their KV."""
+"""Finds, changes and deletes context caches: the catalog says what exists, the store holds their
+KV."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ DELETED_AT_ONCE = 1000
 class CachesUsage:
     """Tells what a tenant has, and may have.
 
-    ``kept``: its context caches and chunks by the catalog; ``pinned_bytes``: its pinned KV as computed; ``tiers``: what
-    its KV takes up in each tier.
+    ``kept``: its context caches and chunks by the catalog; ``pinned_bytes``: its pinned KV as
+    computed; ``tiers``: what its KV takes up in each tier.
     """
 
     kept: TenantUsage
@@ -54,7 +55,8 @@ class CachesUsage:
 
 
 class ContextCaches:
-    """Creates, finds, changes and deletes context caches. All methods may be called from any thread.
+    """Creates, finds, changes and deletes context caches. All methods may be called from any
+    thread.
 
     What they answer outlasts a power cut.
     """
@@ -74,8 +76,8 @@ class ContextCaches:
     ) -> None:
         """Finish the deletions that the last process on this catalog was in the midst of.
 
-        ``implicit_caches``: the most implicit context caches that a tenant has at a time, of which those that were used
-        longest ago make room for others; None for no limit.
+        ``implicit_caches``: the most implicit context caches that a tenant has at a time, of which
+        those that were used longest ago make room for others; None for no limit.
         """
         self._model = model
         self._engine = engine
@@ -109,11 +111,13 @@ class ContextCaches:
         scope: Scope = Scope.PRIVATE,
         admin: bool = False,
     ) -> Future[tuple[ContextCache, ...]]:
-        """Create one context cache per text, in order; the future has them once the KV of all is in the store.
+        """Create one context cache per text, in order; the future has them once the KV of all is in
+        the store.
 
-        ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``: the caller may write
-        shared ones. Raises InvalidRequestError and ContextLengthError for bad texts, PermissionDeniedError,
-        QuotaExceededError and PinLimitError; the last two are the future's where others took the room meanwhile.
+        ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``:
+        the caller may write shared ones. Raises InvalidRequestError and ContextLengthError for bad
+        texts, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two are the
+        future's where others took the room meanwhile.
         """
         _check_rights(scope, admin)
         return self._creation.begin(
@@ -139,12 +143,13 @@ class ContextCaches:
     def enter_implicit(
         self, lives: Mapping[Chunk, float], *, tenant: str, kept: Collection[str]
     ) -> dict[Chunk, tuple[ContextCache, bool]]:
-        """Record implicit context caches, but for those chunks of which the tenant has one by now; returns them, and
-        whether each is new.
+        """Record implicit context caches, but for those chunks of which the tenant has one by now;
+        returns them, and whether each is new.
 
-        They live the seconds in ``lives`` from their last use. Expired context caches make room for them, and implicit
-        ones that were used longest ago, but for the ids in ``kept``; where that is not enough, a chunk is missing in
-        the result. The KV is computed when a prompt first needs it.
+        They live the seconds in ``lives`` from their last use. Expired context caches make room for
+        them, and implicit ones that were used longest ago, but for the ids in ``kept``; where that
+        is not enough, a chunk is missing in the result. The KV is computed when a prompt first
+        needs it.
         """
         return self._creation.enter_implicit(lives, owner=tenant, kept=kept)
 
@@ -173,23 +178,28 @@ class ContextCaches:
         metadata: Mapping[str, str] | None = None,
         scope: Scope = Scope.PRIVATE,
     ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts, the best match first: the tenant's own, or the shared ones, that
-        have all pairs of ``metadata`` and were made with the model served now.
+        """Find context caches by words of their texts, the best match first: the tenant's own, or
+        the shared ones, that have all pairs of ``metadata`` and were made with the model served
+        now.
 
-        Of those that hold the same chunk, only the newest. Raises InvalidRequestError for a query without words, and
-        where search is off.
+        Of those that hold the same chunk, only the newest. Raises InvalidRequestError for a query
+        without words, and where search is off.
         """
-        return self._texts.search(query, tenant=scope.owner(tenant), limit=limit, metadata=metadata or {})
+        return self._texts.search(
+            query, tenant=scope.owner(tenant), limit=limit, metadata=metadata or {}
+        )
 
     def is_usable(self, cache: ContextCache) -> bool:
-        """Return False for a context cache that was made with another model than the one served now."""
+        """Return False for a context cache that was made with another model than the one served
+        now."""
         return cache.fingerprint == self._engine.fingerprint
 
     def usable(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, ContextCache]:
         """Return the context caches whose chunks may stand in a prompt, by id, in the order given.
 
-        The catalog is asked once. Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and
-        ContextCacheModelError for a context cache that was made with another model.
+        The catalog is asked once. Raises for the first id that has none: ContextCacheNotFoundError
+        as ``get`` does, and ContextCacheModelError for a context cache that was made with another
+        model.
         """
         wanted = tuple(dict.fromkeys(cache_ids))
         found = self._catalog.get_many(wanted, tenant, time.time())
@@ -205,12 +215,19 @@ class ContextCaches:
         metadata: Mapping[str, str] | None = None,
         scope: Scope = Scope.PRIVATE,
     ) -> Page:
-        """List a page in order of creation: the tenant's own, or the shared ones, that have all pairs of ``metadata``.
+        """List a page in order of creation: the tenant's own, or the shared ones, that have all
+        pairs of ``metadata``.
 
-        ``after`` is the last id of the page before. Raises ContextCacheNotFoundError where that does not exist.
+        ``after`` is the last id of the page before. Raises ContextCacheNotFoundError where that
+        does not exist.
         """
         return self._catalog.list(
-            scope.owner(tenant), time.time(), limit=limit, after=after, order=order, metadata=metadata or {}
+            scope.owner(tenant),
+            time.time(),
+            limit=limit,
+            after=after,
+            order=order,
+            metadata=metadata or {},
         )
 
     def update(
@@ -226,7 +243,8 @@ class ContextCaches:
     ) -> ContextCache:
         """Change what is given; None clears ``expires_at`` or ``name``.
 
-        Raises ContextCacheNotFoundError, PinLimitError, and PermissionDeniedError for a shared one unless ``admin``.
+        Raises ContextCacheNotFoundError, PinLimitError, and PermissionDeniedError for a shared one
+        unless ``admin``.
         """
         owner = self._writable(cache_id, tenant, admin)
         updated = self._catalog.update(
@@ -247,7 +265,8 @@ class ContextCaches:
     def delete(self, cache_id: str, *, tenant: str, admin: bool = False) -> None:
         """Delete one; its KV goes when no other context cache holds it.
 
-        Raises ContextCacheNotFoundError, and PermissionDeniedError for a shared one unless ``admin``.
+        Raises ContextCacheNotFoundError, and PermissionDeniedError for a shared one unless
+        ``admin``.
         """
         owner = self._writable(cache_id, tenant, admin)
         released = self._catalog.delete(cache_id, owner, time.time())
@@ -255,16 +274,23 @@ class ContextCaches:
         self._maintenance.drop(released)
 
     def delete_matching(
-        self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
+        self,
+        metadata: Mapping[str, str],
+        *,
+        tenant: str,
+        scope: Scope = Scope.PRIVATE,
+        admin: bool = False,
     ) -> int:
         """Delete all that have all pairs of ``metadata``; returns how many.
 
-        Raises InvalidRequestError for no pairs, and PermissionDeniedError for shared ones unless ``admin``.
+        Raises InvalidRequestError for no pairs, and PermissionDeniedError for shared ones unless
+        ``admin``.
         """
         _check_rights(scope, admin)
         if not metadata:
             raise InvalidRequestError(
-                "Which context caches to delete? Give at least one pair, such as metadata[project]=x.", param="metadata"
+                "Which context caches to delete? Give at least one pair, such as metadata[project]=x.",
+                param="metadata",
             )
         deleted = 0
         while True:
@@ -295,7 +321,8 @@ class ContextCaches:
         )
 
     def tier(self, cache: ContextCache) -> str | None:
-        """Name the fastest tier that holds its KV; None while it was evicted (it is computed again when used)."""
+        """Name the fastest tier that holds its KV; None while it was evicted (it is computed again
+        when used)."""
         return self._store.tier_of(cache.chunk_key)
 
     def nbytes(self, cache: ContextCache) -> int:
@@ -321,8 +348,8 @@ class ContextCaches:
 
 
 def _owner(scope: Scope, tenant: str) -> str:
-    """Return who owns what the tenant creates. Raises InvalidRequestError for the name that stands for shared context
-    caches."""
+    """Return who owns what the tenant creates. Raises InvalidRequestError for the name that stands
+    for shared context caches."""
     if tenant == SHARED_TENANT:
         raise InvalidRequestError(
             f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope 'shared'.",

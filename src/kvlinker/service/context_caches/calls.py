@@ -1,4 +1,5 @@
-"""Gives callers of the library what they can do with context caches: create, find, change, read and delete them."""
+"""Gives callers of the library what they can do with context caches: create, find, change, read and
+delete them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 
 @names_arguments
 class ContextCacheCalls:
-    """The calls of ``LLM`` about context caches, with the rights of an admin and times that count from now."""
+    """The calls of ``LLM`` about context caches, with the rights of an admin and times that count
+    from now."""
 
     caches: ContextCaches
 
@@ -34,11 +36,12 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[ContextCache, ...]:
-        """Compute and keep the KV of each chunk; the results stand in message content. A string is one chunk.
+        """Compute and keep the KV of each chunk; the results stand in message content. A string is
+        one chunk.
 
-        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
-        KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
-        where the settings, or the store, have no room for it.
+        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for
+        each. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises
+        QuotaExceededError and PinLimitError where the settings, or the store, have no room for it.
         """
         created = self.caches.create(
             (chunks,) if isinstance(chunks, str) else chunks,
@@ -54,15 +57,21 @@ class ContextCacheCalls:
         return created.result()
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
-        """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the owner of the
-        ``ContextCache`` that is given. Raises ContextCacheNotFoundError."""
+        """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the
+        owner of the ``ContextCache`` that is given. Raises ContextCacheNotFoundError."""
         self.caches.delete(_id_of(cache), tenant=_tenant_of(cache, tenant), admin=True)
 
     def expire_caches(
-        self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
+        self,
+        metadata: Mapping[str, str],
+        *,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
     ) -> int:
         """Delete all context caches that have all these pairs of metadata; returns how many."""
-        return self.caches.delete_matching(metadata, tenant=tenant, scope=parse_scope(scope), admin=True)
+        return self.caches.delete_matching(
+            metadata, tenant=tenant, scope=parse_scope(scope), admin=True
+        )
 
     def update_cache(
         self,
@@ -74,8 +83,9 @@ class ContextCacheCalls:
         pinned: bool | Unchanged = UNCHANGED,
         tenant: str | None = None,
     ) -> ContextCache:
-        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
-        is not evicted. ``tenant``: as in ``expire_cache``. Raises ContextCacheNotFoundError and PinLimitError."""
+        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is
+        deleted. ``pinned``: its KV is not evicted. ``tenant``: as in ``expire_cache``. Raises
+        ContextCacheNotFoundError and PinLimitError."""
         return self.caches.update(
             _id_of(cache),
             tenant=_tenant_of(cache, tenant),
@@ -96,13 +106,19 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> Page:
-        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more`` tells of others.
+        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more``
+        tells of others.
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
         after_id = None if after is None else _id_of(after)
         return self.caches.list(
-            tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
+            tenant=tenant,
+            limit=limit,
+            after=after_id,
+            order=order,
+            metadata=metadata,
+            scope=parse_scope(scope),
         )
 
     def read_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> CacheContent:
@@ -119,14 +135,19 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+        """Find context caches by words of their texts (BM25), the best match first; the hits stand
+        in message content.
 
-        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises InvalidRequestError for a
-        query without words, and where the settings have search off.
+        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises
+        InvalidRequestError for a query without words, and where the settings have search off.
         """
-        return self.caches.search(query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope))
+        return self.caches.search(
+            query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope)
+        )
 
-    def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
+    def caches_usage(
+        self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
+    ) -> CachesUsage:
         """Tell how many context caches there are, what their KV takes up, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
@@ -137,15 +158,23 @@ def _id_of(cache: ContextCache | str) -> str:
 
 
 def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:
-    """Return the tenant that a call about a context cache is for: the one that is named, else the owner of a private
-    one that is given as it was returned, else the default tenant, who may use shared ones."""
+    """Return the tenant that a call about a context cache is for: the one that is named, else the
+    owner of a private one that is given as it was returned, else the default tenant, who may use
+    shared ones."""
     if tenant is not None:
         return tenant
-    return cache.tenant if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE else DEFAULT_TENANT
+    return (
+        cache.tenant
+        if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE
+        else DEFAULT_TENANT
+    )
 
 
 def _expiry(ttl: float) -> float:
-    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
+    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises
+    InvalidRequestError."""
     if not ttl > 0:
-        raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
+        raise InvalidRequestError(
+            f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl"
+        )
     return time.time() + ttl

@@ -1,4 +1,5 @@
-"""Creates context caches: encodes the texts, has the engine compute their KV, and enters them in the catalog."""
+"""Creates context caches: encodes the texts, has the engine compute their KV, and enters them in
+the catalog."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 
 
 class Creation:
-    """Creates context caches for owners, who are tenants or ``SHARED_TENANT``. Calls may come from any thread."""
+    """Creates context caches for owners, who are tenants or ``SHARED_TENANT``. Calls may come from
+    any thread."""
 
     def __init__(
         self,
@@ -60,14 +62,19 @@ class Creation:
         context: GenerationContext | None,
         pinned: bool,
     ) -> Future[tuple[ContextCache, ...]]:
-        """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of rights."""
+        """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of
+        rights."""
         if not 0 < len(texts) <= MAX_CHUNKS:
             raise InvalidRequestError(
-                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
+                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.",
+                param="chunks",
             )
         labels = _labels(metadata, len(texts))
         shared = owner == SHARED_TENANT
-        chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
+        chunks = [
+            replace(self._encoded(index, text, context), shared=shared)
+            for index, text in enumerate(texts)
+        ]
         created = time.time()
         records = tuple(
             replace(
@@ -84,7 +91,9 @@ class Creation:
         keys = [record.chunk_key for record in records]
         self._maintenance.spare(keys)
         try:
-            computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
+            computed = gather(
+                [self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len
+            )
         except BaseException:
             self._maintenance.spare_no_longer(keys)
             raise
@@ -94,11 +103,14 @@ class Creation:
     def enter_implicit(
         self, lives: Mapping[Chunk, float], *, owner: str, kept: Collection[str]
     ) -> dict[Chunk, tuple[ContextCache, bool]]:
-        """Enter implicit context caches in the catalog, as ``ContextCaches.enter_implicit`` tells, and drop what made
-        room for them."""
+        """Enter implicit context caches in the catalog, as ``ContextCaches.enter_implicit`` tells,
+        and drop what made room for them."""
         now = time.time()
         records = [
-            replace(self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl), implicit_ttl=ttl)
+            replace(
+                self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl),
+                implicit_ttl=ttl,
+            )
             for chunk, ttl in lives.items()
         ]
         entered = self._catalog.implicit.enter(records, self._limits, now=now, kept=kept)
@@ -106,14 +118,18 @@ class Creation:
             if each is not None:
                 self._drop(each.room)
         return {
-            chunk: (each.cache, each.created) for chunk, each in zip(lives, entered, strict=True) if each is not None
+            chunk: (each.cache, each.created)
+            for chunk, each in zip(lives, entered, strict=True)
+            if each is not None
         }
 
     def close(self) -> None:
         """Finish what is being entered."""
         self._writer.shutdown()
 
-    def _describe(self, chunk: Chunk, *, owner: str, created_at: float, expires_at: float | None) -> ContextCache:
+    def _describe(
+        self, chunk: Chunk, *, owner: str, created_at: float, expires_at: float | None
+    ) -> ContextCache:
         """Describe a new context cache of a chunk, under a new id. Times are in Unix seconds."""
         return ContextCache(
             id=new_context_cache_id(),
@@ -145,9 +161,13 @@ class Creation:
             raise
 
     def _computed(
-        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+        self,
+        computed: Future[int],
+        records: tuple[ContextCache, ...],
+        entered: Future[tuple[ContextCache, ...]],
     ) -> None:
-        """Have the records entered by another thread: this is the engine's, which must not wait for the disk."""
+        """Have the records entered by another thread: this is the engine's, which must not wait for
+        the disk."""
         try:
             self._writer.submit(self._enter, computed, records, entered)
         except BaseException as error:
@@ -155,7 +175,10 @@ class Creation:
             entered.set_exception(error)
 
     def _enter(
-        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+        self,
+        computed: Future[int],
+        records: tuple[ContextCache, ...],
+        entered: Future[tuple[ContextCache, ...]],
     ) -> None:
         keys = [record.chunk_key for record in records]
         try:
@@ -179,15 +202,16 @@ class Creation:
                 entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:
-        """Delete the KV of chunks that the catalog gave up for others, and tell how many context caches went."""
+        """Delete the KV of chunks that the catalog gave up for others, and tell how many context
+        caches went."""
         self._maintenance.drop(room.released)
         if room.evicted:
             self._events.publish(ImplicitEvicted(room.evicted))
 
 
 def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:
-    """Return the metadata of each of ``count`` context caches. Raises InvalidRequestError for a list of another
-    length."""
+    """Return the metadata of each of ``count`` context caches. Raises InvalidRequestError for a
+    list of another length."""
     if metadata is None or isinstance(metadata, Mapping):
         return [metadata or {}] * count
     if len(metadata) != count:

@@ -13,7 +13,8 @@ from kvlinker.store.deletions import Deletions
 
 
 class Maintenance:
-    """Has deleted, pinned and searched what the catalog says. All methods may be called from any thread."""
+    """Has deleted, pinned and searched what the catalog says. All methods may be called from any
+    thread."""
 
     def __init__(self, catalog: Catalog, store: ChunkStore, texts: ChunkTexts) -> None:
         self._catalog = catalog
@@ -21,15 +22,17 @@ class Maintenance:
         self._texts = texts
         self._deletions = Deletions(catalog, store)
         self._swept_at = math.inf  # by the clock; as if it had been set back since
-        self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
+        self._pinning = (
+            threading.Lock()
+        )  # what the catalog says reaches the store before the catalog is asked again
 
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Also takes over what other processes on this catalog deleted and pinned, indexes texts that are not in the
-        search index yet, and deletes again what a request that ran during a deletion computed and stored after it, and
-        what a tier could not delete before. Where the clock was set back, implicit context caches that were used later
-        than now count as used now.
+        Also takes over what other processes on this catalog deleted and pinned, indexes texts that
+        are not in the search index yet, and deletes again what a request that ran during a deletion
+        computed and stored after it, and what a tier could not delete before. Where the clock was
+        set back, implicit context caches that were used later than now count as used now.
         """
         now = time.time()
         if now < self._swept_at:
@@ -47,7 +50,8 @@ class Maintenance:
         self._deletions.drop(released)
 
     def spare(self, keys: Collection[str]) -> None:
-        """Leave the KV of chunks that are being created alone until ``spare_no_longer`` gets the same keys."""
+        """Leave the KV of chunks that are being created alone until ``spare_no_longer`` gets the
+        same keys."""
         self._deletions.spare(keys)
 
     def spare_no_longer(self, keys: Collection[str]) -> None:

@@ -1,7 +1,8 @@
-"""Finds the chunks of texts by what they say, and enters new ones in the catalog, for ``ContentReader``.
+"""Finds the chunks of texts by what they say, and enters new ones in the catalog, for
+``ContentReader``.
 
-No KV is taken from the request that brings a text: the engine computes the chunk alone, as it does for one that was
-evicted, and whoever else asks for it meanwhile waits for the same computation.
+No KV is taken from the request that brings a text: the engine computes the chunk alone, as it does
+for one that was evicted, and whoever else asks for it meanwhile waits for the same computation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ TOKENS_AROUND = 64
 """The tokens of the context window that an implicit chunk leaves to the prompt around it."""
 
 SLACK = 0.01
-"""The share of its time to live that a context cache may have lost before a use is written down again."""
+"""The share of its time to live that a context cache may have lost before a use is written down
+again."""
 
 
 class FoundChunk(NamedTuple):
@@ -37,7 +39,8 @@ class FoundChunk(NamedTuple):
 
 
 class ImplicitCaches:
-    """Finds or enters context caches for texts, each tenant's apart. Methods may be called from any thread."""
+    """Finds or enters context caches for texts, each tenant's apart. Methods may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -56,8 +59,8 @@ class ImplicitCaches:
         self._ttl = ttl
 
     def encode(self, text: str) -> Chunk | None:
-        """Return the chunk of a text; None where it can be none: it is empty, too long, or spells special tokens that
-        the tokenizer cannot write as text."""
+        """Return the chunk of a text; None where it can be none: it is empty, too long, or spells
+        special tokens that the tokenizer cannot write as text."""
         if not text:
             return None
         try:
@@ -68,8 +71,8 @@ class ImplicitCaches:
         return chunk if fits else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        """Return those of the chunks that have context caches, the tenant's own or shared ones; one whose KV was
-        computed in another context stands for its text, too."""
+        """Return those of the chunks that have context caches, the tenant's own or shared ones; one
+        whose KV was computed in another context stands for its text, too."""
         if not chunks:
             return {}
         known = self._catalog.implicit.find(
@@ -83,7 +86,8 @@ class ImplicitCaches:
         return found
 
     def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        """Return the chunks with their context caches: those that exist live on, and others are entered.
+        """Return the chunks with their context caches: those that exist live on, and others are
+        entered.
 
         A chunk for which there is no room is missing in the result.
         """
@@ -91,7 +95,9 @@ class ImplicitCaches:
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
-        for chunk, (cache, created) in self._caches.enter_implicit(new, tenant=tenant, kept=kept).items():
+        for chunk, (cache, created) in self._caches.enter_implicit(
+            new, tenant=tenant, kept=kept
+        ).items():
             found[chunk] = FoundChunk(cache.chunk, cache, created)
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
@@ -101,8 +107,8 @@ class ImplicitCaches:
         return found
 
     def extend(self, caches: Mapping[ContextCache, float | None]) -> None:
-        """Note a use of context caches, of which the implicit ones live on: for the seconds that are given, or as long
-        as they lived so far."""
+        """Note a use of context caches, of which the implicit ones live on: for the seconds that
+        are given, or as long as they lived so far."""
         now = time.time()
         lives = {}
         for cache, wanted in caches.items():

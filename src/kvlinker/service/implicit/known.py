@@ -26,16 +26,23 @@ Span = tuple[int, int]
 
 
 class KnownTexts:
-    """Knows texts by the hash of their first characters, their length and their SHA-256; it keeps no text.
+    """Knows texts by the hash of their first characters, their length and their SHA-256; it keeps
+    no text.
 
     Not thread safe.
     """
 
     def __init__(self, windows: WindowHash) -> None:
         self._windows = windows
-        self._texts: OrderedDict[tuple[int, int, bytes], None] = OrderedDict()  # window, length, SHA-256
-        self._lengths: defaultdict[int, dict[int, set[bytes]]] = defaultdict(dict)  # by window, then by length
-        self._begins: np.ndarray[tuple[int], np.dtype[np.uint64]] | None = None  # the windows, ascending
+        self._texts: OrderedDict[tuple[int, int, bytes], None] = (
+            OrderedDict()
+        )  # window, length, SHA-256
+        self._lengths: defaultdict[int, dict[int, set[bytes]]] = defaultdict(
+            dict
+        )  # by window, then by length
+        self._begins: np.ndarray[tuple[int], np.dtype[np.uint64]] | None = (
+            None  # the windows, ascending
+        )
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -55,8 +62,8 @@ class KnownTexts:
             self._forget(*self._texts.popitem(last=False)[0])
 
     def find(self, text: str) -> list[Span]:
-        """Return where known texts stand between words, ascending and apart: from left to right the longest that begins
-        there. Each is verified by its SHA-256."""
+        """Return where known texts stand between words, ascending and apart: from left to right the
+        longest that begins there. Each is verified by its SHA-256."""
         if not self._texts or len(text) < WINDOW:
             return []
         if self._begins is None:
@@ -82,7 +89,8 @@ class KnownTexts:
         return found
 
     def _longest(self, text: str, data: memoryview, start: int, window: int) -> tuple[int, int]:
-        """Return the length of the longest known text at ``start``, 0 for none, and the work in characters."""
+        """Return the length of the longest known text at ``start``, 0 for none, and the work in
+        characters."""
         digest, read, longest, work = hashlib.sha256(), 0, 0, 0
         for length in sorted(self._lengths[window]):
             if start + length > len(text):

@@ -1,7 +1,9 @@
-"""Finds in unmarked text what is worth a chunk: texts of known chunks, and passages that come again.
+"""Finds in unmarked text what is worth a chunk: texts of known chunks, and passages that come
+again.
 
-Where a text is cut depends on what is cut out, not on what stands before it, so frameworks may join retrieved texts as
-they like. Nothing is taken on a hash's word: what becomes a chunk is the text itself.
+Where a text is cut depends on what is cut out, not on what stands before it, so frameworks may join
+retrieved texts as they like. Nothing is taken on a hash's word: what becomes a chunk is the text
+itself.
 """
 
 from __future__ import annotations
@@ -16,15 +18,23 @@ from itertools import pairwise
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit.known import KnownTexts, Span
-from kvlinker.service.implicit.seen_lines import LEAST_CHARACTERS, Line, RecentDigests, SeenLines, units_of
+from kvlinker.service.implicit.seen_lines import (
+    LEAST_CHARACTERS,
+    Line,
+    RecentDigests,
+    SeenLines,
+    units_of,
+)
 from kvlinker.service.implicit.windows import WINDOW, WindowHash
 from kvlinker.store import Catalog
 
 MOST_TENANTS = 64
-"""The most tenants whose texts are remembered; of the others, those that asked longest ago are forgotten."""
+"""The most tenants whose texts are remembered; of the others, those that asked longest ago are
+forgotten."""
 
 MOST_BEGINNINGS = 16_384
-"""The most beginnings of prompts, each up to the end of a line, that are remembered of one tenant."""
+"""The most beginnings of prompts, each up to the end of a line, that are remembered of one
+tenant."""
 
 MOST_LOADED = 2048
 """The most chunks that are read from the catalog at once; of more, the newest."""
@@ -47,10 +57,11 @@ class Recognizer:
     def mark(
         self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, notes: bool = True
     ) -> list[ChatMessage[CachedPart]]:
-        """Return the messages with known texts and passages that come again marked, and remember all others.
+        """Return the messages with known texts and passages that come again marked, and remember
+        all others.
 
-        What a prompt has in common with the beginning of an earlier one does not come again by that: it is reused as it
-        was computed. Without ``notes``, nothing is remembered.
+        What a prompt has in common with the beginning of an earlier one does not come again by
+        that: it is reused as it was computed. Without ``notes``, nothing is remembered.
         """
         texts = self._texts_of(tenant)
         with texts.lock:

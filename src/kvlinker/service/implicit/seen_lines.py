@@ -1,4 +1,5 @@
-"""Notes which passages of texts were seen before, so that those that come again can become chunks."""
+"""Notes which passages of texts were seen before, so that those that come again can become
+chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LEAST_CHARACTERS = 256
 """The fewest characters of a passage that becomes a chunk: shorter ones are computed as quickly."""
 
 LEAST_AVERAGE = 16
-"""The fewest characters that the lines of a text have on average, unless there are few: others are no prose."""
+"""The fewest characters that the lines of a text have on average, unless there are few: others are
+no prose."""
 
 FEW_LINES = 64
 """The lines of a text that may have any length."""
@@ -59,7 +61,8 @@ class RecentDigests:
 
 
 class SeenLines:
-    """Remembers units, and pairs of them that followed each other, by their SHA-256. Not thread safe."""
+    """Remembers units, and pairs of them that followed each other, by their SHA-256. Not thread
+    safe."""
 
     def __init__(self) -> None:
         self._seen = RecentDigests(MOST_SIGHTS)
@@ -68,8 +71,8 @@ class SeenLines:
         return len(self._seen)
 
     def seen(self, units: Sequence[Line]) -> list[Span]:
-        """Return the passages that were seen before: units that followed each other then, too, if they are long enough
-        together."""
+        """Return the passages that were seen before: units that followed each other then, too, if
+        they are long enough together."""
         passages: list[Span] = []
         row: list[Line] = []
         for unit in units:
@@ -88,13 +91,18 @@ class SeenLines:
 
 
 def units_of(text: str, begin: int, end: int) -> list[Line]:
-    """Return the units of ``text[begin:end]``, which are its lines; text in small shreds has none."""
+    """Return the units of ``text[begin:end]``, which are its lines; text in small shreds has
+    none."""
     units = []
     most = FEW_LINES + (end - begin) // LEAST_AVERAGE
     for match in islice(_LINE.finditer(text, begin, end), most):
         first = match.start()
         line = match[0].rstrip()
-        digest = b"" if _RULE.fullmatch(line) else hashlib.sha256(line.encode(errors="surrogatepass")).digest()
+        digest = (
+            b""
+            if _RULE.fullmatch(line)
+            else hashlib.sha256(line.encode(errors="surrogatepass")).digest()
+        )
         units.append(Line(first, first + len(line), digest))
     return units if len(units) < most else []
 

@@ -14,9 +14,11 @@ Hashes = NDArray[np.uint64]
 
 
 class WindowHash:
-    """Computes a polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, by a base of its own.
+    """Computes a polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, by a base of
+    its own.
 
-    Collisions can be crafted all the same, so whoever finds a window compares what stands there. Any thread may use it.
+    Collisions can be crafted all the same, so whoever finds a window compares what stands there.
+    Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,8 @@ class WindowHash:
         self._inverses = np.ones(1, dtype=np.uint64)
 
     def of(self, text: str) -> Hashes:
-        """Return the hashes of the windows that begin at each character, [characters - WINDOW + 1]."""
+        """Return the hashes of the windows that begin at each character, [characters - WINDOW +
+        1]."""
         codes = np.frombuffer(encoded(text), dtype="<u4").astype(np.uint64)
         count = len(codes) - WINDOW + 1
         if count <= 0:

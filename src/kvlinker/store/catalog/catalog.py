@@ -1,6 +1,8 @@
-"""Keeps context caches and their chunks' token ids in one SQLite file; ``ContextCaches`` is its caller.
+"""Keeps context caches and their chunks' token ids in one SQLite file; ``ContextCaches`` is its
+caller.
 
-The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can be computed again.
+The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can
+be computed again.
 """
 
 from __future__ import annotations
@@ -53,17 +55,21 @@ _IDS_PER_QUERY = 500
 
 
 class Catalog:
-    """Keeps context caches by id and tenant. Another tenant's, an expired and an unknown one are alike: absent.
+    """Keeps context caches by id and tenant. Another tenant's, an expired and an unknown one are
+    alike: absent.
 
-    A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire`` removes those rows.
-    Several processes may use one file. All methods may be called from any thread, and raise StoreError when SQLite
-    cannot do its work. What they change survives the end of the process; a power cut only after ``persist``.
+    A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire``
+    removes those rows. Several processes may use one file. All methods may be called from any
+    thread, and raise StoreError when SQLite cannot do its work. What they change survives the end
+    of the process; a power cut only after ``persist``.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
-        """Open or create the file; with a cipher, token ids are encrypted, also those that were not before.
+        """Open or create the file; with a cipher, token ids are encrypted, also those that were not
+        before.
 
-        Raises StoreError where it is damaged, foreign, of another schema, or encrypted with another key.
+        Raises StoreError where it is damaged, foreign, of another schema, or encrypted with another
+        key.
         """
         self._database = Database(path)
         self._blobs = TokenBlobs(cipher)
@@ -77,9 +83,12 @@ class Catalog:
         self.search = SearchIndex(self._database)
         self.implicit = ImplicitIndex(self._database, self._blobs)
 
-    def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS, *, now: float = 0.0) -> Room:
-        """Record context caches and the chunks they hold: all of them or, on an error, none. Returns what had to go
-        for them, as ``make_room`` tells; the caller deletes the KV of released chunks as after ``delete``.
+    def add(
+        self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS, *, now: float = 0.0
+    ) -> Room:
+        """Record context caches and the chunks they hold: all of them or, on an error, none.
+        Returns what had to go for them, as ``make_room`` tells; the caller deletes the KV of
+        released chunks as after ``delete``.
 
         Raises QuotaExceededError and PinLimitError.
         """
@@ -88,7 +97,9 @@ class Catalog:
             insert_rows(connection, self._blobs, records)
             return room
 
-    def check_room(self, records: Sequence[ContextCache], limits: Limits, *, now: float = 0.0) -> None:
+    def check_room(
+        self, records: Sequence[ContextCache], limits: Limits, *, now: float = 0.0
+    ) -> None:
         """Raise what ``add`` would raise, and change nothing."""
         with self._database.transaction() as connection:
             connection.execute("SAVEPOINT trial")
@@ -96,10 +107,13 @@ class Catalog:
             connection.execute("ROLLBACK TO trial")
 
     def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
-        """Return the tenant's context cache of this id, or the shared one; None where there is none."""
+        """Return the tenant's context cache of this id, or the shared one; None where there is
+        none."""
         return self.get_many([cache_id], tenant, now).get(cache_id)
 
-    def get_many(self, cache_ids: Sequence[str], tenant: str, now: float) -> dict[str, ContextCache]:
+    def get_many(
+        self, cache_ids: Sequence[str], tenant: str, now: float
+    ) -> dict[str, ContextCache]:
         """Return those of the ids that exist, the tenant's own and shared ones, by id."""
         wanted = list(dict.fromkeys(cache_ids))
         found = {}
@@ -125,12 +139,12 @@ class Catalog:
         order: Literal["asc", "desc"] = "desc",
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> Page:
-        """Return at most ``limit`` of the tenant's own context caches by time of creation: those that follow ``after``
-        where it is given, and only those with all pairs of ``metadata``.
+        """Return at most ``limit`` of the tenant's own context caches by time of creation: those
+        that follow ``after`` where it is given, and only those with all pairs of ``metadata``.
 
-        Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them, the
-        item ``after`` included. Raises ContextCacheNotFoundError where ``after`` does not exist, or not for
-        ``POSITION_SECONDS``.
+        Pages that follow one another neither repeat nor skip an item, whatever is added or removed
+        between them, the item ``after`` included. Raises ContextCacheNotFoundError where ``after``
+        does not exist, or not for ``POSITION_SECONDS``.
         """
         follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
         found = matching(tenant, metadata, now)
@@ -151,7 +165,9 @@ class Catalog:
             f" ORDER BY {order_by} {direction} LIMIT :limit",
             {**values, "limit": limit + 1},
         )
-        return Page(tuple(read_row(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit)
+        return Page(
+            tuple(read_row(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit
+        )
 
     def update(
         self,
@@ -165,8 +181,9 @@ class Catalog:
         pinned: bool | Unchanged = UNCHANGED,
         limits: Limits = NO_LIMITS,
     ) -> ContextCache:
-        """Change the given fields; returns the result. An implicit one whose lifetime is changed, or that is pinned, is
-        its owner's from then on. Raises ContextCacheNotFoundError and PinLimitError."""
+        """Change the given fields; returns the result. An implicit one whose lifetime is changed,
+        or that is pinned, is its owner's from then on. Raises ContextCacheNotFoundError and
+        PinLimitError."""
         changes = {
             "expires_at": expires_at,
             "name": name,
@@ -187,7 +204,9 @@ class Catalog:
             if pinned is True:
                 check_pinned(connection, chunk_key, tenant, limits)
             for column, value in changes.items():
-                connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, number))
+                connection.execute(
+                    f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, number)
+                )
             if metadata is not UNCHANGED:
                 connection.execute("DELETE FROM metadata WHERE number = ?", (number,))
                 index_metadata(connection, number, metadata)
@@ -214,8 +233,8 @@ class Catalog:
     def delete_matching(
         self, tenant: str, now: float, metadata: Mapping[str, str], *, limit: int
     ) -> tuple[int, tuple[str, ...]]:
-        """Remove up to ``limit`` of the tenant's context caches that have all the pairs; returns how many it removed,
-        and the released chunk keys as ``delete`` does."""
+        """Remove up to ``limit`` of the tenant's context caches that have all the pairs; returns
+        how many it removed, and the released chunk keys as ``delete`` does."""
         found = matching(tenant, metadata, now)
         with self._database.transaction() as connection:
             removed = connection.execute(
@@ -226,26 +245,35 @@ class Catalog:
             return len(removed), release(connection, {key for (key,) in removed}, now)
 
     def expire(self, now: float) -> tuple[int, tuple[str, ...]]:
-        """Remove all expired context caches of all tenants; returns how many, and released chunk keys as ``delete``
-        does."""
+        """Remove all expired context caches of all tenants; returns how many, and released chunk
+        keys as ``delete`` does."""
         with self._database.transaction() as connection:
-            connection.execute("DELETE FROM removed_positions WHERE removed_at <= ?", (now - POSITION_SECONDS,))
+            connection.execute(
+                "DELETE FROM removed_positions WHERE removed_at <= ?", (now - POSITION_SECONDS,)
+            )
             return remove_expired(connection, now)
 
     def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
-        """Return chunk keys that were released in this time and are held by nothing now, and when: any ``limit`` of
-        them, or all for -1."""
+        """Return chunk keys that were released in this time and are held by nothing now, and when:
+        any ``limit`` of them, or all for -1."""
         return released(self._database, after, until, limit=limit)
 
     def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
-        """Forget that these were released, for no tier holds their KV; and what was released until then and is held
-        again."""
+        """Forget that these were released, for no tier holds their KV; and what was released until
+        then and is held again."""
         forget_released(self._database, chunk_keys, until)
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the keys that no context cache holds, directly or as a variant of its chunk."""
-        query = "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
-        return tuple(key for key in dict.fromkeys(chunk_keys) if not self._database.query(query, {"key": key}))
+        """Return those of the keys that no context cache holds, directly or as a variant of its
+        chunk."""
+        query = (
+            "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
+        )
+        return tuple(
+            key
+            for key in dict.fromkeys(chunk_keys)
+            if not self._database.query(query, {"key": key})
+        )
 
     def usage(self, tenant: str) -> TenantUsage:
         """Return what the tenant has, expired context caches that remain included."""
@@ -253,20 +281,24 @@ class Catalog:
         return TenantUsage(*rows[0]) if rows else TenantUsage()
 
     def pinned_bytes(self, tenant: str) -> int:
-        """Return the bytes of the tenant's KV, as computed, that is pinned; each chunk counts once."""
+        """Return the bytes of the tenant's KV, as computed, that is pinned; each chunk counts
+        once."""
         pinned: dict[str, int] = dict(self._database.query(PINNED_BYTES, {}))
         return pinned.get(tenant, 0)
 
     def pinned(self) -> frozenset[str]:
         """Return the chunk keys of all pinned context caches."""
-        rows = self._database.query("SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {})
+        rows = self._database.query(
+            "SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {}
+        )
         return frozenset(key for (key,) in rows)
 
     def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
-        """Return the token ids of up to ``limit`` of the model's chunks that are not in the search index, by chunk key.
+        """Return the token ids of up to ``limit`` of the model's chunks that are not in the search
+        index, by chunk key.
 
-        Chunks that only implicit context caches hold do not belong there. Those whose token ids were changed from
-        outside are left out.
+        Chunks that only implicit context caches hold do not belong there. Those whose token ids
+        were changed from outside are left out.
         """
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM chunks k INDEXED BY chunks_without_text"
@@ -277,8 +309,11 @@ class Catalog:
         return read_tokens(rows, self._blobs)
 
     def tenants(self) -> tuple[str, ...]:
-        """Return all tenants that have context caches, expired ones that remain included, sorted by name."""
-        rows = self._database.query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
+        """Return all tenants that have context caches, expired ones that remain included, sorted by
+        name."""
+        rows = self._database.query(
+            "SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {}
+        )
         return tuple(tenant for (tenant,) in rows)
 
     def keys_of(self, tenant: str) -> frozenset[str]:
@@ -290,14 +325,18 @@ class Catalog:
         return frozenset(key for (key,) in rows)
 
     def chunk_keys(self) -> dict[str, str]:
-        """Return the model fingerprint of every chunk that some context cache holds, and of its variants, by chunk
-        key."""
+        """Return the model fingerprint of every chunk that some context cache holds, and of its
+        variants, by chunk key."""
         return dict(
-            self._database.query("SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants", {})
+            self._database.query(
+                "SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants",
+                {},
+            )
         )
 
     def check(self, *, repair: bool = False) -> tuple[str, ...]:
-        """Return the faults of the catalog, a line for each; with ``repair``, mend them. See ``check_catalog``."""
+        """Return the faults of the catalog, a line for each; with ``repair``, mend them. See
+        ``check_catalog``."""
         return check_catalog(self._database, self._blobs, time.time(), repair=repair)
 
     def persist(self) -> None:

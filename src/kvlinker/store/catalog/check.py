@@ -17,18 +17,25 @@ _COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) 
 _KEPT = "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks OR tokens OR nbytes"
 
 
-def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: bool) -> tuple[str, ...]:
+def check_catalog(
+    database: Database, blobs: TokenBlobs, now: float, *, repair: bool
+) -> tuple[str, ...]:
     """Return the faults of the catalog, a line for each; this takes time for large catalogs.
 
-    ``repair`` removes context caches whose token ids were changed, since they cannot be answered, and counts accounts
-    again. Each step is one transaction. ``now``, in Unix seconds, is noted with what is released.
+    ``repair`` removes context caches whose token ids were changed, since they cannot be answered,
+    and counts accounts again. Each step is one transaction. ``now``, in Unix seconds, is noted with
+    what is released.
     """
     faults = list(database.check())
     if faults and repair:
         with database.transaction() as connection:
             connection.execute("REINDEX")
-            connection.execute("DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)")
-            connection.execute("DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)")
+            connection.execute(
+                "DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)"
+            )
+            connection.execute(
+                "DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)"
+            )
             remove_all_texts(connection)  # the next server that searches indexes them again
     rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
     changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
@@ -37,9 +44,13 @@ def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: 
         unheld = _unheld_chunks(connection)
         faults += [f"chunk {key} is held by no context cache" for key in unheld]
         if repair:
-            connection.executemany("DELETE FROM context_caches WHERE chunk_key = ?", [(key,) for key in changed])
+            connection.executemany(
+                "DELETE FROM context_caches WHERE chunk_key = ?", [(key,) for key in changed]
+            )
             release(connection, (*changed, *unheld), now)
-        faults += [f"the account of tenant {tenant} is wrong" for tenant in _wrong_accounts(connection)]
+        faults += [
+            f"the account of tenant {tenant} is wrong" for tenant in _wrong_accounts(connection)
+        ]
         if repair:
             _count_again(connection)
     return tuple(faults)
@@ -56,9 +67,12 @@ def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
 def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
     """Return the tenants of which more or less is recorded than they have."""
     counted, kept = (
-        {name: account for name, *account in connection.execute(query).fetchall()} for query in (_COUNTED, _KEPT)
+        {name: account for name, *account in connection.execute(query).fetchall()}
+        for query in (_COUNTED, _KEPT)
     )
-    return sorted(name for name in counted.keys() | kept.keys() if counted.get(name) != kept.get(name))
+    return sorted(
+        name for name in counted.keys() | kept.keys() if counted.get(name) != kept.get(name)
+    )
 
 
 def _count_again(connection: sqlite3.Connection) -> None:

@@ -1,4 +1,5 @@
-"""Opens the catalog's SQLite file, runs its transactions, and locks the state directory for one key."""
+"""Opens the catalog's SQLite file, runs its transactions, and locks the state directory for one
+key."""
 
 from __future__ import annotations
 
@@ -18,26 +19,32 @@ from kvlinker.store.format.durability import synchronize
 
 _BUSY_SECONDS = 10.0
 _CHECKED_AT_ONCE_BYTES = 64 << 20
-"""Files up to this size are checked when they are opened; reading all of a larger one would hold up the start."""
+"""Files up to this size are checked when they are opened; reading all of a larger one would hold up
+the start."""
 
 
 class Database:
-    """Runs queries and transactions on the catalog's file. Methods may be called from any thread; all raise StoreError
-    when SQLite fails.
+    """Runs queries and transactions on the catalog's file. Methods may be called from any thread;
+    all raise StoreError when SQLite fails.
 
-    A transaction survives the end of the process at once, and a power cut once ``persist`` has returned: SQLite does
-    not wait for the disk while others wait for the lock. A power cut before loses the last transactions, whole ones
-    from the end, and damages nothing.
+    A transaction survives the end of the process at once, and a power cut once ``persist`` has
+    returned: SQLite does not wait for the disk while others wait for the lock. A power cut before
+    loses the last transactions, whole ones from the end, and damages nothing.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises StoreError where it is damaged, foreign or of another schema."""
+        """Open or create the file. Raises StoreError where it is damaged, foreign or of another
+        schema."""
         self._path = path
         self._lock = threading.Lock()
-        self._log_identity: tuple[int, int] | None = None  # of the write-ahead log whose name is on the disk
+        self._log_identity: tuple[int, int] | None = (
+            None  # of the write-ahead log whose name is on the disk
+        )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not path.exists():  # closing the file would take away locks that this process has on it
+            if (
+                not path.exists()
+            ):  # closing the file would take away locks that this process has on it
                 path.touch(mode=0o600)
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -84,9 +91,12 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def persist(self) -> None:
-        """Wait until the disk has every transaction that has ended. Others need not wait meanwhile."""
+        """Wait until the disk has every transaction that has ended. Others need not wait
+        meanwhile."""
         try:
-            with suppress(FileNotFoundError):  # then SQLite has moved it all to the file, and synchronised that
+            with suppress(
+                FileNotFoundError
+            ):  # then SQLite has moved it all to the file, and synchronised that
                 log = self._path.with_name(f"{self._path.name}-wal")
                 synchronize(log)
                 identity = _identify(log)
@@ -94,14 +104,26 @@ class Database:
                     synchronize(log.parent)
                     self._log_identity = identity
         except OSError as error:
-            raise StoreError(f"The catalog {self._path} was not written to the disk: {error}.") from error
+            raise StoreError(
+                f"The catalog {self._path} was not written to the disk: {error}."
+            ) from error
 
     def check(self) -> tuple[str, ...]:
         """Return what SQLite finds wrong with the whole file, which takes time for large ones."""
         with self._lock, self._errors():
-            faults = [fault for (fault,) in self._connection.execute("PRAGMA integrity_check") if fault != "ok"]
+            faults = [
+                fault
+                for (fault,) in self._connection.execute("PRAGMA integrity_check")
+                if fault != "ok"
+            ]
             keys = self._connection.execute("PRAGMA foreign_key_check").fetchall()
-        return (*faults, *(f"row {row} of {table} refers to nothing in {parent}" for table, row, parent, _ in keys))
+        return (
+            *faults,
+            *(
+                f"row {row} of {table} refers to nothing in {parent}"
+                for table, row, parent, _ in keys
+            ),
+        )
 
     def close(self) -> None:
         """Close the file. Idempotent; no other method may be called afterwards."""
@@ -116,9 +138,13 @@ class Database:
             self._use_write_ahead_log()
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("PRAGMA foreign_keys = ON")
-            self._connection.execute("PRAGMA secure_delete = ON")  # deleted token ids do not stay in free pages
+            self._connection.execute(
+                "PRAGMA secure_delete = ON"
+            )  # deleted token ids do not stay in free pages
             small = self._path.stat().st_size <= _CHECKED_AT_ONCE_BYTES
-            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall() if small else [("ok",)]
+            faults = (
+                self._connection.execute("PRAGMA quick_check(1)").fetchall() if small else [("ok",)]
+            )
             if faults != [("ok",)]:
                 raise sqlite3.DatabaseError(faults[0][0])
         with self.transaction() as connection:
@@ -126,7 +152,8 @@ class Database:
                 create_tables(connection)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch to the write-ahead log, the one thing for which SQLite does not wait until others are done."""
+        """Switch to the write-ahead log, the one thing for which SQLite does not wait until others
+        are done."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -138,13 +165,16 @@ class Database:
                 time.sleep(0.005)
 
     def _check_version(self) -> int:
-        """Return the file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
+        """Return the file's schema version, 0 for an empty file. Raises StoreError where this build
+        cannot use it."""
         # one statement sees one state of the file, even while another process creates the tables
         version, tables = self._connection.execute(
             "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
         ).fetchone()
         if version == 0 and tables:
-            raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
+            raise StoreError(
+                f"{self._path} is another program's database. Choose another state directory."
+            )
         if version not in (0, SCHEMA_VERSION):
             age = "an older" if version < SCHEMA_VERSION else "a newer"
             raise StoreError(
@@ -161,8 +191,12 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
-            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
-                raise StoreError(f"The catalog {self._path} failed: {error}.{_way_out(error)}") from error
+            if isinstance(
+                error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
+            ):
+                raise StoreError(
+                    f"The catalog {self._path} failed: {error}.{_way_out(error)}"
+                ) from error
             raise StoreError(
                 f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
                 "again: a new one is made, and the context caches of the old one have to be created again."
@@ -170,7 +204,8 @@ class Database:
 
 
 def _way_out(error: sqlite3.Error) -> str:
-    """Return a sentence, with a space before it, that says what to do; empty where the error alone says it."""
+    """Return a sentence, with a space before it, that says what to do; empty where the error alone
+    says it."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if primary == sqlite3.SQLITE_FULL:
         return " Free some room on its disk; what is kept there is not lost meanwhile."
@@ -193,25 +228,35 @@ TRY_AGAIN_SECONDS = 0.02
 
 
 class StateLock:
-    """Locks a state directory, shared or alone, by its file ``lock``; a lock goes with the process, however that
-    ends."""
+    """Locks a state directory, shared or alone, by its file ``lock``; a lock goes with the process,
+    however that ends."""
 
     def __init__(self, directory: Path) -> None:
         """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
         self._directory = directory
         try:
-            self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(
+                directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise self._unusable(error) from error
 
     def share(self) -> None:
-        """Use the directory as others may at the same time. Raises StoreError where one has it alone for long."""
-        self._lock(fcntl.LOCK_SH, PATIENCE_SECONDS, "is being encrypted anew, which takes a while. Wait for its end.")
+        """Use the directory as others may at the same time. Raises StoreError where one has it
+        alone for long."""
+        self._lock(
+            fcntl.LOCK_SH,
+            PATIENCE_SECONDS,
+            "is being encrypted anew, which takes a while. Wait for its end.",
+        )
 
     def take_alone(self, patience: float = 0.0) -> None:
-        """Keep all others out. Raises StoreError where others use it for longer than ``patience`` seconds."""
+        """Keep all others out. Raises StoreError where others use it for longer than ``patience``
+        seconds."""
         self._lock(
-            fcntl.LOCK_EX, patience, "is in use by a server or another command. Stop it first: its key is to change."
+            fcntl.LOCK_EX,
+            patience,
+            "is in use by a server or another command. Stop it first: its key is to change.",
         )
 
     def close(self) -> None:

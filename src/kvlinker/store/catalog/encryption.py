@@ -1,4 +1,5 @@
-"""Keeps token ids in the catalog, encrypted where the store is, and changes the key of a whole catalog."""
+"""Keeps token ids in the catalog, encrypted where the store is, and changes the key of a whole
+catalog."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _TOKEN_BYTES = 4
 
 
 class TokenBlobs:
-    """Packs token ids of one catalog as little-endian uint32, encrypted with its cipher, if it has one.
+    """Packs token ids of one catalog as little-endian uint32, encrypted with its cipher, if it has
+    one.
 
     ``place`` names the row and column that a blob is for: in another place it does not open.
     """
@@ -96,7 +98,8 @@ _COLUMNS = (
 
 
 def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, path: Path) -> None:
-    """Share the state directory, and encrypt a catalog that is not encrypted yet, if there is a cipher.
+    """Share the state directory, and encrypt a catalog that is not encrypted yet, if there is a
+    cipher.
 
     Raises StoreError where the cipher is not the catalog's.
     """
@@ -118,8 +121,8 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, p
 
 
 def change_key(database: Database, old: Cipher | None, new: Cipher | None, path: Path) -> bool:
-    """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether it held anything
-    that was not. A catalog that was not encrypted does not need ``old``.
+    """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether
+    it held anything that was not. A catalog that was not encrypted does not need ``old``.
 
     Raises StoreError where it is encrypted with neither, or an entry does not open.
     """
@@ -134,7 +137,9 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None, path:
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
-            remove_all_texts(connection)  # they are plain; who wants them searched has them indexed again
+            remove_all_texts(
+                connection
+            )  # they are plain; who wants them searched has them indexed again
         changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
     return any(changed)
 
@@ -146,7 +151,8 @@ def _key_check(database: Database) -> bytes | None:
 
 
 def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
-    """Return whether a catalog with this check is encrypted with the cipher, or not at all without one."""
+    """Return whether a catalog with this check is encrypted with the cipher, or not at all without
+    one."""
     if sealed is None or cipher is None:
         return sealed is None and cipher is None
     try:
@@ -157,7 +163,8 @@ def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
 
 
 def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
-    """Raise StoreError unless a catalog with this check is encrypted with the cipher, or not at all without one."""
+    """Raise StoreError unless a catalog with this check is encrypted with the cipher, or not at all
+    without one."""
     if _is_of(sealed, cipher):
         return
     if cipher is None:
@@ -168,13 +175,18 @@ def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
     )
 
 
-def _reseal(connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs) -> bool:
+def _reseal(
+    connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs
+) -> bool:
     """Encrypt all blobs of a column anew; returns whether there were any."""
     select = f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT {_ROWS_AT_ONCE}"
     update = f"UPDATE {column.table} SET {column.name} = ? WHERE key = ?"
     last = ""
     while rows := connection.execute(select, (last,)).fetchall():
         last = rows[-1][0]
-        resealed = [(after.seal(before.open(blob, column.place(key)), column.place(key)), key) for key, blob in rows]
+        resealed = [
+            (after.seal(before.open(blob, column.place(key)), column.place(key)), key)
+            for key, blob in rows
+        ]
         connection.executemany(update, resealed)
     return bool(last)

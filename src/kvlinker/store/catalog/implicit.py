@@ -1,4 +1,5 @@
-"""Finds context caches by what their chunks say, and keeps those that prompts brought: implicit ones."""
+"""Finds context caches by what their chunks say, and keeps those that prompts brought: implicit
+ones."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from kvlinker.store.catalog.rows import (
 
 
 class Entered(NamedTuple):
-    """Holds the context cache of a chunk that was to be entered, and tells what had to go for it."""
+    """Holds the context cache of a chunk that was to be entered, and tells what had to go for
+    it."""
 
     cache: ContextCache
 
@@ -38,8 +40,8 @@ class Entered(NamedTuple):
 
 
 class ImplicitIndex:
-    """Keeps implicit context caches in the catalog's file, each tenant's apart. All methods may be called from any
-    thread."""
+    """Keeps implicit context caches in the catalog's file, each tenant's apart. All methods may be
+    called from any thread."""
 
     def __init__(self, database: Database, blobs: TokenBlobs) -> None:
         self._database = database
@@ -48,8 +50,8 @@ class ImplicitIndex:
     def find(
         self, contents: Collection[str], tenant: str, fingerprint: str, now: float
     ) -> Mapping[str, Sequence[ContextCache]]:
-        """Return, by content, the live context caches of chunks that say this: the tenant's, and shared ones. Chunks
-        whose token ids were changed from outside are left out."""
+        """Return, by content, the live context caches of chunks that say this: the tenant's, and
+        shared ones. Chunks whose token ids were changed from outside are left out."""
         rows = self._database.query(
             f"SELECT {COLUMNS} FROM chunks k INDEXED BY chunks_by_content CROSS JOIN context_caches c"
             " ON c.chunk_key = k.key WHERE k.fingerprint = :fingerprint AND k.tenant IN (:tenant, :shared)"
@@ -71,8 +73,9 @@ class ImplicitIndex:
     def tokens_since(
         self, number: int, tenant: str, fingerprint: str, *, limit: int
     ) -> tuple[int, Sequence[tuple[int, ...]]]:
-        """Return the number of the last context cache, whosever it is, and the token ids of the chunks of those that
-        were entered after ``number``, the tenant's and shared ones: the newest ``limit`` of them, the last one last.
+        """Return the number of the last context cache, whosever it is, and the token ids of the
+        chunks of those that were entered after ``number``, the tenant's and shared ones: the newest
+        ``limit`` of them, the last one last.
 
         Chunks whose token ids were changed from outside are left out.
         """
@@ -98,11 +101,12 @@ class ImplicitIndex:
     def enter(
         self, records: Sequence[ContextCache], limits: Limits, *, now: float, kept: Collection[str]
     ) -> Sequence[Entered | None]:
-        """Record implicit context caches in one transaction, but for those of chunks of which their tenants have some
-        by now.
+        """Record implicit context caches in one transaction, but for those of chunks of which their
+        tenants have some by now.
 
-        Returns for each what stands for it: None where there is no room that ``make_room`` can make without the ids in
-        ``kept`` and those before it, and where the token ids of the one that is there were changed from outside.
+        Returns for each what stands for it: None where there is no room that ``make_room`` can make
+        without the ids in ``kept`` and those before it, and where the token ids of the one that is
+        there were changed from outside.
         """
         if limits.implicit_caches == 0 or not records:
             return [None] * len(records)
@@ -143,7 +147,8 @@ class ImplicitIndex:
         return Entered(record, True, room)
 
     def extend(self, lives: Mapping[str, float], now: float) -> None:
-        """Note a use of implicit context caches: by id, the seconds that each is to live from now at least."""
+        """Note a use of implicit context caches: by id, the seconds that each is to live from now
+        at least."""
         with self._database.transaction() as connection:
             connection.executemany(
                 "UPDATE context_caches SET implicit_ttl = max(implicit_ttl, :ttl),"
@@ -153,8 +158,8 @@ class ImplicitIndex:
             )
 
     def count_uses_until(self, now: float) -> None:
-        """Have those whose last use lies behind ``now`` count as used now: since the clock was set back, they would
-        outlive all others until it is there again."""
+        """Have those whose last use lies behind ``now`` count as used now: since the clock was set
+        back, they would outlive all others until it is there again."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE context_caches SET expires_at = :now + implicit_ttl"
@@ -163,8 +168,8 @@ class ImplicitIndex:
             )
 
     def total(self) -> tuple[int, int]:
-        """Return how many implicit context caches there are, of all tenants, and the bytes of their chunks' KV as
-        computed."""
+        """Return how many implicit context caches there are, of all tenants, and the bytes of their
+        chunks' KV as computed."""
         ((count, nbytes),) = self._database.query(
             "SELECT (SELECT count(*) FROM context_caches WHERE implicit_ttl IS NOT NULL),"
             " (SELECT coalesce(sum(nbytes), 0) FROM chunks WHERE key IN"

@@ -1,4 +1,5 @@
-"""Counts what tenants have in the catalog, and checks limits before it grows, inside the catalog's transactions."""
+"""Counts what tenants have in the catalog, and checks limits before it grows, inside the catalog's
+transactions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """Counts what belongs to one tenant in the catalog. All counts but ``caches`` count each chunk once."""
+    """Counts what belongs to one tenant in the catalog. All counts but ``caches`` count each chunk
+    once."""
 
     caches: int = 0
     chunks: int = 0
@@ -43,12 +45,17 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def check_added(connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits) -> None:
+def check_added(
+    connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits
+) -> None:
     """Check that context caches may be added, none of which is there yet.
 
-    Raises QuotaExceededError where a tenant would have more than it may, and PinLimitError where more would be pinned.
+    Raises QuotaExceededError where a tenant would have more than it may, and PinLimitError where
+    more would be pinned.
     """
-    chunks = {record.chunk_key: record for record in reversed(records)}  # the first one that names a chunk counts
+    chunks = {
+        record.chunk_key: record for record in reversed(records)
+    }  # the first one that names a chunk counts
     known = _nbytes(connection, chunks)
     caches = Counter(record.tenant for record in records)
     added: Counter[str] = Counter()
@@ -56,27 +63,37 @@ def check_added(connection: sqlite3.Connection, records: Sequence[ContextCache],
         added[chunks[key].tenant] += chunks[key].kv_bytes
     for tenant in sorted(caches):
         row = connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone()
-        _check_quota(tenant, TenantUsage(*(row or ())), caches[tenant], added[tenant], limits.quotas)
-        _check_implicit(connection, tenant, [record for record in records if record.tenant == tenant], limits)
+        _check_quota(
+            tenant, TenantUsage(*(row or ())), caches[tenant], added[tenant], limits.quotas
+        )
+        _check_implicit(
+            connection, tenant, [record for record in records if record.tenant == tenant], limits
+        )
     pinned = {record.chunk_key: record.tenant for record in records if record.pinned}
     sizes = {key: known.get(key, chunks[key].kv_bytes) for key in pinned}
     _check_pins(connection, pinned, sizes, limits)
 
 
-def check_pinned(connection: sqlite3.Connection, chunk_key: str, tenant: str, limits: Limits) -> None:
-    """Check that a context cache of this chunk may be pinned. Raises PinLimitError where more would be than may."""
+def check_pinned(
+    connection: sqlite3.Connection, chunk_key: str, tenant: str, limits: Limits
+) -> None:
+    """Check that a context cache of this chunk may be pinned. Raises PinLimitError where more would
+    be than may."""
     _check_pins(connection, {chunk_key: tenant}, _nbytes(connection, [chunk_key]), limits)
 
 
 def _nbytes(connection: sqlite3.Connection, chunk_keys: Iterable[str]) -> dict[str, int]:
     """Return the bytes of those of the chunks that are in the catalog, by key."""
     keys = json.dumps(list(chunk_keys))
-    rows = connection.execute("SELECT key, nbytes FROM chunks WHERE key IN (SELECT value FROM json_each(?))", (keys,))
+    rows = connection.execute(
+        "SELECT key, nbytes FROM chunks WHERE key IN (SELECT value FROM json_each(?))", (keys,)
+    )
     return dict(rows.fetchall())
 
 
 def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas: Quotas) -> None:
-    """Check that a tenant may have so many more context caches and bytes of KV. Raises QuotaExceededError."""
+    """Check that a tenant may have so many more context caches and bytes of KV. Raises
+    QuotaExceededError."""
     quota = quotas.of(tenant)
     for what, limit, old, new, setting in (
         ("context caches", quota.caches, has.caches, caches, "tenant_quota_caches"),
@@ -93,21 +110,29 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
 def _check_implicit(
     connection: sqlite3.Connection, tenant: str, records: Sequence[ContextCache], limits: Limits
 ) -> None:
-    """Check that a tenant may have these context caches by the number of implicit ones. Raises QuotaExceededError."""
+    """Check that a tenant may have these context caches by the number of implicit ones. Raises
+    QuotaExceededError."""
     new, limit = sum(record.implicit_ttl is not None for record in records), limits.implicit_caches
     if limit is None or not new:
         return
     ((old,),) = connection.execute(
-        "SELECT count(*) FROM context_caches WHERE tenant = ? AND implicit_ttl IS NOT NULL", (tenant,)
+        "SELECT count(*) FROM context_caches WHERE tenant = ? AND implicit_ttl IS NOT NULL",
+        (tenant,),
     ).fetchall()
     if old + new > limit:
-        raise QuotaExceededError(f"At most {limit:,} implicit context caches are kept of a tenant, which has {old:,}.")
+        raise QuotaExceededError(
+            f"At most {limit:,} implicit context caches are kept of a tenant, which has {old:,}."
+        )
 
 
 def _check_pins(
-    connection: sqlite3.Connection, pinned: Mapping[str, str], sizes: Mapping[str, int], limits: Limits
+    connection: sqlite3.Connection,
+    pinned: Mapping[str, str],
+    sizes: Mapping[str, int],
+    limits: Limits,
 ) -> None:
-    """Check that chunks may be pinned, of which some may be; ``pinned`` gives their tenants and ``sizes`` their bytes.
+    """Check that chunks may be pinned, of which some may be; ``pinned`` gives their tenants and
+    ``sizes`` their bytes.
 
     Raises PinLimitError where all or one of the tenants would have pinned more than they may.
     """

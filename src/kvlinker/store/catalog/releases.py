@@ -1,4 +1,5 @@
-"""Follows chunks that no context cache holds any more: noted in the catalog until no tier can hold their KV."""
+"""Follows chunks that no context cache holds any more: noted in the catalog until no tier can hold
+their KV."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from kvlinker.store.catalog.text_tables import remove_text
 from kvlinker.store.catalog.variants import note_released, release_variants
 
 
-def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
-    """Remove those of the chunks that no context cache holds, with their texts and with the variants of what is left of
-    no chunk; returns the keys of chunks and variants, and notes them as released. Called inside a transaction."""
+def release(
+    connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float
+) -> tuple[str, ...]:
+    """Remove those of the chunks that no context cache holds, with their texts and with the
+    variants of what is left of no chunk; returns the keys of chunks and variants, and notes them as
+    released. Called inside a transaction."""
     gone = []
     for key in chunk_keys:
         removed = connection.execute(
@@ -31,8 +35,8 @@ def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: floa
 
 
 def released(database: Database, after: float, until: float, *, limit: int) -> dict[str, float]:
-    """Return keys that were released in this time and are held by nothing now, and when: any ``limit`` of them, or all
-    for -1."""
+    """Return keys that were released in this time and are held by nothing now, and when: any
+    ``limit`` of them, or all for -1."""
     rows = database.query(
         "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <= :until"
         " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"

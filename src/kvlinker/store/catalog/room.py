@@ -1,4 +1,5 @@
-"""Makes room in the catalog for context caches that are to be entered, inside the catalog's transactions."""
+"""Makes room in the catalog for context caches that are to be entered, inside the catalog's
+transactions."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def make_room(
     *,
     kept: Collection[str] = (),
 ) -> Room:
-    """Have context caches fit that are to be entered: where a limit is in the way, expired ones go, and where a quota
-    still is, the implicit ones of the same tenants, those that were used longest ago first, but for the ids in
-    ``kept``.
+    """Have context caches fit that are to be entered: where a limit is in the way, expired ones go,
+    and where a quota still is, the implicit ones of the same tenants, those that were used longest
+    ago first, but for the ids in ``kept``.
 
-    Raises QuotaExceededError and PinLimitError where that is not enough; the caller's transaction then undoes it.
-    ``now``: Unix seconds.
+    Raises QuotaExceededError and PinLimitError where that is not enough; the caller's transaction
+    then undoes it. ``now``: Unix seconds.
     """
     if _excess(connection, records, limits) is None:
         return Room()
@@ -55,7 +56,8 @@ def make_room(
         else:
             released += removed
             evicted += len(gone)
-            # Each look at the limits reads all records, so that what is needed is doubled up to, and then halved down.
+            # Each look at the limits reads all records, so that what is needed is doubled up to,
+            # and then halved down.
             at_once = 2 * at_once if grows else max(1, at_once // 2)
         connection.execute("RELEASE evicting")
     held = {record.chunk_key for record in records}
@@ -63,7 +65,8 @@ def make_room(
 
 
 def remove_expired(connection: sqlite3.Connection, now: float) -> tuple[int, tuple[str, ...]]:
-    """Remove all expired context caches of all tenants; returns how many, and released chunk keys."""
+    """Remove all expired context caches of all tenants; returns how many, and released chunk
+    keys."""
     removed = connection.execute(
         "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
     ).fetchall()
@@ -73,7 +76,8 @@ def remove_expired(connection: sqlite3.Connection, now: float) -> tuple[int, tup
 def _excess(
     connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits
 ) -> QuotaExceededError | PinLimitError | None:
-    """Return the error of the limit that keeps the records from being entered, None where they fit."""
+    """Return the error of the limit that keeps the records from being entered, None where they
+    fit."""
     try:
         check_added(connection, records, limits)
     except (QuotaExceededError, PinLimitError) as error:
@@ -81,8 +85,11 @@ def _excess(
     return None
 
 
-def _least_recent(connection: sqlite3.Connection, tenants: Collection[str], kept: Collection[str]) -> list[int]:
-    """Return the numbers of the tenants' implicit context caches by last use, without those in ``kept``."""
+def _least_recent(
+    connection: sqlite3.Connection, tenants: Collection[str], kept: Collection[str]
+) -> list[int]:
+    """Return the numbers of the tenants' implicit context caches by last use, without those in
+    ``kept``."""
     rows = connection.execute(
         "SELECT number, id FROM context_caches WHERE tenant IN (SELECT value FROM json_each(?))"
         " AND implicit_ttl IS NOT NULL ORDER BY expires_at - implicit_ttl, number",

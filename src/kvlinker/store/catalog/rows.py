@@ -16,7 +16,8 @@ from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
     c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
-"""Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
+"""Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with
+``CHUNK``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
 
@@ -24,16 +25,16 @@ CHUNK_COLUMNS = "k.key, k.fingerprint, k.tenant, k.tokens, k.prefix"
 """Names the columns that ``read_tokens`` takes, of chunks ``k``."""
 
 BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
-"""Selects context caches ``c`` by owner and id in one index: another tenant's id takes exactly the way of an unknown
-one."""
+"""Selects context caches ``c`` by owner and id in one index: another tenant's id takes exactly the
+way of an unknown one."""
 
 LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
 
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Describes in SQL which context caches ``c`` to select. Another condition may follow ``condition``, whose values
-    are ``values``."""
+    """Describes in SQL which context caches ``c`` to select. Another condition may follow
+    ``condition``, whose values are ``values``."""
 
     tables: str
     condition: str
@@ -47,14 +48,19 @@ def matching(tenant: str, metadata: Mapping[str, str], now: float) -> Matching:
     conditions, pairs = with_pairs(metadata)
     values = {"tenant": tenant, "now": now, **pairs}
     if not metadata:
-        return Matching("context_caches c", f"c.tenant = :tenant AND {LIVE}", values, "c.created_at, c.number")
+        return Matching(
+            "context_caches c", f"c.tenant = :tenant AND {LIVE}", values, "c.created_at, c.number"
+        )
     first = "m.tenant = :tenant AND m.key = :key0 AND m.value = :value0"
     tables = "metadata m CROSS JOIN context_caches c ON c.number = m.number"
-    return Matching(tables, " AND ".join([first, LIVE, *conditions[1:]]), values, "m.created_at, m.number")
+    return Matching(
+        tables, " AND ".join([first, LIVE, *conditions[1:]]), values, "m.created_at, m.number"
+    )
 
 
 def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return a condition for each pair, by which a context cache ``c`` has it, and the values of all conditions."""
+    """Return a condition for each pair, by which a context cache ``c`` has it, and the values of
+    all conditions."""
     conditions: list[str] = []
     values: dict[str, str] = {}
     for index, (key, value) in enumerate(metadata.items()):
@@ -65,7 +71,9 @@ def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     return conditions, values
 
 
-def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
+def insert_rows(
+    connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache]
+) -> None:
     """Record context caches, findable by their metadata, and the chunks that they hold."""
     connection.executemany(
         "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content, length, nbytes)"
@@ -108,7 +116,9 @@ def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequ
         index_metadata(connection, number, r.metadata)
 
 
-def index_metadata(connection: sqlite3.Connection, number: int, metadata: Mapping[str, str]) -> None:
+def index_metadata(
+    connection: sqlite3.Connection, number: int, metadata: Mapping[str, str]
+) -> None:
     """Make a context cache, which has no entries in ``metadata``, findable by its pairs."""
     connection.executemany(
         "INSERT INTO metadata SELECT tenant, ?, ?, created_at, number FROM context_caches WHERE number = ?",
@@ -117,9 +127,21 @@ def index_metadata(connection: sqlite3.Connection, number: int, metadata: Mappin
 
 
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
-    """Return the context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were changed from
-    outside."""
-    cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key, implicit_ttl, *chunk = row
+    """Return the context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were
+    changed from outside."""
+    (
+        cache_id,
+        tenant,
+        model,
+        name,
+        metadata,
+        created_at,
+        expires_at,
+        pinned,
+        chunk_key,
+        implicit_ttl,
+        *chunk,
+    ) = row
     fingerprint, tokens, prefix, nbytes = chunk
     if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
         raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
@@ -154,8 +176,8 @@ def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
 
 
 def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, ...]]:
-    """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``, without those that
-    were changed from outside."""
+    """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``,
+    without those that were changed from outside."""
     return {
         key: blobs.unpack(tokens, tokens_of(key))
         for key, owner, tenant, tokens, prefix in rows
@@ -163,9 +185,11 @@ def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, 
     }
 
 
-def is_genuine(blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes) -> bool:
-    """Return whether a chunk's token ids, as its row has them, are those that its key names: SQLite has no
-    checksums."""
+def is_genuine(
+    blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes
+) -> bool:
+    """Return whether a chunk's token ids, as its row has them, are those that its key names: SQLite
+    has no checksums."""
     try:
         packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
     except StoreError:

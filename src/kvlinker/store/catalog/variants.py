@@ -1,4 +1,5 @@
-"""Keeps which variants of a chunk are stored, how they depend on their context, and how much they are reused."""
+"""Keeps which variants of a chunk are stored, how they depend on their context, and how much they
+are reused."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class StoredVariant:
 
 @dataclass(frozen=True, slots=True)
 class VariantOwner:
-    """Owns variants: one tenant's chunk under one model. A shared chunk's variants are each tenant's own, for they tell
-    what stood before it."""
+    """Owns variants: one tenant's chunk under one model. A shared chunk's variants are each
+    tenant's own, for they tell what stood before it."""
 
     fingerprint: str
     tenant: str
@@ -54,16 +55,20 @@ class VariantIndex:
             asdict(owner),
         )
         return tuple(
-            StoredVariant(key, self._blobs.unpack(prefix, variant_of(key)), Contextualization.from_json(text))
+            StoredVariant(
+                key, self._blobs.unpack(prefix, variant_of(key)), Contextualization.from_json(text)
+            )
             for key, prefix, text in rows
         )
 
-    def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
-        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay, as
-        ``Catalog.delete`` does.
+    def add(
+        self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int
+    ) -> tuple[str, ...]:
+        """Record variants whose chunks a context cache holds; returns the keys that had to go, or
+        may not stay, as ``Catalog.delete`` does.
 
-        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones, which begin one
-        above them: f_r ages as tiers' priorities do (``LeastReused``).
+        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new
+        ones, which begin one above them: f_r ages as tiers' priorities do (``LeastReused``).
         """
         with self._lock:
             uses, self._uses = self._uses, defaultdict(float)
@@ -82,8 +87,8 @@ class VariantIndex:
         return tuple(gone)
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """Add to the variant's f_r what a use that computes this share of it again counts; written with the next
-        ``add``."""
+        """Add to the variant's f_r what a use that computes this share of it again counts; written
+        with the next ``add``."""
         with self._lock:
             self._uses[key] += use_weight(recomputed)
 
@@ -95,12 +100,14 @@ class VariantIndex:
 
 def note_released(connection: sqlite3.Connection, keys: Iterable[str], now: float) -> None:
     """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
-    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys])
+    connection.executemany(
+        "INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys]
+    )
 
 
 def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
-    """Remove all variants of a chunk that no context cache of their tenant's, and no shared one, holds in any form;
-    returns their keys."""
+    """Remove all variants of a chunk that no context cache of their tenant's, and no shared one,
+    holds in any form; returns their keys."""
     rows = connection.execute(
         "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT EXISTS"
         " (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant, :shared)"
@@ -111,9 +118,14 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
 
 
 def _insert(
-    connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant, reuse: float
+    connection: sqlite3.Connection,
+    blobs: TokenBlobs,
+    owner: VariantOwner,
+    variant: StoredVariant,
+    reuse: float,
 ) -> bool:
-    """Record the variant, if some context cache holds its chunk in any form; returns whether it is recorded now."""
+    """Record the variant, if some context cache holds its chunk in any form; returns whether it is
+    recorded now."""
     connection.execute(
         "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, :reuse"
         " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
@@ -131,7 +143,8 @@ def _insert(
 
 
 def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
-    """Remove the least reused variants but for ``keep``; returns the keys that went, with their f_r."""
+    """Remove the least reused variants but for ``keep``; returns the keys that went, with their
+    f_r."""
     rows = connection.execute(
         "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
         " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",

@@ -1,4 +1,5 @@
-"""Sources of a stored chunk's bytes, so that the chunk file's readers treat files and buffers alike."""
+"""Sources of a stored chunk's bytes, so that the chunk file's readers treat files and buffers
+alike."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class FileSource:
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
-        # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
+        # NumPy asks for huge pages, which makes fresh memory less than half as expensive as
+        # torch.empty's.
         self._data: Bytes = np.empty(os.fstat(self._descriptor).st_size, dtype=np.uint8)
 
     @property
@@ -70,12 +72,13 @@ class FileSource:
 class ReadAheadSource:
     """Bytes behind a slow connection, read by one thread at a time.
 
-    Each round trip fetches more than was asked for, up to a multiple of ``ahead_bytes``, since the next read usually
-    follows; bytes that were fetched ahead are not fetched again.
+    Each round trip fetches more than was asked for, up to a multiple of ``ahead_bytes``, since the
+    next read usually follows; bytes that were fetched ahead are not fetched again.
     """
 
     def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int) -> None:
-        """Begin with nothing read. ``fetch`` takes (offset, length); its exceptions pass through."""
+        """Begin with nothing read. ``fetch`` takes (offset, length); its exceptions pass
+        through."""
         self._size = size
         self._fetch = fetch
         self._ahead_bytes = ahead_bytes

@@ -1,18 +1,23 @@
-"""Writes and reads one chunk's KV outside of memory, as the slower tiers keep it: safetensors, layer by layer.
+"""Writes and reads one chunk's KV outside of memory, as the slower tiers keep it: safetensors,
+layer by layer.
 
-Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
-take one layer after another; a codec's further parts follow each, as ``layer.00.key.scale``. Before them, where the
-chunk has scores, lie ``scores.inter``, ``scores.received`` and, where it was measured, ``scores.sensitivity``. The
-metadata holds the format version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as
-JSON, the xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The checksums find
-damage, not forgery: whoever may write the files may also write matching checksums. Nothing in a file is ever unpickled.
+Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so
+that a reader can take one layer after another; a codec's further parts follow each, as
+``layer.00.key.scale``. Before them, where the chunk has scores, lie ``scores.inter``,
+``scores.received`` and, where it was measured, ``scores.sensitivity``. The metadata holds the
+format version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as
+JSON, the xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The
+checksums find damage, not forgery: whoever may write the files may also write matching checksums.
+Nothing in a file is ever unpickled.
 
-Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and shape of what they
-become. Its checksum is that of the compressed bytes: nothing is decompressed before it is verified.
+Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and
+shape of what they become. Its checksum is that of the compressed bytes: nothing is decompressed
+before it is verified.
 
-The header is written here rather than by ``safetensors.torch.save_file``, which orders tensors by name and refuses
-tensors that share memory; and read here, because bytes that are read into memory of our own can be checked once and
-then stay what they were, unlike a memory map's. Any safetensors reader can open the files.
+The header is written here rather than by ``safetensors.torch.save_file``, which orders tensors by
+name and refuses tensors that share memory; and read here, because bytes that are read into memory
+of our own can be checked once and then stay what they were, unlike a memory map's. Any safetensors
+reader can open the files.
 """
 
 from __future__ import annotations
@@ -77,12 +82,15 @@ class EncodedKV:
 def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest) -> EncodedKV:
     """Encode the chunk in the codec, or as it is where the codec refuses its numbers.
 
-    ``rest`` is called between tensors. Raises ValueError for KV that the format does not have, and MissingLibraryError.
+    ``rest`` is called between tensors. Raises ValueError for KV that the format does not have, and
+    MissingLibraryError.
     """
     dtype = kv.layers[0].key.dtype
     for name, heads in _named_heads(kv):
         if heads.dtype not in KV_DTYPES.values() or heads.dtype != dtype:
-            raise ValueError(f"{name} is {heads.dtype}; a chunk file holds one dtype out of {list(KV_DTYPES)}.")
+            raise ValueError(
+                f"{name} is {heads.dtype}; a chunk file holds one dtype out of {list(KV_DTYPES)}."
+            )
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
     try:
@@ -91,14 +99,20 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
         codec = COMPRESSED_RAW if codec.compresses else RAW
         tensors = _encoded(kv, codec, rest)
     contextualization = None if kv.scores is None else kv.scores.contextualization
-    header = compose_header(key, tensors, codec=codec, dtype=dtype, contextualization=contextualization, rest=rest)
+    header = compose_header(
+        key, tensors, codec=codec, dtype=dtype, contextualization=contextualization, rest=rest
+    )
     return EncodedKV(header, tuple(tensor.stored for tensor in tensors))
 
 
 def write_chunk_file(
-    file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter, rest: Rest = no_rest
+    file: BinaryIO,
+    encoded: EncodedKV,
+    seal: Callable[[Pieces], Pieces] = iter,
+    rest: Rest = no_rest,
 ) -> None:
-    """Write the encoded chunk, as what ``seal`` makes of it; ``rest`` is called between pieces. Raises OSError."""
+    """Write the encoded chunk, as what ``seal`` makes of it; ``rest`` is called between pieces.
+    Raises OSError."""
     for piece in seal(encoded.pieces()):
         file.write(piece)
         rest()
@@ -111,10 +125,12 @@ def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> Chun
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, and nothing that could wait for others or never end. Raises ChunkFileError for anything
-    else."""
+    """Open a regular file, and nothing that could wait for others or never end. Raises
+    ChunkFileError for anything else."""
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        file = os.fdopen(
+            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        )
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise ChunkFileError("it is not a file") from error
@@ -132,10 +148,11 @@ def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) ->
 
 
 def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
-    """Read and verify an encoded chunk's header and scores; its layers are left to be read one by one.
+    """Read and verify an encoded chunk's header and scores; its layers are left to be read one by
+    one.
 
-    Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, UnreadableHereError for what
-    cannot be read here, and what the source raises.
+    Raises ChunkFileError for anything that is not exactly what was encoded for ``key``,
+    UnreadableHereError for what cannot be read here, and what the source raises.
     """
     with _what_is_wrong():
         plain = sealing.source(key, source)
@@ -175,7 +192,8 @@ class EncodedChunk:
         return self._entries[-1].end - self._entries[0].start
 
     def read(self, layer: int) -> LayerKV:
-        """Read, verify and decode one layer; tensors that lie there as they are become views of what the source gives.
+        """Read, verify and decode one layer; tensors that lie there as they are become views of
+        what the source gives.
 
         Raises ChunkFileError where it is damaged, and what the source raises.
         """
@@ -190,8 +208,8 @@ class EncodedChunk:
 
 
 class _Room:
-    """Allocates tensors as ``codecs.Room`` does, for a known number of them: from one block of memory as long as they
-    are as large as the first."""
+    """Allocates tensors as ``codecs.Room`` does, for a known number of them: from one block of
+    memory as long as they are as large as the first."""
 
     def __init__(self, tensors: int) -> None:
         self._tensors = tensors
@@ -200,8 +218,11 @@ class _Room:
     def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > len(self._memory):
-            # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
-            self._memory = torch.from_numpy(np.empty(max(1, self._tensors) * nbytes, dtype=np.uint8))
+            # NumPy asks for huge pages, which makes fresh memory less than half as expensive as
+            # torch.empty's.
+            self._memory = torch.from_numpy(
+                np.empty(max(1, self._tensors) * nbytes, dtype=np.uint8)
+            )
         self._tensors -= 1
         tensor, self._memory = self._memory[:nbytes], self._memory[nbytes:]
         return tensor.view(dtype).view(shape)
@@ -222,14 +243,18 @@ def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
     """Return all tensors in order. Raises ValueError where the codec refuses."""
     tensors = []
     if kv.scores is not None:
-        for name, array in zip(SCORE_NAMES, (kv.scores.inter, kv.scores.received, kv.scores.sensitivity), strict=True):
+        for name, array in zip(
+            SCORE_NAMES, (kv.scores.inter, kv.scores.received, kv.scores.sensitivity), strict=True
+        ):
             if array is not None:
                 scores = torch.from_numpy(array)
                 tensors.append(StoredTensor(name, scores, scores))
     for name, heads in _named_heads(kv):
         for part, tensor in codec.encode(heads).items():
             stored = compressed(tensor) if codec.compresses else None
-            tensors.append(StoredTensor(part_name(name, part), tensor, tensor if stored is None else stored))
+            tensors.append(
+                StoredTensor(part_name(name, part), tensor, tensor if stored is None else stored)
+            )
             rest()
     return tensors
 
@@ -256,9 +281,14 @@ class TierReader:
     """Reads an encoded chunk in a tier, as a ``ChunkReader``."""
 
     def __init__(
-        self, chunk: EncodedChunk, *, failed: Callable[[Exception], object], close: Callable[[], None] = lambda: None
+        self,
+        chunk: EncodedChunk,
+        *,
+        failed: Callable[[Exception], object],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over a chunk. ``failed`` is told what reading raised, and decides what becomes of the copy."""
+        """Take over a chunk. ``failed`` is told what reading raised, and decides what becomes of
+        the copy."""
         self._chunk = chunk
         self._failed = failed
         self._close = close

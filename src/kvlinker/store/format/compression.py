@@ -1,7 +1,8 @@
-"""Compresses stored tensors with zstd, below the codecs and without loss; chunk files are the caller.
+"""Compresses stored tensors with zstd, below the codecs and without loss; chunk files are the
+caller.
 
-Numbers of several bytes are shuffled first: all lowest bytes, then the next ones. Signs and exponents, which are alike,
-so come together, and digits, which are noise, apart.
+Numbers of several bytes are shuffled first: all lowest bytes, then the next ones. Signs and
+exponents, which are alike, so come together, and digits, which are noise, apart.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _LEAST_WINDOW = 1024
 """The smallest window, in bytes, that a frame of zstd can ask for."""
 
 MOST_EXPANSION = 64
-"""The largest ratio of decompressed to compressed bytes, so that no file can claim more memory. Tensors that would
-shrink further are stored uncompressed."""
+"""The largest ratio of decompressed to compressed bytes, so that no file can claim more memory.
+Tensors that would shrink further are stored uncompressed."""
 
 
 class UnreadableHereError(Exception):
-    """Raised for what is sound, but not for this installation to read; the message says what it needs."""
+    """Raised for what is sound, but not for this installation to read; the message says what it
+    needs."""
 
 
 class MissingLibraryError(UnreadableHereError):
@@ -39,8 +41,8 @@ def require_zstd() -> None:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that saves nothing, or more than
-    MOST_EXPANSION.
+    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that saves
+    nothing, or more than MOST_EXPANSION.
 
     Raises MissingLibraryError.
     """
@@ -52,24 +54,29 @@ def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def decompressed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that ``compressed`` was given. Takes no more memory than the tensor and ``data``.
+    """Return the tensor that ``compressed`` was given. Takes no more memory than the tensor and
+    ``data``.
 
-    Raises ValueError for bytes that are not exactly a compressed tensor of this dtype and shape, and
-    MissingLibraryError.
+    Raises ValueError for bytes that are not exactly a compressed tensor of this dtype and shape,
+    and MissingLibraryError.
     """
     zstandard = _zstandard()
     count = math.prod(shape)
     try:
         frame = zstandard.get_frame_parameters(data)
         if frame.content_size != count * dtype.itemsize:
-            raise ValueError(f"it says that it holds {frame.content_size} bytes instead of {count * dtype.itemsize}")
+            raise ValueError(
+                f"it says that it holds {frame.content_size} bytes instead of {count * dtype.itemsize}"
+            )
         if frame.window_size > max(frame.content_size, _LEAST_WINDOW):
             raise ValueError(f"it asks for {frame.window_size} bytes of memory")
         plain = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     numbers: Bytes = np.empty((count, dtype.itemsize), dtype=np.uint8)
-    for place, values in enumerate(np.frombuffer(plain, dtype=np.uint8).reshape(dtype.itemsize, count)):
+    for place, values in enumerate(
+        np.frombuffer(plain, dtype=np.uint8).reshape(dtype.itemsize, count)
+    ):
         numbers[:, place] = values
     return torch.from_numpy(numbers).view(-1).view(dtype).view(shape)
 
@@ -79,5 +86,7 @@ def _zstandard() -> ModuleType:
     try:
         import zstandard
     except ModuleNotFoundError as error:
-        raise MissingLibraryError("zstandard is missing: install it with  pip install 'kvlinker[zstd]'") from error
+        raise MissingLibraryError(
+            "zstandard is missing: install it with  pip install 'kvlinker[zstd]'"
+        ) from error
     return zstandard

@@ -23,12 +23,15 @@ def synchronize(path: Path) -> None:
 
 
 def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Write a temporary file in the folder of ``path``, which exists, and wait until the disk has its content.
+    """Write a temporary file in the folder of ``path``, which exists, and wait until the disk has
+    its content.
 
-    Returns its path, for the caller to rename it. Only its owner may read it. On an error nothing stays behind; raises
-    OSError, and what ``write`` raises.
+    Returns its path, for the caller to rename it. Only its owner may read it. On an error nothing
+    stays behind; raises OSError, and what ``write`` raises.
     """
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
+    descriptor, name = tempfile.mkstemp(
+        prefix=f"{path.stem}.", suffix=TEMPORARY_SUFFIX, dir=path.parent
+    )
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -55,8 +58,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def create_file(path: Path, content: bytes) -> bool:
-    """Make ``path`` a file of this content; returns False where another was there already, and stays. Raises
-    OSError."""
+    """Make ``path`` a file of this content; returns False where another was there already, and
+    stays. Raises OSError."""
     temporary = write_beside(path, lambda file: file.write(content))
     try:
         os.link(temporary, path)

@@ -1,8 +1,10 @@
-"""Encrypts at rest (AES-256-GCM): small records as a whole, chunks in blocks that can be read in any order.
+"""Encrypts at rest (AES-256-GCM): small records as a whole, chunks in blocks that can be read in
+any order.
 
-A sealed chunk is a header (magic, salt, length of the plain bytes) and blocks of equal length, but for the last, each
-with its tag. Every chunk has a key of its own, derived from the salt; a block's nonce is its number. Blocks are bound
-to the chunk key, the length and their place, so that neither files nor parts of them can be exchanged unnoticed.
+A sealed chunk is a header (magic, salt, length of the plain bytes) and blocks of equal length, but
+for the last, each with its tag. Every chunk has a key of its own, derived from the salt; a block's
+nonce is its number. Blocks are bound to the chunk key, the length and their place, so that neither
+files nor parts of them can be exchanged unnoticed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _HEADER_BYTES = len(_MAGIC) + _SALT_BYTES + _LENGTH_BYTES
 
 
 class SealedDataError(Exception):
-    """Raised when bytes were not sealed with this key for this place, or were changed since; the message says which."""
+    """Raised when bytes were not sealed with this key for this place, or were changed since; the
+    message says which."""
 
 
 class Cipher:
@@ -55,7 +58,8 @@ class Cipher:
         self._records = self._derived(b"", b"records")
 
     def seal(self, data: bytes, associated: bytes) -> bytes:
-        """Encrypt the data, with a random nonce before it; it opens only with the same ``associated`` bytes."""
+        """Encrypt the data, with a random nonce before it; it opens only with the same
+        ``associated`` bytes."""
         nonce = os.urandom(_NONCE_BYTES)
         return nonce + self._records.encrypt(nonce, data, associated)
 
@@ -77,7 +81,8 @@ class Cipher:
 
 
 def load_cipher(key: SecretStr | None, variable: str = KEY_VARIABLE) -> Cipher | None:
-    """Return the cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without one.
+    """Return the cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without
+    one.
 
     Raises StoreError for what is no key.
     """
@@ -100,8 +105,8 @@ def _parsed(text: str, variable: str) -> bytes:
 
 
 class Sealing:
-    """Encrypts the bytes of chunks on their way out of a tier and decrypts them on their way in; without a cipher, it
-    leaves them as they are."""
+    """Encrypts the bytes of chunks on their way out of a tier and decrypts them on their way in;
+    without a cipher, it leaves them as they are."""
 
     def __init__(self, cipher: Cipher | None = None) -> None:
         self._cipher = cipher
@@ -128,7 +133,8 @@ class Sealing:
             yield memoryview(cipher.encrypt(_nonce(number), block, _associated(key, nbytes)))
 
     def source(self, key: str, source: ByteSource) -> ByteSource:
-        """Return the plain bytes of a sealed chunk. Raises SealedDataError, and so does reading from it."""
+        """Return the plain bytes of a sealed chunk. Raises SealedDataError, and so does reading
+        from it."""
         return source if self._cipher is None else _OpenedSource(self._cipher, key, source)
 
 
@@ -136,7 +142,8 @@ NOT_SEALED = Sealing()
 
 
 class _OpenedSource:
-    """Decrypts the blocks that are read; the last one is remembered, for the next read often begins within it."""
+    """Decrypts the blocks that are read; the last one is remembered, for the next read often begins
+    within it."""
 
     def __init__(self, cipher: Cipher, key: str, source: ByteSource) -> None:
         if source.size < _HEADER_BYTES:
@@ -161,7 +168,9 @@ class _OpenedSource:
         while position < offset + length:
             number, start = divmod(position, BLOCK_BYTES)
             part = self._block(number)[start : start + offset + length - position]
-            plain[position - offset : position - offset + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            plain[position - offset : position - offset + len(part)] = np.frombuffer(
+                part, dtype=np.uint8
+            )
             position += len(part)
         return plain
 
@@ -177,8 +186,8 @@ class _OpenedSource:
 
 
 def _blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes of the pieces in blocks of equal length, but for the last; views of the pieces where these
-    suffice."""
+    """Yield the bytes of the pieces in blocks of equal length, but for the last; views of the
+    pieces where these suffice."""
     rest = bytearray()
     for piece in pieces:
         left = piece.cast("B")
@@ -212,4 +221,6 @@ def _opened(cipher: AESGCM, nonce: bytes, sealed: bytes | memoryview, associated
     try:
         return cipher.decrypt(nonce, sealed, associated)
     except (InvalidTag, ValueError) as error:
-        raise SealedDataError("it does not open with the encryption key: another key, or changed bytes") from error
+        raise SealedDataError(
+            "it does not open with the encryption key: another key, or changed bytes"
+        ) from error

@@ -1,7 +1,7 @@
 """Writes and reads the header of a chunk file. Reading trusts nothing but what the header says.
 
-The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only caller,
-``store.format.chunk_file``, documents the tensors.
+The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only
+caller, ``store.format.chunk_file``, documents the tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import xxhash
 from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.store.format.byte_source import ByteSource
 from kvlinker.store.format.codecs import Codec, known_codecs
-from kvlinker.store.format.compression import MOST_EXPANSION, MissingLibraryError, UnreadableHereError
+from kvlinker.store.format.compression import (
+    MOST_EXPANSION,
+    MissingLibraryError,
+    UnreadableHereError,
+)
 from kvlinker.store.throttle import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
@@ -26,8 +30,8 @@ FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
 """The version of files with compressed tensors; everything else is as in version 3.
 
-Later versions keep the header's checksum, by which this one tells a newer file, which it leaves alone, from a damaged
-one, which it drops.
+Later versions keep the header's checksum, by which this one tells a newer file, which it leaves
+alone, from a damaged one, which it drops.
 """
 
 SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")
@@ -47,7 +51,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class ChunkFileError(Exception):
-    """Raised when a file is not a whole, undamaged chunk file of the key that it was read for; the message says why."""
+    """Raised when a file is not a whole, undamaged chunk file of the key that it was read for; the
+    message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file as the header describes it. ``start`` and ``end`` count bytes from the end of the header;
-    ``checksum`` is that of the bytes between them."""
+    """A tensor of a file as the header describes it. ``start`` and ``end`` count bytes from the end
+    of the header; ``checksum`` is that of the bytes between them."""
 
     name: str
     dtype: torch.dtype
@@ -80,7 +85,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed and verified header. The tensors begin at byte ``start``; the scores', if there are any, come first."""
+    """A parsed and verified header. The tensors begin at byte ``start``; the scores', if there are
+    any, come first."""
 
     entries: list[Entry]
     start: int
@@ -108,7 +114,8 @@ def compose_header(
     contextualization: Contextualization | None,
     rest: Rest = no_rest,
 ) -> bytes:
-    """Return all bytes before the tensors, which follow one another; ``rest`` is called between these."""
+    """Return all bytes before the tensors, which follow one another; ``rest`` is called between
+    these."""
     compressed = any(tensor.compressed for tensor in tensors)
     metadata = {
         "format": FORMAT,
@@ -140,8 +147,8 @@ def compose_header(
 
 
 def read_header(source: ByteSource, key: str) -> Header:
-    """Read and verify the header of the chunk of this key. Raises ChunkFileError, UnreadableHereError, and what the
-    source raises."""
+    """Read and verify the header of the chunk of this key. Raises ChunkFileError,
+    UnreadableHereError, and what the source raises."""
     room = source.size - _LENGTH_BYTES
     length = int.from_bytes(source.read(0, _LENGTH_BYTES).data, "little") if room >= 0 else 0
     if length > room:
@@ -150,7 +157,9 @@ def read_header(source: ByteSource, key: str) -> Header:
     try:
         header = _parse(json.loads(text), key, start=_LENGTH_BYTES + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
+        raise ChunkFileError(
+            f"its header is not a chunk file's ({type(error).__name__}: {error})"
+        ) from error
     expected = header.start + header.entries[-1].end
     if source.size != expected:
         raise ChunkFileError(f"it has {source.size} bytes instead of {expected}")
@@ -160,7 +169,9 @@ def read_header(source: ByteSource, key: str) -> Header:
 def heads_names(layers: int) -> list[str]:
     """Return the names of all layers' keys and values, in order."""
     width = max(2, len(str(layers - 1)))
-    return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
+    return [
+        f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")
+    ]
 
 
 def part_name(heads: str, part: str) -> str:
@@ -226,11 +237,14 @@ def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry
             raise ValueError(f"{name} is not compressed bytes")
         dtype, *shape = json.loads(plain)
     checksum = metadata[f"{_CHECKSUM}.{name}"]
-    return Entry(name, _DTYPES[dtype], tuple(shape), begin, end, checksum, compressed=plain is not None)
+    return Entry(
+        name, _DTYPES[dtype], tuple(shape), begin, end, checksum, compressed=plain is not None
+    )
 
 
 def _check_layout(header: Header) -> None:
-    """Raise ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
+    """Raise ValueError unless the tensors are all layers' keys and values of one chunk, end to
+    end."""
     entries = header.entries
     scores, layers = header.scores, header.layers
     known = ((),) if header.contextualization is None else (SCORE_NAMES, SCORE_NAMES[:-1])
@@ -238,14 +252,20 @@ def _check_layout(header: Header) -> None:
         raise ValueError("the scores are not where they belong")
     parts = header.codec.layout(header.dtype)
     names = heads_names(len(layers) // (2 * len(parts)))
-    if not names or [entry.name for entry in layers] != [part_name(name, part) for name in names for part in parts]:
+    if not names or [entry.name for entry in layers] != [
+        part_name(name, part) for name in names for part in parts
+    ]:
         raise ValueError("the tensors are not layers in order")
     tokens = layers[0].shape[1:2]
     for index in range(0, len(layers), len(parts)):
         main = layers[index]
-        for entry, (dtype, dimensions) in zip(layers[index : index + len(parts)], parts.values(), strict=True):
+        for entry, (dtype, dimensions) in zip(
+            layers[index : index + len(parts)], parts.values(), strict=True
+        ):
             if entry.dtype != dtype or len(entry.shape) != dimensions:
-                raise ValueError(f"{entry.name} is not what the codec {header.codec.name} makes of {header.dtype}")
+                raise ValueError(
+                    f"{entry.name} is not what the codec {header.codec.name} makes of {header.dtype}"
+                )
             if entry.shape[:2] != main.shape[:1] + tokens:
                 raise ValueError("a layer's tensors differ in heads or tokens")
     if any(entry.dtype != torch.float32 or entry.shape != tokens for entry in scores):
@@ -259,7 +279,8 @@ def _check_layout(header: Header) -> None:
 
 
 def _check_size(header: Header, entry: Entry) -> None:
-    """Raise ValueError for a size that is not the shape's, or that compression does not make of it."""
+    """Raise ValueError for a size that is not the shape's, or that compression does not make of
+    it."""
     stored = entry.end - entry.start
     plain = math.prod(entry.shape) * entry.dtype.itemsize
     if not entry.compressed:

@@ -1,4 +1,5 @@
-"""Holds a chunk's KV while it is still being read: the loader delivers its layers in order, the engine takes them."""
+"""Holds a chunk's KV while it is still being read: the loader delivers its layers in order, the
+engine takes them."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class ArrivingKV:
         return self._given_up and not self.complete
 
     def layer(self, index: int) -> LayerKV | None:
-        """Return the layer, or None while it has not arrived. Never waits. Raises IndexError for an index that the
-        chunk does not have."""
+        """Return the layer, or None while it has not arrived. Never waits. Raises IndexError for an
+        index that the chunk does not have."""
         if not 0 <= index < self.layer_count:
             raise IndexError(f"layer {index} of a chunk that has {self.layer_count}")
         return self._layers[index] if index < len(self._layers) else None
@@ -60,8 +61,8 @@ class ArrivingKV:
         return True
 
     def give_up(self) -> None:
-        """Expect no further layer, because it cannot come or nobody wants it, and tell the subscribers. Idempotent;
-        does nothing where all layers are there."""
+        """Expect no further layer, because it cannot come or nobody wants it, and tell the
+        subscribers. Idempotent; does nothing where all layers are there."""
         with self._lock:
             if self._given_up or self.complete:
                 return
@@ -69,8 +70,9 @@ class ArrivingKV:
         self._tell()
 
     def subscribe(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called after each further layer, and when the rest is lost, in the thread that delivers or
-        gives up. Earlier changes are not reported: check the state after subscribing."""
+        """Have ``changed`` called after each further layer, and when the rest is lost, in the
+        thread that delivers or gives up. Earlier changes are not reported: check the state after
+        subscribing."""
         self._subscribers.append(changed)
 
     def _tell(self) -> None:

@@ -16,15 +16,16 @@ _WEIGHT = 0.3
 """The weight of a new measurement, beside all earlier ones."""
 
 BUSY_SHARE = 0.15
-"""The share of its time up to which a thread that reads leaves its processor to a computation. When it is busy for
-longer, the computation loses about three times as much (its other threads wait for the one that was held up), and there
-are two that read: then it is quicker to read first."""
+"""The share of its time up to which a thread that reads leaves its processor to a computation. When
+it is busy for longer, the computation loses about three times as much (its other threads wait for
+the one that was held up), and there are two that read: then it is quicker to read first."""
 
 DRIFT_NOTES = 3
 """The number of measurements in a row that drift from the average before they replace it."""
 
 FRESH_SECONDS = 60.0
-"""The seconds after which a measurement no longer decides against a tier, which may have changed."""
+"""The seconds after which a measurement no longer decides against a tier, which may have
+changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class LoadTime:
 
 @dataclass(frozen=True, slots=True)
 class TimedRead:
-    """One read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance counter, and the
-    ``busy`` seconds of the thread."""
+    """One read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance
+    counter, and the ``busy`` seconds of the thread."""
 
     begin: float
     end: float
@@ -60,11 +61,15 @@ class TimedRead:
 
 
 class Bandwidths:
-    """Bytes per second by tier, as a moving average that restarts when it drifts from new measurements, and the share
-    of the time for which reading keeps a processor busy. Any thread may call the methods."""
+    """Bytes per second by tier, as a moving average that restarts when it drifts from new
+    measurements, and the share of the time for which reading keeps a processor busy. Any thread may
+    call the methods."""
 
-    def __init__(self, speeds: Speeds | None = None, names: Mapping[str, str] | None = None) -> None:
-        """Keep measurements in ``speeds``, under the tiers' ``names``; a tier without one uses its own name."""
+    def __init__(
+        self, speeds: Speeds | None = None, names: Mapping[str, str] | None = None
+    ) -> None:
+        """Keep measurements in ``speeds``, under the tiers' ``names``; a tier without one uses its
+        own name."""
         self._speeds = speeds or Speeds()
         self._names = dict(names or {})
         self._lock = threading.Lock()
@@ -72,8 +77,8 @@ class Bandwidths:
         self._drifting: dict[str, list[float]] = {}  # the last rates, while they are off
 
     def note(self, tier: str, nbytes: int, seconds: float, busy_seconds: float = 0.0) -> None:
-        """Record that a tier delivered ``nbytes`` in ``seconds``, during ``busy_seconds`` of which a processor was
-        busy."""
+        """Record that a tier delivered ``nbytes`` in ``seconds``, during ``busy_seconds`` of which
+        a processor was busy."""
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
@@ -85,8 +90,8 @@ class Bandwidths:
             self._measured_at[tier] = time.monotonic()
 
     def note_reads(self, tier: str, reads: Sequence[TimedRead]) -> None:
-        """Record the reads of several threads: their bytes arrived during the time in which at least one of them was
-        reading."""
+        """Record the reads of several threads: their bytes arrived during the time in which at
+        least one of them was reading."""
         seconds, reached = 0.0, float("-inf")
         for read in sorted(reads, key=lambda read: read.begin):
             seconds += max(0.0, read.end - max(read.begin, reached))
@@ -100,8 +105,8 @@ class Bandwidths:
         return None if values is None else values[0]
 
     def time(self, reads: Iterable[tuple[str, int]]) -> LoadTime | None:
-        """Return the expected time of reading so many bytes from each of these tiers; None where a tier has not been
-        measured."""
+        """Return the expected time of reading so many bytes from each of these tiers; None where a
+        tier has not been measured."""
         taken = LoadTime()
         for tier, nbytes in reads:
             values = self._values(tier)
@@ -115,8 +120,8 @@ class Bandwidths:
         return {tier: rate for tier in self._names if (rate := self.of(tier)) is not None}
 
     def worth_loading(self, tier: str, nbytes: int, prefill_seconds: float) -> bool:
-        """Return whether reading is expected to take no longer than computing; True where that is not known, or was not
-        measured lately."""
+        """Return whether reading is expected to take no longer than computing; True where that is
+        not known, or was not measured lately."""
         rate = self.of(tier)
         return rate is None or not self.fresh(tier) or nbytes / rate <= max(prefill_seconds, 1e-3)
 
@@ -147,5 +152,6 @@ class Bandwidths:
 
 
 def speed_name(tier: str, *, place: str, codec: Codec, sealing: Sealing) -> str:
-    """Return the name under which a tier's bandwidth is remembered. ``place`` is without credentials."""
+    """Return the name under which a tier's bandwidth is remembered. ``place`` is without
+    credentials."""
     return f"load {tier} {codec.name}{' sealed' if sealing.encrypts else ''} {place}"

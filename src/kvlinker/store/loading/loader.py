@@ -1,11 +1,13 @@
-"""Reads chunks from slower tiers layer by layer: a prompt's first layers compute while its last ones are read.
+"""Reads chunks from slower tiers layer by layer: a prompt's first layers compute while its last
+ones are read.
 
-A few threads read, a layer at a time: the oldest prompt first, and of its chunks the one of which least has been read,
-so that a prompt's chunks advance in step. A chunk that several prompts want is read once; each of them gets an
-``ArrivingKV`` of its own.
+A few threads read, a layer at a time: the oldest prompt first, and of its chunks the one of which
+least has been read, so that a prompt's chunks advance in step. A chunk that several prompts want is
+read once; each of them gets an ``ArrivingKV`` of its own.
 
-One watch ends what takes too long. A prompt past its deadline gives up what it waits for. A read that does not return
-is left to itself: its chunk is lost to all who want it, and another thread takes its thread's place.
+One watch ends what takes too long. A prompt past its deadline gives up what it waits for. A read
+that does not return is left to itself: its chunk is lost to all who want it, and another thread
+takes its thread's place.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ MOST_ABANDONED = 8
 """The most threads that may hang and are replaced; after that, no further one is."""
 
 CLOSE_SECONDS = 5.0
-"""The seconds that closing waits for reads under way; reads that hang do not hold up the process's end."""
+"""The seconds that closing waits for reads under way; reads that hang do not hold up the process's
+end."""
 
 
 class LayerLoader:
-    """Owns the chunks that are being read, and the threads for them: as long as there is something to read, those that
-    read, and the watch. Any thread may call the methods."""
+    """Owns the chunks that are being read, and the threads for them: as long as there is something
+    to read, those that read, and the watch. Any thread may call the methods."""
 
     def __init__(
         self,
@@ -50,8 +53,8 @@ class LayerLoader:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Note in ``bandwidths`` how fast tiers deliver. ``form`` returns a layer, given its index, as it is to be
-        delivered. ``clock`` tells what is late."""
+        """Note in ``bandwidths`` how fast tiers deliver. ``form`` returns a layer, given its index,
+        as it is to be delivered. ``clock`` tells what is late."""
         self.bandwidths = bandwidths or Bandwidths()
         self._form = form
         self._clock = clock
@@ -66,15 +69,17 @@ class LayerLoader:
         self._closed = False
 
     def load(self, chunks: Sequence[ChunkLoad], urgency: Urgency, *, ahead: bool = False) -> None:
-        """Begin to read the chunks of one prompt; each of their futures will be resolved. What is loaded ``ahead`` of
-        need comes after all else, and leaves a thread free for it."""
+        """Begin to read the chunks of one prompt; each of their futures will be resolved. What is
+        loaded ``ahead`` of need comes after all else, and leaves a thread free for it."""
         prompt = PromptLoad(chunks, urgency, self._clock)
         with self._lock:
             if not self._closed:
                 turn = ReadTurn(ahead, next(self._turns))
                 self._prompts.add(prompt)
                 for chunk in chunks:
-                    self._readings.setdefault(chunk.key, ChunkRead(chunk, turn, self._form)).join(chunk, prompt, turn)
+                    self._readings.setdefault(chunk.key, ChunkRead(chunk, turn, self._form)).join(
+                        chunk, prompt, turn
+                    )
                 self._start_threads()
         if self._closed:
             prompt.expire()
@@ -99,12 +104,16 @@ class LayerLoader:
 
     def _start_threads(self) -> None:
         """Have as many threads as there should be; the lock is held."""
-        while self._readings and len(self._threads) < min(THREADS, THREADS + MOST_ABANDONED - len(self._abandoned)):
+        while self._readings and len(self._threads) < min(
+            THREADS, THREADS + MOST_ABANDONED - len(self._abandoned)
+        ):
             thread = threading.Thread(target=self._read_layers, name="kvlinker-layers", daemon=True)
             self._threads.add(thread)
             thread.start()
         if self._watch is None:
-            self._watch = threading.Thread(target=self._end_what_is_late, name="kvlinker-loading-watch", daemon=True)
+            self._watch = threading.Thread(
+                target=self._end_what_is_late, name="kvlinker-loading-watch", daemon=True
+            )
             self._watch.start()
 
     def _read_layers(self) -> None:
@@ -114,12 +123,15 @@ class LayerLoader:
             self._hand_out(reading, *reading.advance())
 
     def _next(self) -> ChunkRead | None:
-        """Return the chunk to go on with; None where this thread is to end, because it finds none or was abandoned."""
+        """Return the chunk to go on with; None where this thread is to end, because it finds none
+        or was abandoned."""
         me = threading.current_thread()
         with self._lock:
             readings = self._readings.values()
             ahead = any(reading.turn.ahead and reading.thread is not None for reading in readings)
-            ready = [one for one in readings if one.thread is None and not (one.turn.ahead and ahead)]
+            ready = [
+                one for one in readings if one.thread is None and not (one.turn.ahead and ahead)
+            ]
             if me in self._threads and ready:
                 reading = min(ready, key=lambda reading: (reading.turn, reading.progress))
                 reading.thread, reading.since = me, self._clock()
@@ -131,8 +143,8 @@ class LayerLoader:
             return None
 
     def _hand_out(self, reading: ChunkRead, found: Found, read: TimedRead) -> None:
-        """Give what was read to all prompts that want it, and end the reading with the last of it; the prompts of one
-        that has been removed meanwhile have ended already."""
+        """Give what was read to all prompts that want it, and end the reading with the last of it;
+        the prompts of one that has been removed meanwhile have ended already."""
         with self._lock:
             failed = reading.note(found, read)
             takers = tuple(reading.takers)
@@ -158,7 +170,8 @@ class LayerLoader:
         self._settle({prompt for _, prompt in reading.takers})
 
     def _settle(self, prompts: Iterable[PromptLoad]) -> None:
-        """Start the prompts that have enough layers, and note measurements for those that have ended."""
+        """Start the prompts that have enough layers, and note measurements for those that have
+        ended."""
         for prompt in prompts:
             prompt.begin(self.bandwidths)
             if prompt.ended:
@@ -169,7 +182,8 @@ class LayerLoader:
                     self.bandwidths.note_reads(tier, of_tier)
 
     def _end_what_is_late(self) -> None:
-        """Run in the watch, as long as anything is loaded: end reads that hang, and prompts past their deadlines."""
+        """Run in the watch, as long as anything is loaded: end reads that hang, and prompts past
+        their deadlines."""
         while True:
             time.sleep(WATCH_SECONDS)
             now = self._clock()
@@ -178,7 +192,9 @@ class LayerLoader:
                     self._watch = None
                     return
                 late = {prompt for prompt in self._prompts if prompt.deadline <= now}
-                busy = [reading for reading in self._readings.values() if reading.thread is not None]
+                busy = [
+                    reading for reading in self._readings.values() if reading.thread is not None
+                ]
                 hung = [reading for reading in busy if now - reading.since > STALL_SECONDS]
                 for reading in hung:
                     del self._readings[reading.key]
@@ -190,11 +206,18 @@ class LayerLoader:
             self._settle(late.union(prompt for reading in hung for _, prompt in reading.takers))
 
     def _replace_thread(self, reading: ChunkRead) -> None:
-        """Abandon the thread of a hanging read, which ends when its read does, and start another; the lock is held."""
+        """Abandon the thread of a hanging read, which ends when its read does, and start another;
+        the lock is held."""
         assert reading.thread is not None
         self._threads.discard(reading.thread)
         self._abandoned.add(reading.thread)
         hanging = len(self._abandoned)
-        replaced = "another thread reads on" if hanging <= MOST_ABANDONED else "no other takes its place: too many hang"
-        logger.warning("A read from %s does not return (%d hang now); %s.", reading.place, hanging, replaced)
+        replaced = (
+            "another thread reads on"
+            if hanging <= MOST_ABANDONED
+            else "no other takes its place: too many hang"
+        )
+        logger.warning(
+            "A read from %s does not return (%d hang now); %s.", reading.place, hanging, replaced
+        )
         self._start_threads()

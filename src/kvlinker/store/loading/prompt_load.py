@@ -15,18 +15,20 @@ from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 
 LEAST_DEADLINE_SECONDS = 0.25
 MOST_DEADLINE_SECONDS = 10.0
-"""The seconds after which a prompt computes those of its chunks of which too few layers have arrived."""
+"""The seconds after which a prompt computes those of its chunks of which too few layers have
+arrived."""
 
 PATIENCE_SECONDS = 2.0
-"""The seconds after the computation that hides the loading by which the last layers must have arrived."""
+"""The seconds after the computation that hides the loading by which the last layers must have
+arrived."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """The computation that loading a prompt's chunks competes with. By default nothing hides the loading, and loading
-    is always worth it.
+    """The computation that loading a prompt's chunks competes with. By default nothing hides the
+    loading, and loading is always worth it.
 
     - ``compute``: seconds of the computation that hides the loading.
     - ``prefill``: seconds of computing the chunks instead of loading them.
@@ -68,13 +70,15 @@ class LoadedChunk:
 class ChunkLoad:
     """One chunk that one prompt wants from a slower tier.
 
-    ``begun`` gets the KV once enough layers are there to begin with, or None where the chunk is lost or late. ``ended``
-    gets the whole chunk, or None where this prompt does not get it.
+    ``begun`` gets the KV once enough layers are there to begin with, or None where the chunk is
+    lost or late. ``ended`` gets the whole chunk, or None where this prompt does not get it.
     """
 
-    def __init__(self, key: str, find: Callable[[Set[str]], OpenedChunk | LoadedChunk | None]) -> None:
-        """``find`` opens a copy in a tier that is not among those that were tried, or says that the chunk has come to
-        memory meanwhile, or returns None."""
+    def __init__(
+        self, key: str, find: Callable[[Set[str]], OpenedChunk | LoadedChunk | None]
+    ) -> None:
+        """``find`` opens a copy in a tier that is not among those that were tried, or says that the
+        chunk has come to memory meanwhile, or returns None."""
         self.key = key
         self.find = find
         self.begun: Future[KV | None] = Future()
@@ -96,7 +100,8 @@ class ChunkLoad:
                 self.kv.deliver(layer)
 
     def end(self, loaded: LoadedChunk | None) -> None:
-        """Resolve both futures: the chunk has arrived, or (None) will not. Only the first call counts."""
+        """Resolve both futures: the chunk has arrived, or (None) will not. Only the first call
+        counts."""
         if not self.waiting:
             loaded = None
         if loaded is None and self.kv is not None:
@@ -108,10 +113,14 @@ class ChunkLoad:
 class PromptLoad:
     """The chunks that one prompt loads together."""
 
-    def __init__(self, chunks: Sequence[ChunkLoad], urgency: Urgency, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, chunks: Sequence[ChunkLoad], urgency: Urgency, clock: Callable[[], float]
+    ) -> None:
         """``clock`` tells the seconds in which the deadline is reckoned."""
         self.chunks = tuple(chunks)
-        self.deadline = clock() + min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
+        self.deadline = clock() + min(
+            max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS
+        )
         self._clock = clock
         self._urgency = urgency
         self._rest_seconds = urgency.compute
@@ -124,12 +133,15 @@ class PromptLoad:
         return all(chunk.ended.done() for chunk in self.chunks)
 
     def begin(self, bandwidths: Bandwidths) -> None:
-        """Resolve ``begun`` of the chunks that have enough layers. With the last of them the deadline is a new one,
-        since the rest must arrive soon after the computation that hides its loading."""
+        """Resolve ``begun`` of the chunks that have enough layers. With the last of them the
+        deadline is a new one, since the rest must arrive soon after the computation that hides its
+        loading."""
         if self.begun:
             return
         waiting = [chunk for chunk in self.chunks if chunk.waiting]
-        arriving = [(chunk, chunk.kv, chunk.opened) for chunk in waiting if chunk.kv and chunk.opened]
+        arriving = [
+            (chunk, chunk.kv, chunk.opened) for chunk in waiting if chunk.kv and chunk.opened
+        ]
         if len(arriving) == len(waiting):
             load = bandwidths.time((opened.tier, opened.reader.nbytes) for _, _, opened in arriving)
             if load is not None and self._urgency.shares_processors and not load.waits:
@@ -143,28 +155,32 @@ class PromptLoad:
             self.begun = True
 
     def expire(self) -> None:
-        """After the deadline, give up the chunks that could not begin or, if all have begun, those that are not
-        complete."""
+        """After the deadline, give up the chunks that could not begin or, if all have begun, those
+        that are not complete."""
         for chunk in self.chunks:
             if self.begun or not chunk.begun.done():
                 chunk.end(None)
 
     def _depth(self, layers: int, load: LoadTime | None) -> int:
-        """Return the number of layers that must have arrived before the prompt begins: all where nothing hides the
-        loading, one where waiting for the next ones delays nobody else, else as many as keep the computation from
-        waiting."""
+        """Return the number of layers that must have arrived before the prompt begins: all where
+        nothing hides the loading, one where waiting for the next ones delays nobody else, else as
+        many as keep the computation from waiting."""
         if load is None:
             return layers
         if self._urgency.alone:
             return 1
-        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=load.seconds)
+        return preload_depth(
+            layers, compute_seconds=self._urgency.compute, load_seconds=load.seconds
+        )
 
 
 def preload_depth(layers: int, *, compute_seconds: float, load_seconds: float) -> int:
-    """Return the number of layers that must have arrived so that none is missing when its turn comes: Cache-Craft's eq.
-    16, L_p = (L - 1)(1 - T_prefill / T_load) + 1, at least 1 and at most ``layers``.
+    """Return the number of layers that must have arrived so that none is missing when its turn
+    comes: Cache-Craft's eq. 16, L_p = (L - 1)(1 - T_prefill / T_load) + 1, at least 1 and at most
+    ``layers``.
 
-    ``compute_seconds`` is T_prefill, the computation of all layers; ``load_seconds`` is T_load, reading all layers.
+    ``compute_seconds`` is T_prefill, the computation of all layers; ``load_seconds`` is T_load,
+    reading all layers.
     """
     if load_seconds <= 0:
         return 1

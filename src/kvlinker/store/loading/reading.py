@@ -1,4 +1,5 @@
-"""Reads one chunk for all prompts that want it: layer by layer, from another copy where one fails."""
+"""Reads one chunk for all prompts that want it: layer by layer, from another copy where one
+fails."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ class ReadTurn(NamedTuple):
 class ChunkRead:
     """A chunk that is being read.
 
-    One thread at a time advances it. Prompts join, and what was read is noted, under the loader's lock. ``end`` and
-    ``close`` are called without it: a prompt that joins during ``end`` may be left out, so the loader calls ``end``
-    again when none can join any more.
+    One thread at a time advances it. Prompts join, and what was read is noted, under the loader's
+    lock. ``end`` and ``close`` are called without it: a prompt that joins during ``end`` may be
+    left out, so the loader calls ``end`` again when none can join any more.
     """
 
     def __init__(self, chunk: ChunkLoad, turn: ReadTurn, form: Form) -> None:
@@ -76,8 +77,13 @@ class ChunkRead:
 
     @property
     def over(self) -> bool:
-        """True if nothing is left to read: the chunk is there, no copy of it is left, or no prompt waits for it."""
-        return self.loaded is not None or self._exhausted or not any(chunk.waiting for chunk, _ in self.takers)
+        """True if nothing is left to read: the chunk is there, no copy of it is left, or no prompt
+        waits for it."""
+        return (
+            self.loaded is not None
+            or self._exhausted
+            or not any(chunk.waiting for chunk, _ in self.takers)
+        )
 
     def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: ReadTurn) -> None:
         """Have one more prompt get the layers, in the earlier of the turns."""
@@ -87,8 +93,8 @@ class ChunkRead:
             self._open(chunk, self.opened)
 
     def advance(self) -> tuple[Found, TimedRead]:
-        """Open a copy, or read the next layer; None where there is none, or it cannot be read. Returns the time that it
-        took, too."""
+        """Open a copy, or read the next layer; None where there is none, or it cannot be read.
+        Returns the time that it took, too."""
         found: Found = None
         nbytes = 0
         begin, busy = time.perf_counter(), time.thread_time()
@@ -106,7 +112,8 @@ class ChunkRead:
         return found, TimedRead(begin, time.perf_counter(), time.thread_time() - busy, nbytes)
 
     def note(self, found: Found, read: TimedRead) -> OpenedChunk | None:
-        """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another may be found."""
+        """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another
+        may be found."""
         self._seconds += read.seconds
         failed = None
         if isinstance(found, LoadedChunk):
@@ -137,7 +144,8 @@ class ChunkRead:
             opened.reader.close()
 
     def _open(self, chunk: ChunkLoad, opened: OpenedChunk) -> None:
-        """Let the chunk arrive from a copy, with the layers that are there already, which may be another copy's."""
+        """Let the chunk arrive from a copy, with the layers that are there already, which may be
+        another copy's."""
         chunk.open(opened, [read.resident for read in self._layers])
 
     def _whole(self) -> LoadedChunk | None:

@@ -1,4 +1,5 @@
-"""Tiers, which keep chunks from the fastest medium to the slowest: one file each, registered by name."""
+"""Tiers, which keep chunks from the fastest medium to the slowest: one file each, registered by
+name."""
 
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.configured import ConfiguredTier, TierSetup, configured_tiers, register

@@ -37,14 +37,17 @@ class TierCheck:
 
 
 class Tier(Protocol):
-    """Keeps chunk caches under their chunk keys (``chunk_key`` in hexadecimal), and evicts the least used first:
-    least recently, or, for the tiers of one server alone, by what uses add up to (``store/eviction.py``).
+    """Keeps chunk caches under their chunk keys (``chunk_key`` in hexadecimal), and evicts the
+    least used first: least recently, or, for the tiers of one server alone, by what uses add up to
+    (``store/eviction.py``).
 
-    A key names its content: all KV ever put under one key is interchangeable, but not all has scores. A tier is a
-    cache, so any chunk may be gone at any time, and no method raises because a medium fails: a failed write was not
-    stored, a damaged or unreadable copy is a miss. The tier publishes ``ChunkEvicted`` and ``ChunkDamaged`` itself.
+    A key names its content: all KV ever put under one key is interchangeable, but not all has
+    scores. A tier is a cache, so any chunk may be gone at any time, and no method raises because a
+    medium fails: a failed write was not stored, a damaged or unreadable copy is a miss. The tier
+    publishes ``ChunkEvicted`` and ``ChunkDamaged`` itself.
 
-    All methods may be called from any thread. None of them waits for another thread's bulk reads or writes.
+    All methods may be called from any thread. None of them waits for another thread's bulk reads or
+    writes.
     """
 
     @property
@@ -54,8 +57,8 @@ class Tier(Protocol):
 
     @property
     def speed_name(self) -> str:
-        """The name under which its bandwidth is remembered; it contains everything that the bandwidth depends on (see
-        ``bandwidths.speed_name``)."""
+        """The name under which its bandwidth is remembered; it contains everything that the
+        bandwidth depends on (see ``bandwidths.speed_name``)."""
         ...
 
     @property
@@ -74,22 +77,26 @@ class Tier(Protocol):
         ...
 
     def get(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV, now the most recently used, or None. The caller must not modify it."""
+        """Return the chunk's KV, now the most recently used, or None. The caller must not modify
+        it."""
         ...
 
     def open(self, key: str) -> ChunkReader | None:
-        """Open the chunk's KV, now the most recently used, to be read layer by layer; None where it is absent.
+        """Open the chunk's KV, now the most recently used, to be read layer by layer; None where it
+        is absent.
 
-        The caller closes the reader. A copy that turns out damaged while it is read is dropped as ``get`` would drop
-        it.
+        The caller closes the reader. A copy that turns out damaged while it is read is dropped as
+        ``get`` would drop it.
         """
         ...
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
-        """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds the key.
+        """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds
+        the key.
 
-        False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the medium failed. A
-        key that is held already only becomes the most recently used. ``rest`` is called between pieces of work.
+        False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the
+        medium failed. A key that is held already only becomes the most recently used. ``rest`` is
+        called between pieces of work.
         """
         ...
 
@@ -102,9 +109,9 @@ class Tier(Protocol):
         ...
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Pin these keys and unpin all others: pinned keys are evicted only while they take more than
-        ``eviction.PINNED_SHARE`` of the budget, or if chunks in use need the room. Absent keys count once they are
-        put. ``delete`` ignores pins, and shared tiers may ignore the call."""
+        """Pin these keys and unpin all others: pinned keys are evicted only while they take more
+        than ``eviction.PINNED_SHARE`` of the budget, or if chunks in use need the room. Absent keys
+        count once they are put. ``delete`` ignores pins, and shared tiers may ignore the call."""
         ...
 
     def contains(self, key: str) -> bool:
@@ -114,8 +121,8 @@ class Tier(Protocol):
     def delete(self, key: str) -> bool:
         """Forget the key; an absent key is no error.
 
-        Returns False where the medium has not let go of its bytes yet: the chunk is tombstoned, so that it is not found
-        any more; the tier tries that again, and so may the caller.
+        Returns False where the medium has not let go of its bytes yet: the chunk is tombstoned, so
+        that it is not found any more; the tier tries that again, and so may the caller.
         """
         ...
 
@@ -128,18 +135,21 @@ class Tier(Protocol):
         ...
 
     def nbytes(self, key: str) -> int | None:
-        """Return the bytes that the chunk takes up here, or None where it is absent. Does not count as a use."""
+        """Return the bytes that the chunk takes up here, or None where it is absent. Does not count
+        as a use."""
         ...
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
-        """Return ``nbytes`` of those of the keys that the tier knows of; None where the medium does not answer.
+        """Return ``nbytes`` of those of the keys that the tier knows of; None where the medium does
+        not answer.
 
         Asks the medium few questions, so that what other processes put here lately may be missing.
         """
         ...
 
     def check(self) -> TierCheck:
-        """Read every copy as ``get`` would, without counting as a use; damaged ones are removed and reported."""
+        """Read every copy as ``get`` would, without counting as a use; damaged ones are removed and
+        reported."""
         ...
 
     def close(self) -> None:
@@ -148,15 +158,16 @@ class Tier(Protocol):
 
 
 def checked_key(key: str) -> str:
-    """Return ``key``. Raises ValueError unless it is a chunk key, since that is a caller's mistake."""
+    """Return ``key``. Raises ValueError unless it is a chunk key, since that is a caller's
+    mistake."""
     if not CHUNK_KEY.fullmatch(key):
         raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
     return key
 
 
 def lacks_scores(tier: Tier, key: str) -> bool:
-    """Return whether the tier has a copy of the chunk without scores, or without sensitivity among them. Reads the
-    copy's header, and counts as a use."""
+    """Return whether the tier has a copy of the chunk without scores, or without sensitivity among
+    them. Reads the copy's header, and counts as a use."""
     reader = tier.open(key)
     if reader is None:
         return False

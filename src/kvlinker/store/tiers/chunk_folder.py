@@ -24,7 +24,8 @@ SPARE_BYTES = 64 << 20
 """Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less."""
 
 SPARE_SHARE = 0.05
-"""Share of a file system's size that chunk files leave free for others, where ``SPARE_BYTES`` is not less."""
+"""Share of a file system's size that chunk files leave free for others, where ``SPARE_BYTES`` is
+not less."""
 
 _SUFFIX = ".safetensors"
 _FILE_NAME = re.compile(rf"({CHUNK_KEY.pattern})\.safetensors")
@@ -33,10 +34,12 @@ _ASIDE_SUFFIX = ".aside"
 
 
 class ChunkFolder:
-    """Keeps files ``<directory>/<first two characters of the key>/<key>.safetensors``, by chunk key.
+    """Keeps files ``<directory>/<first two characters of the key>/<key>.safetensors``, by chunk
+    key.
 
-    A file appears whole or not at all: written beside its place, synchronised, renamed. Its modification time is its
-    last use. Whatever else lies there is left alone, or moved aside where it is in the way. Raises OSError.
+    A file appears whole or not at all: written beside its place, synchronised, renamed. Its
+    modification time is its last use. Whatever else lies there is left alone, or moved aside where
+    it is in the way. Raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,7 +49,8 @@ class ChunkFolder:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shortage(self, nbytes: int) -> int:
-        """Return how many bytes the file system lacks to take so many and leave some to others, first the catalog."""
+        """Return how many bytes the file system lacks to take so many and leave some to others,
+        first the catalog."""
         disk = os.statvfs(self.directory)
         spare = min(SPARE_BYTES, int(disk.f_blocks * disk.f_frsize * SPARE_SHARE))
         return max(0, nbytes + spare - disk.f_bavail * disk.f_frsize)
@@ -65,8 +69,11 @@ class ChunkFolder:
         """Return the keys at whose place something lies that is no file."""
         return [key for key, status in self._places() if not stat.S_ISREG(status.st_mode)]
 
-    def write(self, key: str, write: Callable[[BinaryIO], None], last_use: int | None = None) -> Path:
-        """Write a file beside its place, wait for the disk, and return its path. On an error nothing stays behind.
+    def write(
+        self, key: str, write: Callable[[BinaryIO], None], last_use: int | None = None
+    ) -> Path:
+        """Write a file beside its place, wait for the disk, and return its path. On an error
+        nothing stays behind.
 
         ``last_use`` is in nanoseconds since 1970; now where it is not given.
         """
@@ -76,7 +83,9 @@ class ChunkFolder:
         def write_and_stamp(file: BinaryIO) -> None:
             write(file)
             file.flush()
-            set_last_use(file.fileno(), last_use)  # kernels before 6.13 stamp too coarsely to sort by
+            set_last_use(
+                file.fileno(), last_use
+            )  # kernels before 6.13 stamp too coarsely to sort by
 
         return write_beside(path, write_and_stamp)
 
@@ -88,14 +97,14 @@ class ChunkFolder:
         os.replace(temporary, path)
 
     def settle(self, key: str) -> None:
-        """Wait until the disk has the file's name; after a power cut before, the chunk is at worst a miss. Raises
-        nothing."""
+        """Wait until the disk has the file's name; after a power cut before, the chunk is at worst
+        a miss. Raises nothing."""
         with suppress(OSError):
             synchronize(self.path(key).parent)
 
     def remove(self, path: Path) -> bool:
-        """Remove what lies there, and return whether nothing does any more. A folder that is not empty is moved aside:
-        nobody put chunks into it. Raises nothing."""
+        """Remove what lies there, and return whether nothing does any more. A folder that is not
+        empty is moved aside: nobody put chunks into it. Raises nothing."""
         try:
             if path.is_dir() and not path.is_symlink():
                 aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)
@@ -110,7 +119,8 @@ class ChunkFolder:
         return True
 
     def clear_folders(self) -> list[str]:
-        """Move aside whatever takes the name of a folder for files but is none; returns those names."""
+        """Move aside whatever takes the name of a folder for files but is none; returns those
+        names."""
         found = [path for path in self.directory.glob("[0-9a-f][0-9a-f]") if not path.is_dir()]
         for path in found:
             with suppress(OSError):
@@ -118,8 +128,8 @@ class ChunkFolder:
         return [path.name for path in found]
 
     def remove_temporary_files(self, older_than: float) -> None:
-        """Remove what a crash left behind, if it is older than so many seconds: a younger file may be another process's
-        that is still being written."""
+        """Remove what a crash left behind, if it is older than so many seconds: a younger file may
+        be another process's that is still being written."""
         for entry in self._entries():
             if entry.name.endswith(TEMPORARY_SUFFIX):
                 with suppress(FileNotFoundError):
@@ -148,7 +158,8 @@ class ChunkFolder:
 
 
 def set_last_use(file: Path | int, at: int | None = None) -> int:
-    """Set a file's time of last use to ``at``, in nanoseconds since 1970, or to now, and return it. Raises OSError."""
+    """Set a file's time of last use to ``at``, in nanoseconds since 1970, or to now, and return it.
+    Raises OSError."""
     at = time.time_ns() if at is None else at
     os.utime(file, ns=(at, at))
     return at

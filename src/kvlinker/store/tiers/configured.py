@@ -1,5 +1,5 @@
-"""The registry of tiers by name: each names the settings it takes, and opens itself; ``open_store`` opens all of
-them."""
+"""The registry of tiers by name: each names the settings it takes, and opens itself; ``open_store``
+opens all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH = "advise"
-"""The name of the folders for samples, beside those of the configured tiers: ``kvlinker advise`` writes them."""
+"""The name of the folders for samples, beside those of the configured tiers: ``kvlinker advise``
+writes them."""
 
 
 class StoreSettings(Protocol):
@@ -84,7 +85,8 @@ class TierSetup:
     cipher: Cipher | None = None
     """Encrypts the bytes that leave memory; None for no encryption."""
     device: torch.device | None = None
-    """The device of the model that takes chunks from the store; None where there is none in this process."""
+    """The device of the model that takes chunks from the store; None where there is none in this
+    process."""
     pinned: Set[str] = frozenset()
     """The keys of chunks that are not to be evicted."""
 
@@ -92,13 +94,15 @@ class TierSetup:
 class ConfiguredTier(ABC):
     """A tier as the settings describe it, before it is opened.
 
-    Subclasses are registered. Those of other packages find their part of the setting ``tiers`` in ``options``.
+    Subclasses are registered. Those of other packages find their part of the setting ``tiers`` in
+    ``options``.
     """
 
     name: ClassVar[str]
     """The tier's name in settings, events and figures."""
     rank: ClassVar[int]
-    """The tier's place among all tiers, from the fastest to the slowest: above 10, which is host memory's."""
+    """The tier's place among all tiers, from the fastest to the slowest: above 10, which is host
+    memory's."""
     settings: ClassVar[tuple[str, ...]] = ()
     """The fields of ``Settings`` that the tier reads; none where it reads ``options``."""
 
@@ -107,7 +111,8 @@ class ConfiguredTier(ABC):
 
     @property
     def options(self) -> Mapping[str, Any] | None:
-        """The options under the tier's name in the setting ``tiers``; None where that does not name the tier."""
+        """The options under the tier's name in the setting ``tiers``; None where that does not name
+        the tier."""
         return self.setup.settings.tiers.get(self.name)
 
     @property
@@ -122,7 +127,8 @@ class ConfiguredTier(ABC):
 
     @abstractmethod
     def open(self) -> Tier:
-        """Open the tier. Raises StoreError where that is not possible, and InvalidRequestError for bad settings."""
+        """Open the tier. Raises StoreError where that is not possible, and InvalidRequestError for
+        bad settings."""
 
     @property
     def codec(self) -> Codec:
@@ -144,8 +150,8 @@ class ConfiguredTier(ABC):
         return type(self).scratch is not ConfiguredTier.scratch
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        """Open a tier for samples beside this one: on the same medium, with the same codec and encryption, but
-        separate.
+        """Open a tier for samples beside this one: on the same medium, with the same codec and
+        encryption, but separate.
 
         Leaving the context removes everything in it.
         """
@@ -154,20 +160,24 @@ class ConfiguredTier(ABC):
 
 K = TypeVar("K", bound=type[ConfiguredTier])
 
-_registry: Registry[type[ConfiguredTier]] = Registry("tier", own="kvlinker.store.tiers", group="kvlinker.tiers")
+_registry: Registry[type[ConfiguredTier]] = Registry(
+    "tier", own="kvlinker.store.tiers", group="kvlinker.tiers"
+)
 
 
 def register(kind: K) -> K:
-    """Class decorator: makes the tier available under its ``name``. Raises ValueError where another has the name."""
+    """Class decorator: makes the tier available under its ``name``. Raises ValueError where another
+    has the name."""
     _registry.add(kind.name, kind)
     return kind
 
 
 def configured_tiers(setup: TierSetup) -> list[ConfiguredTier]:
-    """Return the tiers that the settings configure, not yet opened, from the fastest to the slowest.
+    """Return the tiers that the settings configure, not yet opened, from the fastest to the
+    slowest.
 
-    Raises InvalidRequestError where the setting ``tiers`` names one that is not known, or takes other settings, and
-    where its options are wrong.
+    Raises InvalidRequestError where the setting ``tiers`` names one that is not known, or takes
+    other settings, and where its options are wrong.
     """
     known = _registry.known()
     for name in setup.settings.tiers:
@@ -179,19 +189,24 @@ def configured_tiers(setup: TierSetup) -> list[ConfiguredTier]:
             )
         if known[name].settings:
             raise InvalidRequestError(
-                f"The tier {name} takes no options in tiers; set {', '.join(known[name].settings)}.", param="tiers"
+                f"The tier {name} takes no options in tiers; set {', '.join(known[name].settings)}.",
+                param="tiers",
             )
-    configured = [kind(setup) for kind in sorted(known.values(), key=lambda kind: (kind.rank, kind.name))]
+    configured = [
+        kind(setup) for kind in sorted(known.values(), key=lambda kind: (kind.rank, kind.name))
+    ]
     return [tier for tier in configured if not _is_left_out(tier)]
 
 
 def _is_left_out(tier: ConfiguredTier) -> bool:
-    """Return whether the settings leave the tier out. Raises InvalidRequestError for options that are not valid."""
+    """Return whether the settings leave the tier out. Raises InvalidRequestError for options that
+    are not valid."""
     try:
         return tier.is_left_out
     except ValidationError as error:
         complaints = "; ".join(
-            f"{'.'.join(map(str, complaint['loc']))}: {complaint['msg']}" for complaint in error.errors()
+            f"{'.'.join(map(str, complaint['loc']))}: {complaint['msg']}"
+            for complaint in error.errors()
         )
         raise InvalidRequestError(
             f"The options of tiers.{tier.name} are wrong: {complaints}.", param="tiers"

@@ -25,12 +25,14 @@ FREE_SHARE = 0.1
 class DeviceTier(HostTier):
     """A host tier whose chunks lie on ``device``.
 
-    It keeps the chunks that are used, so that they are attended to without a copy over the bus; the store puts nothing
-    else here. Each of its chunks was in host memory when it came, so that evicting it loses nothing that the host still
-    has.
+    It keeps the chunks that are used, so that they are attended to without a copy over the bus; the
+    store puts nothing else here. Each of its chunks was in host memory when it came, so that
+    evicting it loses nothing that the host still has.
     """
 
-    def __init__(self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru") -> None:
+    def __init__(
+        self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru"
+    ) -> None:
         super().__init__(budget_bytes, events, name="device", eviction=eviction)
         self._device = device
 
@@ -39,11 +41,15 @@ class DeviceTier(HostTier):
         return copied is not None and super().put(key, copied)
 
     def copied(self, kv: ChunkKV) -> ChunkKV | None:
-        """Return the KV on the device, itself where it is there already; None where there is no room for it."""
+        """Return the KV on the device, itself where it is there already; None where there is no
+        room for it."""
         if kv.nbytes > self.budget_bytes:
             return None
         try:
-            layers = tuple(LayerKV(layer.key.to(self._device), layer.value.to(self._device)) for layer in kv.layers)
+            layers = tuple(
+                LayerKV(layer.key.to(self._device), layer.value.to(self._device))
+                for layer in kv.layers
+            )
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None
@@ -53,15 +59,17 @@ class DeviceTier(HostTier):
         """Do nothing: the tiers behind keep pinned chunks."""
 
     def _accepts(self, key: str, nbytes: int) -> bool:
-        return self._index.fits(nbytes)  # what it lacks is copied for each step, from the host's memory
+        return self._index.fits(
+            nbytes
+        )  # what it lacks is copied for each step, from the host's memory
 
 
 @register
 class ConfiguredDevice(ConfiguredTier):
     """Keeps copies on the device that a model runs on, where it takes chunks from the store.
 
-    Without a budget, the tier takes FREE_SHARE of what is free on a CUDA device when it is opened, and nothing
-    elsewhere.
+    Without a budget, the tier takes FREE_SHARE of what is free on a CUDA device when it is opened,
+    and nothing elsewhere.
     """
 
     name = "device"
@@ -70,12 +78,15 @@ class ConfiguredDevice(ConfiguredTier):
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes. Raises InvalidRequestError for one where the device's memory is the host's."""
+        """The budget in bytes. Raises InvalidRequestError for one where the device's memory is the
+        host's."""
         device, budget_bytes = self.setup.device, self.setup.settings.device_memory
         if device is None:
             return 0
         if budget_bytes is None:
-            return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) if device.type == "cuda" else 0
+            return (
+                int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) if device.type == "cuda" else 0
+            )
         if budget_bytes and device.type == "cpu":
             raise InvalidRequestError(
                 f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose memory is the host's. "
@@ -87,4 +98,6 @@ class ConfiguredDevice(ConfiguredTier):
     def open(self) -> Tier:
         device = self.setup.device
         assert device is not None  # else it is left out
-        return DeviceTier(self.budget_bytes, device, self.setup.events, eviction=self.setup.settings.eviction)
+        return DeviceTier(
+            self.budget_bytes, device, self.setup.events, eviction=self.setup.settings.eviction
+        )

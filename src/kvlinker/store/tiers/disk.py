@@ -39,20 +39,23 @@ from kvlinker.store.tiers.indexed_folder import IndexedFolder
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
-"""Persistent read errors, such as for files that another user wrote: the chunk is better written anew."""
+"""Persistent read errors, such as for files that another user wrote: the chunk is better written
+anew."""
 
 _STALE_SCRATCH_SECONDS = 3600.0
 """The age in seconds from which a scratch folder counts as left by a process that was killed."""
 
 
 class DiskTier:
-    """A tier of files in a ``ChunkFolder``; a chunk's size is its file's, and every read verifies it.
+    """A tier of files in a ``ChunkFolder``; a chunk's size is its file's, and every read verifies
+    it.
 
-    A file's modification time is its last use, so that the order of last uses survives a restart. The weights of uses
-    do not survive it, nor do uses that only ``note_use`` reports.
+    A file's modification time is its last use, so that the order of last uses survives a restart.
+    The weights of uses do not survive it, nor do uses that only ``note_use`` reports.
 
-    Several processes may share the folder (see ``IndexedFolder``). A chunk that one evicts or deletes vanishes for the
-    others. Anything else at a file's place, such as a folder or a link, is a miss, and is replaced by the next file.
+    Several processes may share the folder (see ``IndexedFolder``). A chunk that one evicts or
+    deletes vanishes for the others. Anything else at a file's place, such as a folder or a link, is
+    a miss, and is replaced by the next file.
     """
 
     shared = False
@@ -73,12 +76,14 @@ class DiskTier:
     ) -> None:
         """Open the folder, create it where missing, and evict down to the budget.
 
-        With ``yields``, chunks are evicted when the disk itself is full, too; otherwise another process does that.
-        Without ``adopts``, no other process writes to the folder. Raises StoreError where the folder cannot be created
-        or listed.
+        With ``yields``, chunks are evicted when the disk itself is full, too; otherwise another
+        process does that. Without ``adopts``, no other process writes to the folder. Raises
+        StoreError where the folder cannot be created or listed.
         """
         self.name = name
-        self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
+        self.speed_name = speed_name(
+            name, place=str(directory.absolute()), codec=codec, sealing=sealing
+        )
         self._events = events
         self._sealing = sealing
         self._codec = codec
@@ -100,11 +105,19 @@ class DiskTier:
             ) from error
 
     def beside(self, directory: Path, name: str) -> DiskTier:
-        """Return a tier in a folder of the same disk, to which this process alone writes. It keeps KV as it is,
-        encrypted like this one's, in what the chunks here leave of the budget: they never make room for it, but take
-        its room. Raises StoreError."""
+        """Return a tier in a folder of the same disk, to which this process alone writes. It keeps
+        KV as it is, encrypted like this one's, in what the chunks here leave of the budget: they
+        never make room for it, but take its room. Raises StoreError."""
         lossless = COMPRESSED_RAW if self._codec.compresses else RAW
-        guest = DiskTier(directory, 0, self._events, name=name, sealing=self._sealing, codec=lossless, adopts=False)
+        guest = DiskTier(
+            directory,
+            0,
+            self._events,
+            name=name,
+            sealing=self._sealing,
+            codec=lossless,
+            adopts=False,
+        )
         self._files.lend_to(guest._files)
         return guest
 
@@ -144,8 +157,8 @@ class DiskTier:
         return TierReader(chunk, failed=partial(self._failed, key), close=close)
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
-        """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that the file format does not hold: a caller's
-        mistake."""
+        """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that the file format does not
+        hold: a caller's mistake."""
         if self._files.touch(key):
             return True
         encoded = encode_chunk(key, kv, self._codec, rest)
@@ -155,14 +168,17 @@ class DiskTier:
             if not has_room:
                 return False
             try:
-                temporary = self._folder.write(key, lambda file: write_chunk_file(file, encoded, seal, rest))
+                temporary = self._folder.write(
+                    key, lambda file: write_chunk_file(file, encoded, seal, rest)
+                )
             except OSError as error:
                 self._files.refuse(key, nbytes, error)
                 return False
         return self._files.commit(key, temporary, nbytes)
 
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Evict for a chunk's file of so many bytes that another process will write; returns whether it has room."""
+        """Evict for a chunk's file of so many bytes that another process will write; returns
+        whether it has room."""
         return self._files.make_room(key, nbytes)
 
     def note_use(self, key: str, weight: float) -> None:
@@ -192,32 +208,43 @@ class DiskTier:
     def check(self) -> TierCheck:
         folders, misplaced = self._files.clear_places()
         displaced = (
-            *(ChunkDamaged(self.name, name, "what lay in its place is not a folder") for name in folders),
-            *(ChunkDamaged(self.name, key, "what lay in its place is not a file") for key in misplaced),
+            *(
+                ChunkDamaged(self.name, name, "what lay in its place is not a folder")
+                for name in folders
+            ),
+            *(
+                ChunkDamaged(self.name, key, "what lay in its place is not a file")
+                for key in misplaced
+            ),
         )
         for damage in displaced:
             self._events.publish(damage)
         results = [self._read(key) for key, _ in list(self._folder.files()) if self.contains(key)]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
-        return TierCheck(self.name, checked=len(results) + len(displaced), damaged=displaced + damaged)
+        return TierCheck(
+            self.name, checked=len(results) + len(displaced), damaged=displaced + damaged
+        )
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""
 
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
-        """Return the verified KV; or the damage, after removing and publishing it; or None where it is a miss for
-        now."""
+        """Return the verified KV; or the damage, after removing and publishing it; or None where it
+        is a miss for now."""
         try:
             return read_chunk_file(self._folder.path(key), key, self._sealing)
         except (ChunkFileError, UnreadableHereError, OSError) as error:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
-        """Handle a chunk that was not read: if it is damaged, it is removed, published and returned."""
+        """Handle a chunk that was not read: if it is damaged, it is removed, published and
+        returned."""
         if isinstance(error, FileNotFoundError):
             self._files.forget(key)  # another process evicted or deleted it
             return None
-        if isinstance(error, UnreadableHereError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
+        if isinstance(error, UnreadableHereError) or (
+            isinstance(error, OSError) and error.errno not in _UNREADABLE
+        ):
             logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
         if not self._files.drop(key):
@@ -255,7 +282,8 @@ class ConfiguredDisk(ConfiguredTier):
         )
 
     def free_bytes(self) -> int:
-        """Return the bytes that the disk has free, after creating the state directory. Raises StoreError."""
+        """Return the bytes that the disk has free, after creating the state directory. Raises
+        StoreError."""
         folder = self.setup.settings.state_dir
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -272,7 +300,8 @@ class ConfiguredDisk(ConfiguredTier):
 
 @contextmanager
 def _scratch(folder: Path, budget_bytes: int, codec: Codec, sealing: Sealing) -> Iterator[Tier]:
-    """Open a tier in a temporary folder, and remove those that processes which were killed have left."""
+    """Open a tier in a temporary folder, and remove those that processes which were killed have
+    left."""
     for left in folder.glob(f"{SCRATCH}-*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_SCRATCH_SECONDS:

@@ -15,7 +15,8 @@ from kvlinker.store.tiers.configured import ConfiguredTier, register
 
 
 class HostTier:
-    """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``.
+    """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its
+    ``ChunkKV.nbytes``.
 
     Chunks that are held stay, whatever the budget: whoever holds them sees to it that they fit.
     """
@@ -71,7 +72,8 @@ class HostTier:
             self._index.touch(key, weight)
 
     def hold(self, key: str) -> None:
-        """Keep the key, present or not, from eviction until it is released; ``put`` never refuses it."""
+        """Keep the key, present or not, from eviction until it is released; ``put`` never refuses
+        it."""
         with self._lock:
             self._index.hold(key)
 
@@ -129,7 +131,8 @@ class HostTier:
 
 @register
 class ConfiguredHost(ConfiguredTier):
-    """Keeps chunks in host memory, which comes first of what the store has; without a budget, it stays empty."""
+    """Keeps chunks in host memory, which comes first of what the store has; without a budget, it
+    stays empty."""
 
     name = "host"
     rank = 10
@@ -142,7 +145,9 @@ class ConfiguredHost(ConfiguredTier):
 
     def open(self) -> Tier:
         eviction = self.setup.settings.eviction
-        return HostTier(self.budget_bytes, self.setup.events, pinned=self.setup.pinned, eviction=eviction)
+        return HostTier(
+            self.budget_bytes, self.setup.events, pinned=self.setup.pinned, eviction=eviction
+        )
 
 
 class ResidentReader:

@@ -1,5 +1,5 @@
-"""Indexes the chunk files of a folder and evicts them. The disk tier, its only caller, reads and writes their
-content."""
+"""Indexes the chunk files of a folder and evicts them. The disk tier, its only caller, reads and
+writes their content."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STALE_SECONDS = 600.0
 
 
 class IndexedFolder:
-    """Keeps the files of a ``ChunkFolder`` in the order of their eviction, within a budget of bytes and within what the
-    disk has free.
+    """Keeps the files of a ``ChunkFolder`` in the order of their eviction, within a budget of bytes
+    and within what the disk has free.
 
-    Several processes may share the folder: each adopts files that another wrote when it is asked for them. Before it
-    makes room for a file of its own, it looks now and then what others wrote, removed and used: the budget is that of
-    all together, but for what others wrote since then.
+    Several processes may share the folder: each adopts files that another wrote when it is asked
+    for them. Before it makes room for a file of its own, it looks now and then what others wrote,
+    removed and used: the budget is that of all together, but for what others wrote since then.
 
-    A deleted chunk whose file the disk does not let go of is tombstoned: it is not found any more, and deleted again
-    later.
+    A deleted chunk whose file the disk does not let go of is tombstoned: it is not found any more,
+    and deleted again later.
 
-    All methods may be called from any thread: a lock guards the index and the names in the folder. Reading and writing
-    files takes no lock.
+    All methods may be called from any thread: a lock guards the index and the names in the folder.
+    Reading and writing files takes no lock.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class IndexedFolder:
         yields: bool = True,
         adopts: bool = True,
     ) -> None:
-        """List the folder, and evict down to the budget; ``evicted`` is told the bytes of each chunk that goes.
+        """List the folder, and evict down to the budget; ``evicted`` is told the bytes of each
+        chunk that goes.
 
-        With ``yields``, chunks are evicted where the disk itself has no room, too. Without ``adopts``, no other process
-        writes to the folder: what is not in the index is absent, and the disk is not asked. Raises OSError.
+        With ``yields``, chunks are evicted where the disk itself has no room, too. Without
+        ``adopts``, no other process writes to the folder: what is not in the index is absent, and
+        the disk is not asked. Raises OSError.
         """
         self._folder = folder
         self._evicted = evicted
@@ -66,7 +68,9 @@ class IndexedFolder:
         self._guest: IndexedFolder | None = None
         folder.remove_temporary_files(older_than=_STALE_SECONDS)
         with _collector_paused():
-            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in folder.files())
+            found = sorted(
+                (status.st_mtime_ns, key, status.st_size) for key, status in folder.files()
+            )
             self._index.fill((key, nbytes) for _, key, nbytes in found)
         self._evict_for(0)
 
@@ -99,8 +103,8 @@ class IndexedFolder:
             return self._index.sizes(keys)
 
     def lend_to(self, guest: IndexedFolder) -> None:
-        """Have another folder of the same disk keep its files in what this one leaves of its budget. When this one
-        needs the room, the guest's files go, and none of this one's."""
+        """Have another folder of the same disk keep its files in what this one leaves of its
+        budget. When this one needs the room, the guest's files go, and none of this one's."""
         with self._lock:
             self._guest = guest
             self._limit_guest()
@@ -123,7 +127,8 @@ class IndexedFolder:
             self._index.set_pinned(keys)
 
     def touch(self, key: str) -> bool:
-        """Note a use, in the file's modification time, too; returns False where the chunk is absent."""
+        """Note a use, in the file's modification time, too; returns False where the chunk is
+        absent."""
         with self._lock:
             if not self.contains(key):
                 return False
@@ -135,7 +140,9 @@ class IndexedFolder:
                 self._index.remove(key)
                 return False
             except OSError as error:
-                logger.debug("The use of chunk %s will be forgotten at the next start: %s", key, error)
+                logger.debug(
+                    "The use of chunk %s will be forgotten at the next start: %s", key, error
+                )
             return self._index.touch(key)
 
     def note_use(self, key: str, weight: float) -> None:
@@ -151,7 +158,8 @@ class IndexedFolder:
 
     @contextmanager
     def reserved(self, key: str, nbytes: int) -> Iterator[bool]:
-        """Make room and keep it from others while the block writes the file; yields whether there is room."""
+        """Make room and keep it from others while the block writes the file; yields whether there
+        is room."""
         self._follow_others()
         with self._lock:
             has_room = self._make_room(key, nbytes)
@@ -164,7 +172,8 @@ class IndexedFolder:
                 self._reserved_bytes -= taken
 
     def refuse(self, key: str, nbytes: int, error: OSError) -> None:
-        """Note that the disk did not take a chunk's file; where it is full, chunks are evicted for the next one."""
+        """Note that the disk did not take a chunk's file; where it is full, chunks are evicted for
+        the next one."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with self._lock:
                 self._give_up(nbytes - self._take_back(nbytes))
@@ -205,7 +214,8 @@ class IndexedFolder:
             return gone
 
     def drop(self, key: str) -> bool:
-        """Remove a file that is damaged; returns False where it was deleted or evicted meanwhile."""
+        """Remove a file that is damaged; returns False where it was deleted or evicted
+        meanwhile."""
         with self._lock:
             if not self._index.remove(key):
                 return False
@@ -218,8 +228,8 @@ class IndexedFolder:
             self._index.remove(key)
 
     def clear_places(self) -> tuple[list[str], list[str]]:
-        """Delete what is tombstoned, and take away what is no file, or no folder for files; returns the names of such
-        folders and the keys of such files."""
+        """Delete what is tombstoned, and take away what is no file, or no folder for files; returns
+        the names of such folders and the keys of such files."""
         with self._lock:
             tombstoned = tuple(self._tombstoned)
         for key in tombstoned:
@@ -245,7 +255,9 @@ class IndexedFolder:
             status = path.lstat()
         except OSError:
             return False
-        if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
+        if not stat.S_ISREG(status.st_mode) or not self._index.fits(
+            status.st_size + self._reserved_bytes
+        ):
             return False
         self._evict_for(status.st_size)
         self._index.add(key, status.st_size)
@@ -262,8 +274,8 @@ class IndexedFolder:
         return True
 
     def _follow_others(self) -> None:
-        """Count what other processes wrote and removed, and note what they used, where the last look is old. The lock
-        is not held while the folder is listed."""
+        """Count what other processes wrote and removed, and note what they used, where the last
+        look is old. The lock is not held while the folder is listed."""
         if self._others is None:
             return
         try:
@@ -296,7 +308,8 @@ class IndexedFolder:
             self._evicted(size)
 
     def _leave_room(self, nbytes: int) -> bool:
-        """Evict until the disk itself has room for so many bytes; returns whether it has. The lock is held.
+        """Evict until the disk itself has room for so many bytes; returns whether it has. The lock
+        is held.
 
         Where it cannot have it, only as much is evicted as others have to find free.
         """
@@ -321,7 +334,8 @@ class IndexedFolder:
             self._evict(self._unused_bytes + nbytes)
 
     def _limit_guest(self, nbytes: int = 0) -> None:
-        """Leave the guest what neither the chunks here nor so many bytes more take; the lock is held."""
+        """Leave the guest what neither the chunks here nor so many bytes more take; the lock is
+        held."""
         if self._guest is not None:
             self._guest.set_budget(self._unused_bytes - nbytes - self._reserved_bytes)
 
@@ -339,13 +353,17 @@ class IndexedFolder:
         if not self._refusing:
             self._refusing = True
             logger.warning(
-                "Chunk %s was not written to %s, and others may not be for now: %s", key, self._folder.directory, reason
+                "Chunk %s was not written to %s, and others may not be for now: %s",
+                key,
+                self._folder.directory,
+                reason,
             )
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while many objects are made that all stay: it would look at them again and again."""
+    """Pause the garbage collector while many objects are made that all stay: it would look at them
+    again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

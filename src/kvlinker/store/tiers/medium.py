@@ -1,4 +1,5 @@
-"""The interface of a medium for a remote tier's blobs, and functions that remove secrets from a medium's URL."""
+"""The interface of a medium for a remote tier's blobs, and functions that remove secrets from a
+medium's URL."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class MediumUnavailable(Exception):  # noqa: N818 - a state, told to the availab
 
 
 class MediumRefused(Exception):  # noqa: N818
-    """Raised when the medium refuses an operation: it is full, read-only, or does not allow it. Others may still
-    succeed."""
+    """Raised when the medium refuses an operation: it is full, read-only, or does not allow it.
+    Others may still succeed."""
 
 
 class BlobGone(Exception):  # noqa: N818
@@ -26,7 +27,8 @@ class BlobGone(Exception):  # noqa: N818
 
 
 class BlobDamaged(Exception):  # noqa: N818
-    """Raised when the value under a key cannot be a blob that was written whole; the message says why."""
+    """Raised when the value under a key cannot be a blob that was written whole; the message says
+    why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class WriteOutcome:
 class BlobMedium(Protocol):
     """Keeps blobs under chunk keys, and evicts the least recently used of all servers first.
 
-    Blobs appear whole or not at all. Methods may be called from any thread and may wait for a network; each raises
-    MediumUnavailable and MediumRefused, and leaves the medium consistent when it does.
+    Blobs appear whole or not at all. Methods may be called from any thread and may wait for a
+    network; each raises MediumUnavailable and MediumRefused, and leaves the medium consistent when
+    it does.
     """
 
     @property
@@ -65,12 +68,13 @@ class BlobMedium(Protocol):
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes that one round trip brings while a blob is read layer by layer: so many that the trip itself hardly
-        counts, and so few that the first layers come soon."""
+        """The bytes that one round trip brings while a blob is read layer by layer: so many that
+        the trip itself hardly counts, and so few that the first layers come soon."""
         ...
 
     def open(self) -> tuple[int, ...]:
-        """Reach the medium and evict down to the budget, also again after an outage; returns evicted sizes."""
+        """Reach the medium and evict down to the budget, also again after an outage; returns
+        evicted sizes."""
         ...
 
     def stat(self, key: str) -> int | None:
@@ -82,11 +86,13 @@ class BlobMedium(Protocol):
         ...
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobGone and BlobDamaged."""
+        """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobGone and
+        BlobDamaged."""
         ...
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
-        """Keep a blob of ``nbytes``, at most the budget, evicting for it. One that is there already stays."""
+        """Keep a blob of ``nbytes``, at most the budget, evicting for it. One that is there already
+        stays."""
         ...
 
     def delete(self, key: str) -> None:
@@ -98,7 +104,8 @@ class BlobMedium(Protocol):
         ...
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of those of the keys that are accounted here, with one question; at most KEYS_AT_ONCE."""
+        """Return the bytes of those of the keys that are accounted here, with one question; at most
+        KEYS_AT_ONCE."""
         ...
 
     def usage(self) -> MediumUsage:
@@ -131,7 +138,8 @@ def place_of(url: str) -> str:
 
 
 def redacted(text: str, url: str) -> str:
-    """Return ``text`` with the URL's password, and what else in it looks like a secret, hidden wherever it stands."""
+    """Return ``text`` with the URL's password, and what else in it looks like a secret, hidden
+    wherever it stands."""
     text = text.replace(url, place_of(url))
     for secret in sorted(_secrets(url), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
@@ -142,7 +150,9 @@ def _secrets(url: str) -> Iterator[str]:
     """Yield the URL's secrets, as written and decoded, even if the URL is not valid."""
     found = [match[1] for match in _SECRET_PARAMETER.finditer(url)]
     for userinfo in _USERINFO.findall(url):
-        _, _, password = userinfo[:-1].rpartition(":") if ":" in userinfo else ("", "", userinfo[:-1])
+        _, _, password = (
+            userinfo[:-1].rpartition(":") if ":" in userinfo else ("", "", userinfo[:-1])
+        )
         found.append(password)
     for secret in found:
         yield from {secret, unquote(secret)} - {""}

@@ -1,4 +1,5 @@
-"""Keeps chunks as objects in whatever fsspec reaches: S3, Google Cloud Storage, Azure, a mounted folder."""
+"""Keeps chunks as objects in whatever fsspec reaches: S3, Google Cloud Storage, Azure, a mounted
+folder."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ LISTING_SECONDS = 300.0
 """The time from one listing of what other servers wrote and removed to the next."""
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/(?=\1)({CHUNK_KEY.pattern})\.safetensors")
-_TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{2}}/{CHUNK_KEY.pattern}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}")
+_TEMPORARY_NAME = re.compile(
+    rf"[0-9a-f]{{2}}/{CHUNK_KEY.pattern}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}"
+)
 _STALE_SECONDS = 600.0
 _LOCAL = {"file", "local"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -46,23 +49,31 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 
 
 class ObjectMedium:
-    """Keeps each blob as ``<url>/<first two characters of the key>/<key>.safetensors``; other names are left alone.
+    """Keeps each blob as ``<url>/<first two characters of the key>/<key>.safetensors``; other names
+    are left alone.
 
-    What is there, and its size, is listed when the medium is opened and every few minutes, by a thread of its own;
-    blobs that others wrote since are found when they are asked for. Uses are known to each server only as far as they
-    are its own, others' blobs count as last used when they were written; and the budget may be passed by what other
-    servers write, until a server that has listed it writes something itself.
+    What is there, and its size, is listed when the medium is opened and every few minutes, by a
+    thread of its own; blobs that others wrote since are found when they are asked for. Uses are
+    known to each server only as far as they are its own, others' blobs count as last used when they
+    were written; and the budget may be passed by what other servers write, until a server that has
+    listed it writes something itself.
     """
 
     ahead_bytes = 8 << 20
 
     def __init__(
-        self, url: str, budget_bytes: int, *, timeout: float, folder: str = "", listing_seconds: float = LISTING_SECONDS
+        self,
+        url: str,
+        budget_bytes: int,
+        *,
+        timeout: float,
+        folder: str = "",
+        listing_seconds: float = LISTING_SECONDS,
     ) -> None:
         """Prepare to connect, which is done by ``open``.
 
-        ``folder`` lies below the URL. ``timeout`` is how long to wait for the first listing, in seconds. Raises
-        StoreError for a URL that is none, or whose library is missing.
+        ``folder`` lies below the URL. ``timeout`` is how long to wait for the first listing, in
+        seconds. Raises StoreError for a URL that is none, or whose library is missing.
         """
         try:
             import fsspec
@@ -73,7 +84,9 @@ class ObjectMedium:
         self._timeout = timeout
         self._listing_seconds = listing_seconds
         try:
-            self._files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+            self._files, root = fsspec.core.url_to_fs(
+                url, skip_instance_cache=True, use_listings_cache=False
+            )
         except Exception as error:  # which may quote the credentials, as what it came from
             raise StoreError(
                 f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a URL that fsspec "
@@ -81,18 +94,23 @@ class ObjectMedium:
             ) from None
         self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         protocols = self._files.protocol
-        self._is_local = bool(_LOCAL & set([protocols] if isinstance(protocols, str) else protocols))
+        self._is_local = bool(
+            _LOCAL & set([protocols] if isinstance(protocols, str) else protocols)
+        )
         self._made = self._missing_folders() if folder else []
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes)
         self._used_at: dict[str, float] = {}  # Unix seconds
-        self._changed_at: dict[str, float] = {}  # by this server since the last listing; a listing may not know yet
+        self._changed_at: dict[
+            str, float
+        ] = {}  # by this server since the last listing; a listing may not know yet
         self._listed_at = float("-inf")
         self._listing: threading.Thread | None = None
         self._listing_error: Exception | None = None
 
     def open(self) -> tuple[int, ...]:
-        """List what is there and evict down to the budget; a listing that takes long goes on in the background."""
+        """List what is there and evict down to the budget; a listing that takes long goes on in the
+        background."""
         self._listed_at = float("-inf")
         self._listing_error = None
         self._list_now_and_then()
@@ -189,7 +207,8 @@ class ObjectMedium:
         """Do nothing: nothing is open between calls."""
 
     def _missing_folders(self) -> list[str]:
-        """Return the local folders above this one that the first write will make, the innermost first."""
+        """Return the local folders above this one that the first write will make, the innermost
+        first."""
         missing = []
         above = self._root.rpartition("/")[0]
         while self._is_local and above and not self._files.exists(above):
@@ -246,7 +265,9 @@ class ObjectMedium:
             under_way = self._listing is not None and self._listing.is_alive()
             if under_way or time.monotonic() - self._listed_at < self._listing_seconds:
                 return
-            self._listing = threading.Thread(target=self._list_in_the_background, name="kvlinker-listing", daemon=True)
+            self._listing = threading.Thread(
+                target=self._list_in_the_background, name="kvlinker-listing", daemon=True
+            )
             self._listing.start()
 
     def _list_in_the_background(self) -> None:
@@ -258,7 +279,8 @@ class ObjectMedium:
             self._listing_error = error
 
     def _list(self) -> None:
-        """Index what is there, in the order of last use; what this server changed meanwhile is newer than the list."""
+        """Index what is there, in the order of last use; what this server changed meanwhile is
+        newer than the list."""
         now = time.time()
         started = self._listed_at = time.monotonic()
         found = {}
@@ -275,7 +297,10 @@ class ObjectMedium:
                     found.pop(key, None)
                     if (nbytes := self._index.nbytes(key)) is not None:
                         found[key] = nbytes, self._used_at[key]
-            used_at = {key: max(modified, self._used_at.get(key, 0.0)) for key, (_, modified) in found.items()}
+            used_at = {
+                key: max(modified, self._used_at.get(key, 0.0))
+                for key, (_, modified) in found.items()
+            }
             self._index = EvictionIndex(self.budget_bytes)
             for key in sorted(found, key=lambda key: (used_at[key], key)):
                 self._index.add(key, found[key][0])
@@ -298,7 +323,11 @@ def _translated() -> Iterator[None]:
     except FileNotFoundError as error:
         raise BlobGone from error
     except OSError as error:
-        kind = MediumRefused if error.errno in _REFUSALS or isinstance(error, PermissionError) else MediumUnavailable
+        kind = (
+            MediumRefused
+            if error.errno in _REFUSALS or isinstance(error, PermissionError)
+            else MediumUnavailable
+        )
         raise kind(str(error)) from error
 
 
@@ -319,12 +348,20 @@ def object_tier(
     cipher: Cipher | None = None,
     codec: Codec = RAW,
 ) -> BlobTier:
-    """Open a tier of objects in a folder below a URL that fsspec knows; the place need not be reachable.
+    """Open a tier of objects in a folder below a URL that fsspec knows; the place need not be
+    reachable.
 
     Raises StoreError for a URL that is none, or where its library is missing.
     """
     medium = ObjectMedium(url, budget_bytes, timeout=EXCHANGE_SECONDS, folder=folder)
-    return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
+    return BlobTier(
+        "object",
+        medium,
+        events,
+        conceal=partial(redacted, url=url),
+        sealing=Sealing(cipher),
+        codec=codec,
+    )
 
 
 @register
@@ -356,4 +393,11 @@ class ConfiguredObjects(ConfiguredTier):
         return url.get_secret_value()
 
     def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
-        return object_tier(self._url, budget_bytes, events, folder=folder, cipher=self.setup.cipher, codec=self.codec)
+        return object_tier(
+            self._url,
+            budget_bytes,
+            events,
+            folder=folder,
+            cipher=self.setup.cipher,
+            codec=self.codec,
+        )

@@ -1,4 +1,5 @@
-"""Looks now and then at what other processes did in a folder of chunk files; ``IndexedFolder`` is the only caller."""
+"""Looks now and then at what other processes did in a folder of chunk files; ``IndexedFolder`` is
+the only caller."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LOOK_SECONDS = 10.0
 """The seconds after which a look is old."""
 
 LOOK_BYTES_SHARE = 0.05
-"""The share of the budget after whose writing a look is old, too: others may have written as much."""
+"""The share of the budget after whose writing a look is old, too: others may have written as
+much."""
 
 LOOK_SHARE = 0.02
 """The largest share of the time that looks take."""
@@ -29,7 +31,8 @@ class FolderScan(NamedTuple):
 
 
 class OtherProcesses:
-    """Tells uses by other processes from those of this one, by the files' times. Any thread may call the methods."""
+    """Tells uses by other processes from those of this one, by the files' times. Any thread may
+    call the methods."""
 
     def __init__(self) -> None:
         self._looking = threading.Lock()
@@ -60,7 +63,9 @@ class OtherProcesses:
             began, began_ns = time.monotonic(), time.time_ns()
             found = sorted((status.st_mtime_ns, key) for key, status in files())
             own = self._own_uses.copy()
-            used = frozenset(key for at, key in found if at >= self._looked_at and at != own.get(key))
+            used = frozenset(
+                key for at, key in found if at >= self._looked_at and at != own.get(key)
+            )
             for key in [key for key, at in own.items() if at < began_ns]:
                 self._own_uses.pop(key, None)
             self._looked_at = began_ns

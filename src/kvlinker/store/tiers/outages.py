@@ -1,4 +1,5 @@
-"""Guards calls to a medium that may be slow or down: each has a deadline, and during an outage none is made."""
+"""Guards calls to a medium that may be slow or down: each has a deadline, and during an outage none
+is made."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ _MOST_CALLS = 32
 
 
 class Deadline:
-    """Runs calls in threads of their own, so that one that hangs holds up nobody, not even the process's end."""
+    """Runs calls in threads of their own, so that one that hangs holds up nobody, not even the
+    process's end."""
 
     def __init__(self) -> None:
         self._places = threading.Semaphore(_MOST_CALLS)
 
     def call(self, function: Callable[[], T], seconds: float) -> T:
-        """Return the function's result. Raises what the function raises, and TimeoutError when there is none in time.
+        """Return the function's result. Raises what the function raises, and TimeoutError when
+        there is none in time.
 
-        A call that is late goes on unattended, and takes one of a limited number of places until it ends.
+        A call that is late goes on unattended, and takes one of a limited number of places until it
+        ends.
         """
         started = time.monotonic()
         if not self._places.acquire(timeout=seconds):
@@ -62,9 +66,10 @@ class Deadline:
 class GuardedMedium:
     """Calls a medium as long as it answers.
 
-    After a failure the medium counts as down: no call is made until a thread finds that it answers again. It is tried
-    after ``pause_seconds``, and after twice as long each time as long as nothing but the trials succeeds, up to a
-    minute. The start and the end of an outage are logged; every failure is published as TierUnavailable.
+    After a failure the medium counts as down: no call is made until a thread finds that it answers
+    again. It is tried after ``pause_seconds``, and after twice as long each time as long as nothing
+    but the trials succeeds, up to a minute. The start and the end of an outage are logged; every
+    failure is published as TierUnavailable.
     """
 
     def __init__(
@@ -80,8 +85,8 @@ class GuardedMedium:
     ) -> None:
         """Begin with a medium that counts as up.
 
-        ``trial`` calls it during an outage, through ``call``, and raises where it does not answer. ``conceal`` removes
-        credentials from its error messages.
+        ``trial`` calls it during an outage, through ``call``, and raises where it does not answer.
+        ``conceal`` removes credentials from its error messages.
         """
         self._tier = tier
         self._place = place
@@ -102,7 +107,8 @@ class GuardedMedium:
         return self._up
 
     def ask(self, call: Callable[[], T], otherwise: T, *, nbytes: int = 0) -> T:
-        """Return the call's result, or ``otherwise`` where the blob is gone, or the medium is down, fails or refuses.
+        """Return the call's result, or ``otherwise`` where the blob is gone, or the medium is down,
+        fails or refuses.
 
         ``nbytes`` is the size of the transfer. Raises BlobDamaged.
         """
@@ -121,11 +127,13 @@ class GuardedMedium:
         return otherwise
 
     def call(self, call: Callable[[], T], *, nbytes: int = 0) -> T:
-        """Return the call's result, whether the medium is up or not. Raises TimeoutError, and what the call raises."""
+        """Return the call's result, whether the medium is up or not. Raises TimeoutError, and what
+        the call raises."""
         return self._deadline.call(call, self._answer_seconds + nbytes / _SLOWEST_BYTES_PER_SECOND)
 
     def note_transfer(self, *, written: bool = False) -> None:
-        """Note that a chunk was read or written: the next outage begins with a short pause again."""
+        """Note that a chunk was read or written: the next outage begins with a short pause
+        again."""
         self._pause = self._first_pause
         if written:
             self._refusing = False
@@ -135,11 +143,14 @@ class GuardedMedium:
         self._closed.set()
 
     def _note_refusal(self, reason: str) -> None:
-        """Publish that the medium does not take chunks, and log it once, until it takes one again."""
+        """Publish that the medium does not take chunks, and log it once, until it takes one
+        again."""
         reason = self._conceal(reason)
         if not self._refusing:
             self._refusing = True
-            logger.warning("Tier %s (%s) does not take chunks for now: %s", self._tier, self._place, reason)
+            logger.warning(
+                "Tier %s (%s) does not take chunks for now: %s", self._tier, self._place, reason
+            )
         self._events.publish(TierUnavailable(self._tier, reason))
 
     def _note_failure(self, error: Exception) -> None:
@@ -158,7 +169,9 @@ class GuardedMedium:
                 self._place,
                 reason,
             )
-            threading.Thread(target=self._watch, name=f"kvlinker-{self._tier}-watch", daemon=True).start()
+            threading.Thread(
+                target=self._watch, name=f"kvlinker-{self._tier}-watch", daemon=True
+            ).start()
         self._events.publish(TierUnavailable(self._tier, reason))
 
     def _watch(self) -> None:

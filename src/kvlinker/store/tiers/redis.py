@@ -40,19 +40,21 @@ T = TypeVar("T")
 
 
 class RedisMedium:
-    """Keeps each blob as a hash, under keys that begin with ``<prefix>:``; no other key is ever touched.
+    """Keeps each blob as a hash, under keys that begin with ``<prefix>:``; no other key is ever
+    touched.
 
-    Sizes and last uses are kept in Redis itself (see ``redis_scripts``), so that the budget holds however many servers
-    share it.
+    Sizes and last uses are kept in Redis itself (see ``redis_scripts``), so that the budget holds
+    however many servers share it.
 
-    Blobs that another program, or Redis itself, changed or evicted are found when they are used, or by ``audit``.
+    Blobs that another program, or Redis itself, changed or evicted are found when they are used, or
+    by ``audit``.
     """
 
     ahead_bytes = 2 * PART_BYTES
 
     def __init__(self, url: str, budget_bytes: int, *, prefix: str, timeout: float) -> None:
-        """Prepare to connect, which is done when something is asked. ``timeout``, in seconds, is for each single
-        exchange of bytes.
+        """Prepare to connect, which is done when something is asked. ``timeout``, in seconds, is
+        for each single exchange of bytes.
 
         Raises StoreError for a URL that is none, or where redis-py is missing.
         """
@@ -63,7 +65,9 @@ class RedisMedium:
         except ModuleNotFoundError as error:
             raise missing_library("redis") from error
         self.place = place_of(url)
-        self.budget_bytes = int(budget_bytes)  # hiredis packs no subclass of int, such as settings have
+        self.budget_bytes = int(
+            budget_bytes
+        )  # hiredis packs no subclass of int, such as settings have
         self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
@@ -108,7 +112,9 @@ class RedisMedium:
                     raise BlobGone
                 wanted = memoryview(part)[skipped : skipped + len(target) - position]
                 if number != last and skipped + len(wanted) != PART_BYTES:
-                    raise BlobDamaged(f"its part {number} has {len(part)} bytes instead of {PART_BYTES}")
+                    raise BlobDamaged(
+                        f"its part {number} has {len(part)} bytes instead of {PART_BYTES}"
+                    )
                 target[position : position + len(wanted)] = wanted
                 position += len(wanted)
                 skipped = 0
@@ -125,7 +131,9 @@ class RedisMedium:
         try:
             for batch in _batches(enumerate(_parts(pieces)), _PARTS_PER_COMMAND):
                 fields = {str(number): part for number, part in batch} | {"size": nbytes}
-                more, _ = self._making_way(key, nbytes, partial(self._write_parts, temporary, fields))
+                more, _ = self._making_way(
+                    key, nbytes, partial(self._write_parts, temporary, fields)
+                )
                 evicted += more
             stored = bool(self._run(redis_scripts.COMMIT, key, temporary=temporary))
         except BaseException:
@@ -140,11 +148,19 @@ class RedisMedium:
     def keys(self) -> tuple[str, ...]:
         with _translated():
             names = self._redis.zrange(self._accounting[0], 0, -1)
-        return tuple(name for name in (name.decode(errors="replace") for name in names) if CHUNK_KEY.fullmatch(name))
+        return tuple(
+            name
+            for name in (name.decode(errors="replace") for name in names)
+            if CHUNK_KEY.fullmatch(name)
+        )
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
         found = self._run(redis_scripts.SIZES, "", *keys)
-        return {key: int(size) for key, size in zip(keys, found, strict=True) if size is not None and size.isdigit()}
+        return {
+            key: int(size)
+            for key, size in zip(keys, found, strict=True)
+            if size is not None and size.isdigit()
+        }
 
     def usage(self) -> MediumUsage:
         return MediumUsage(*self._run(redis_scripts.USAGE, ""))
@@ -175,8 +191,11 @@ class RedisMedium:
             pipeline.expire(temporary, _TEMPORARY_SECONDS)
             pipeline.execute()
 
-    def _making_way(self, key: str, nbytes: int, step: Callable[[], Any]) -> tuple[tuple[int, ...], Any]:
-        """Do a step of a write; where Redis has no memory left, do it once more after evicting as much of our own."""
+    def _making_way(
+        self, key: str, nbytes: int, step: Callable[[], Any]
+    ) -> tuple[tuple[int, ...], Any]:
+        """Do a step of a write; where Redis has no memory left, do it once more after evicting as
+        much of our own."""
         try:
             return (), step()
         except _OutOfMemory:
@@ -186,7 +205,8 @@ class RedisMedium:
             return evicted, step()
 
     def _run(self, script: str, key: str, *arguments: object, temporary: str | None = None) -> Any:
-        """Run a script; where somebody overwrote the accounting, run it once more after mending that."""
+        """Run a script; where somebody overwrote the accounting, run it once more after mending
+        that."""
         keys = [*self._accounting, *([temporary] if temporary else [])]
         values: list[Any] = [self._blobs, key, *arguments]
         try:
@@ -213,7 +233,9 @@ class RedisMedium:
         for batch in (*_batches(sorted(names), _KEYS_PER_SCRIPT), ()):
             step = "" if batch else "last"
             with _translated():
-                self._scripts[redis_scripts.RECONCILE](keys=self._accounting, args=[self._blobs, "", step, *batch])
+                self._scripts[redis_scripts.RECONCILE](
+                    keys=self._accounting, args=[self._blobs, "", step, *batch]
+                )
 
 
 class _OutOfMemory(MediumRefused):
@@ -236,7 +258,8 @@ def _translated() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without the command, which redis-py puts before it: that may hold parts of a chunk."""
+    """Return what went wrong, without the command, which redis-py puts before it: that may hold
+    parts of a chunk."""
     return str(error).rpartition("caused error: ")[2]
 
 
@@ -282,12 +305,20 @@ def redis_tier(
     cipher: Cipher | None = None,
     codec: Codec = RAW,
 ) -> BlobTier:
-    """Open a tier of chunks in a Redis server, under keys that begin with ``prefix``; the server need not be up.
+    """Open a tier of chunks in a Redis server, under keys that begin with ``prefix``; the server
+    need not be up.
 
     Raises StoreError for a URL that is none, or where redis-py is missing.
     """
     medium = RedisMedium(url, budget_bytes, prefix=prefix, timeout=EXCHANGE_SECONDS)
-    return BlobTier("redis", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
+    return BlobTier(
+        "redis",
+        medium,
+        events,
+        conceal=partial(redacted, url=url),
+        sealing=Sealing(cipher),
+        codec=codec,
+    )
 
 
 @register
@@ -310,7 +341,9 @@ class ConfiguredRedis(ConfiguredTier):
         return self._opened(self.budget_bytes, self.setup.events, self.setup.settings.redis_prefix)
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return emptied(self._opened(budget_bytes, Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}"))
+        return emptied(
+            self._opened(budget_bytes, Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}")
+        )
 
     @property
     def _url(self) -> str:
@@ -320,4 +353,6 @@ class ConfiguredRedis(ConfiguredTier):
 
     def _opened(self, budget_bytes: int, events: Events, prefix: str) -> BlobTier:
         cipher = self.setup.cipher
-        return redis_tier(self._url, budget_bytes, events, prefix=prefix, cipher=cipher, codec=self.codec)
+        return redis_tier(
+            self._url, budget_bytes, events, prefix=prefix, cipher=cipher, codec=self.codec
+        )

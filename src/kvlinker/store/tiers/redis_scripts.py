@@ -1,12 +1,13 @@
 """Accounts and evicts in Lua, in one step on the server; the Redis medium runs these scripts.
 
-Each script sees the accounting that all servers share: ``uses`` (a sorted set: chunk key, when it was last used),
-``sizes`` (a hash: chunk key, bytes) and ``totals`` (a hash: the sum of ``sizes``, and the clock of ``uses``). A blob
-is a hash of parts of equal length by number, the last one shorter, with the size of the whole; it is written under
-another name and renamed, so that it appears whole.
+Each script sees the accounting that all servers share: ``uses`` (a sorted set: chunk key, when it
+was last used), ``sizes`` (a hash: chunk key, bytes) and ``totals`` (a hash: the sum of ``sizes``,
+and the clock of ``uses``). A blob is a hash of parts of equal length by number, the last one
+shorter, with the size of the whole; it is written under another name and renamed, so that it
+appears whole.
 
-A Redis at its memory limit refuses a script's first write if that could take memory, and only that: scripts that
-evict delete blobs first.
+A Redis at its memory limit refuses a script's first write if that could take memory, and only that:
+scripts that evict delete blobs first.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ end
 return size
 """
 )
-"""Looks at a blob. Arguments: key, bytes of a part, whether this is a use. Returns the blob's size, -1 for what is
-none, or nothing.
+"""Looks at a blob. Arguments: key, bytes of a part, whether this is a use. Returns the blob's size,
+-1 for what is none, or nothing.
 
 A use that cannot be noted (no memory, read-only) is not: reading goes on.
 """
@@ -106,8 +107,8 @@ account(key, size)
 return evicted
 """
 )
-"""Takes the room for a blob that is about to be written. Arguments: key, bytes, budget. Returns evicted sizes, or
-nothing where it is there already."""
+"""Takes the room for a blob that is about to be written. Arguments: key, bytes, budget. Returns
+evicted sizes, or nothing where it is there already."""
 
 COMMIT = (
     _PRELUDE
@@ -123,7 +124,8 @@ redis.call('RENAME', temporary, blob)
 return 1
 """
 )
-"""Puts a written blob in its place, unless it was deleted or evicted meanwhile. Arguments: key. Returns 1, or 0."""
+"""Puts a written blob in its place, unless it was deleted or evicted meanwhile. Arguments: key.
+Returns 1, or 0."""
 
 ABANDON = (
     _PRELUDE
@@ -193,5 +195,5 @@ if ARGV[3] == 'last' then
 end
 """
 )
-"""Makes the accounting of keys agree with their blobs, and at last the sum with the sizes. Arguments: nothing, "last"
-or anything else, keys."""
+"""Makes the accounting of keys agree with their blobs, and at last the sum with the sizes.
+Arguments: nothing, "last" or anything else, keys."""

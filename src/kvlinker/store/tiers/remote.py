@@ -23,7 +23,14 @@ from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import TierCheck, checked_key
-from kvlinker.store.tiers.medium import KEYS_AT_ONCE, BlobDamaged, BlobMedium, MediumRefused, MediumUsage, WriteOutcome
+from kvlinker.store.tiers.medium import (
+    KEYS_AT_ONCE,
+    BlobDamaged,
+    BlobMedium,
+    MediumRefused,
+    MediumUsage,
+    WriteOutcome,
+)
 from kvlinker.store.tiers.outages import ANSWER_SECONDS, PAUSE_SECONDS, GuardedMedium
 
 logger = logging.getLogger(__name__)
@@ -35,11 +42,12 @@ _NOTHING_WRITTEN = WriteOutcome(stored=False)
 
 
 class BlobTier:
-    """A tier that keeps each chunk as one blob, the bytes of a chunk file, in a medium that other servers may share.
+    """A tier that keeps each chunk as one blob, the bytes of a chunk file, in a medium that other
+    servers may share.
 
-    A chunk's size here is its blob's. Whatever the medium does, callers see hits and misses, and wait a bounded time;
-    while it does not answer, they do not wait at all. Chunks whose deletion the medium did not take are tombstoned, and
-    deleted when it answers again.
+    A chunk's size here is its blob's. Whatever the medium does, callers see hits and misses, and
+    wait a bounded time; while it does not answer, they do not wait at all. Chunks whose deletion
+    the medium did not take are tombstoned, and deleted when it answers again.
     """
 
     shared = True
@@ -56,7 +64,8 @@ class BlobTier:
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
     ) -> None:
-        """Open the medium, which need not answer. ``conceal`` removes credentials from its error messages."""
+        """Open the medium, which need not answer. ``conceal`` removes credentials from its error
+        messages."""
         self.name = name
         self.speed_name = speed_name(name, place=medium.place, codec=codec, sealing=sealing)
         self._medium = medium
@@ -103,7 +112,9 @@ class BlobTier:
             self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
             return None
         failed = partial(self._failed_to_read, key)
-        source = ReadAheadSource(nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes)
+        source = ReadAheadSource(
+            nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes
+        )
         try:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:
@@ -116,8 +127,8 @@ class BlobTier:
             return None
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
-        """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that chunk files do not hold: a caller's
-        mistake."""
+        """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that chunk files do not hold:
+        a caller's mistake."""
         if not self._is_tombstoned(key) and self._size(self._medium.touch, key) is not None:
             return True
         if not self._guard.up:
@@ -153,7 +164,11 @@ class BlobTier:
 
     def keys(self) -> tuple[str, ...]:
         nothing: tuple[str, ...] = ()
-        return tuple(key for key in self._guard.ask(self._medium.keys, nothing) if not self._is_tombstoned(key))
+        return tuple(
+            key
+            for key in self._guard.ask(self._medium.keys, nothing)
+            if not self._is_tombstoned(key)
+        )
 
     def __len__(self) -> int:
         return self._usage().blobs
@@ -206,8 +221,8 @@ class BlobTier:
             return None
 
     def _read(self, key: str, nbytes: int) -> ChunkKV | ChunkDamaged | None:
-        """Return the verified KV; or the damage, after removing and publishing it; or None where it is a miss for
-        now."""
+        """Return the verified KV; or the damage, after removing and publishing it; or None where it
+        is a miss for now."""
         if nbytes > self.budget_bytes:
             return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
         try:
@@ -228,7 +243,8 @@ class BlobTier:
         return data
 
     def _fetched_part(self, key: str, start: int, nbytes: int) -> Bytes:
-        """Read bytes of a blob. Raises LayerLostError where the medium does not give them, and BlobDamaged."""
+        """Read bytes of a blob. Raises LayerLostError where the medium does not give them, and
+        BlobDamaged."""
         data = self._guard.ask(partial(self._fetched, key, start, nbytes), None, nbytes=nbytes)
         if data is None:
             raise LayerLostError(f"tier {self.name} did not deliver chunk {key}")
@@ -251,14 +267,16 @@ class BlobTier:
             self._events.publish(ChunkEvicted(self.name, size))
 
     def _reopen(self) -> None:
-        """Reach a medium that was down, and delete what was tombstoned meanwhile. Raises what the medium raises."""
+        """Reach a medium that was down, and delete what was tombstoned meanwhile. Raises what the
+        medium raises."""
         with suppress(MediumRefused):
             self._publish_evicted(self._guard.call(self._medium.open))
             for key in tuple(self._tombstoned):
                 self._guard.call(partial(self._carry_out, key))
 
     def _carry_out(self, key: str) -> bool:
-        """Delete a tombstoned chunk from the medium; returns True, since ``GuardedMedium.ask`` expects a result."""
+        """Delete a tombstoned chunk from the medium; returns True, since ``GuardedMedium.ask``
+        expects a result."""
         self._medium.delete(key)
         with self._lock:
             self._tombstoned.discard(key)
@@ -267,7 +285,8 @@ class BlobTier:
 
 @contextmanager
 def emptied(tier: BlobTier) -> Iterator[BlobTier]:
-    """Yield a tier for samples: emptied of what a process that was killed has left, and in the end removed."""
+    """Yield a tier for samples: emptied of what a process that was killed has left, and in the end
+    removed."""
     try:
         tier.clear()
         yield tier
@@ -277,5 +296,6 @@ def emptied(tier: BlobTier) -> Iterator[BlobTier]:
 
 
 def missing_library(extra: str) -> StoreError:
-    """Return the error for a medium whose library is not installed; ``extra`` is kvlinker's extra that brings it."""
+    """Return the error for a medium whose library is not installed; ``extra`` is kvlinker's extra
+    that brings it."""
     return StoreError(f"A library is missing: install it with  pip install 'kvlinker[{extra}]'")

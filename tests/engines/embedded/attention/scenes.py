@@ -39,7 +39,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sequence: chunks and tokens of its own behind each other, some of the chunks' tokens computed anew."""
+    """A sequence: chunks and tokens of its own behind each other, some of the chunks' tokens
+    computed anew."""
 
     parts: tuple[tuple[int | None, int], ...]
     """(chunk, tokens) in order; chunk None: tokens of its own."""
@@ -74,7 +75,9 @@ class Scene:
         self.width = shape.key_dim if shape.rotated is None else shape.rotated
         self.rotary = None
         if self.width:
-            self.rotary = toy_rotary(shape.key_dim, self.width, pairing=shape.pairing, factor=shape.factor)
+            self.rotary = toy_rotary(
+                shape.key_dim, self.width, pairing=shape.pairing, factor=shape.factor
+            )
         self.options = AttentionOptions(
             scale=1.3 * shape.key_dim**-0.5,
             window=shape.window,
@@ -90,17 +93,22 @@ class Scene:
         if not self.width:
             return heads.double()
         shape = self.shape
-        return rotate_exactly(heads, positions, self.width, pairing=shape.pairing, factor=shape.factor)
+        return rotate_exactly(
+            heads, positions, self.width, pairing=shape.pairing, factor=shape.factor
+        )
 
     def add_segment(self, positions: Sequence[int]) -> int:
         """A segment with random keys, rotated for the positions, amid NaN in a larger pool."""
         shape, at = self.shape, torch.as_tensor(positions)
         key = self.rotated(self.random(shape.kv_heads, len(at), shape.key_dim), at).to(self.dtype)
-        self.segments.append((_pooled(key, 3), _pooled(self.random(shape.kv_heads, len(at), shape.value_dim), 5)))
+        self.segments.append(
+            (_pooled(key, 3), _pooled(self.random(shape.kv_heads, len(at), shape.value_dim), 5))
+        )
         return len(self.segments) - 1
 
     def add_sequence(self, prompt: Prompt) -> None:
-        """Its queries join the batch; the chunks are segments 0 to …, which have been added before."""
+        """Its queries join the batch; the chunks are segments 0 to …, which have been added
+        before."""
         rows = slice(len(self.positions), len(self.positions) + len(prompt.queries))
         views, own, start = [], set(prompt.recomputed), 0
         for chunk, tokens in prompt.parts:
@@ -128,7 +136,9 @@ class Scene:
 
     def finish(self) -> None:
         """Make the queries."""
-        self.query = self.random(len(self.positions), self.heads, self.shape.key_dim).transpose(0, 1)
+        self.query = self.random(len(self.positions), self.heads, self.shape.key_dim).transpose(
+            0, 1
+        )
 
     def computed(self, kernel: Any, views: Sequence[View] | None = None) -> Tensor:
         """The kernel's result: [queries, heads, value_dim]."""
@@ -139,14 +149,23 @@ class Scene:
         return output
 
     def expected(self, *, magnitude: bool = False) -> Tensor:
-        """Softmax attention over every sequence's dense KV in fp64; with ``magnitude``, over the values' amounts."""
-        output = torch.zeros(len(self.positions), self.heads, self.shape.value_dim, dtype=torch.float64)
+        """Softmax attention over every sequence's dense KV in fp64; with ``magnitude``, over the
+        values' amounts."""
+        output = torch.zeros(
+            len(self.positions), self.heads, self.shape.value_dim, dtype=torch.float64
+        )
         for rows, views in self.sequences:
             key, value, there = self.dense(views)
             at = torch.from_numpy(self.positions[rows])
             scores = self.dense_scores(at, self.rotated(self.query[:, rows], at), key, there)
-            sinks = torch.full((self.heads,), float("-inf")) if self.options.sinks is None else self.options.sinks
-            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(at), 1)], dim=-1)
+            sinks = (
+                torch.full((self.heads,), float("-inf"))
+                if self.options.sinks is None
+                else self.options.sinks
+            )
+            scores = torch.cat(
+                [scores, sinks.double()[:, None, None].expand(-1, len(at), 1)], dim=-1
+            )
             weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :-1]
             values = value.abs() if magnitude else value
             output[rows] = (weights @ values.repeat_interleave(self.shape.group, 0)).transpose(0, 1)
@@ -154,7 +173,9 @@ class Scene:
 
     def dense_scores(self, at: Tensor, query: Tensor, key: Tensor, there: Tensor) -> Tensor:
         """Logits [heads, queries, length] of rotated queries and a sequence's dense keys."""
-        scores = query @ key.repeat_interleave(self.shape.group, 0).transpose(1, 2) * self.options.scale
+        scores = (
+            query @ key.repeat_interleave(self.shape.group, 0).transpose(1, 2) * self.options.scale
+        )
         if self.options.softcap is not None:
             scores = self.options.softcap * torch.tanh(scores / self.options.softcap)
         positions = torch.arange(key.shape[1])
@@ -186,7 +207,9 @@ class Scene:
 
 
 def _positions(view: View) -> NDArray[np.int64]:
-    return view.start + np.arange(view.last) if view.positions is None else view.positions[: view.last]
+    return (
+        view.start + np.arange(view.last) if view.positions is None else view.positions[: view.last]
+    )
 
 
 def _pooled(tensor: Tensor, before: int) -> Tensor:
@@ -237,8 +260,8 @@ def linked(
     recompute: int = 0,
     decoding: bool = False,
 ) -> Prompt:
-    """Chunks behind each other with tokens of its own around them, and the first ``recompute`` of every chunk. It
-    computes all of its own tokens, or the last alone."""
+    """Chunks behind each other with tokens of its own around them, and the first ``recompute`` of
+    every chunk. It computes all of its own tokens, or the last alone."""
     parts: list[tuple[int | None, int]] = [(None, before)] if before else []
     recomputed: set[int] = set()
     start = before
@@ -252,8 +275,8 @@ def linked(
 
 
 def random_scene(seed: int, shape: Shape, *, dtype: torch.dtype, most: int = 90) -> Scene:
-    """Sequences over the same chunks in any order, some of them twice, with any tokens computed anew and any of their
-    own tokens computed now."""
+    """Sequences over the same chunks in any order, some of them twice, with any tokens computed
+    anew and any of their own tokens computed now."""
     rng = np.random.default_rng(seed)
     chunks = [int(rng.integers(1, most)) for _ in range(rng.integers(1, 5))]
     prompts = []

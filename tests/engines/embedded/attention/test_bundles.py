@@ -17,7 +17,8 @@ def views_of(*sequences, rows=1):
 def described(bundles):
     """Members' first rows, and the segments that they see."""
     return sorted(
-        ([rows.start for rows in bundle.members], [visit[0].segment for visit in bundle.visits]) for bundle in bundles
+        ([rows.start for rows in bundle.members], [visit[0].segment for visit in bundle.visits])
+        for bundle in bundles
     )
 
 
@@ -27,7 +28,10 @@ def test_who_sees_the_same_segments_is_one_bundle():
 
 
 def test_segments_that_some_share_are_bundles_of_their_own():
-    assert described(bundle_views(views_of([0, 1], [1], [0, 1]))) == [([0, 1, 2], [1]), ([0, 2], [0])]
+    assert described(bundle_views(views_of([0, 1], [1], [0, 1]))) == [
+        ([0, 1, 2], [1]),
+        ([0, 2], [0]),
+    ]
 
 
 def test_what_one_sees_twice_counts_twice():

@@ -30,7 +30,11 @@ def test_what_some_hide_is_masked():
         View(0, slice(2, 3), 0, 0, 0, 64, hides),
     ]
     (call,) = calls(views, [100, 100, 100])
-    assert [np.flatnonzero(row).tolist() for row in call.mask] == [[], list(range(20)), list(range(16))]
+    assert [np.flatnonzero(row).tolist() for row in call.mask] == [
+        [],
+        list(range(20)),
+        list(range(16)),
+    ]
 
 
 def test_a_long_run_takes_no_mask():
@@ -64,14 +68,25 @@ def test_every_query_sees_what_its_views_show(seed, window, long_runs):
     found: list[tuple[int, ...]] = []
     expected: list[tuple[int, ...]] = []
     for call in calls(plan.views, scene.positions, window, long_runs):
-        mask = np.zeros((len(call.rows), call.last - call.first), np.bool_) if call.mask is None else call.mask
+        mask = (
+            np.zeros((len(call.rows), call.last - call.first), np.bool_)
+            if call.mask is None
+            else call.mask
+        )
         mask = np.tri(*mask.shape) == 0 if call.causal else mask
         assert not mask.all(axis=1).any(), "a query that sees nothing is in no call"
-        seen = [(int(call.rows[row]), call.segment, call.first + int(key)) for row, key in np.argwhere(~mask)]
-        found.extend((*pair, int(call.distances[np.flatnonzero(call.rows == pair[0])[0]])) for pair in seen)
+        seen = [
+            (int(call.rows[row]), call.segment, call.first + int(key))
+            for row, key in np.argwhere(~mask)
+        ]
+        found.extend(
+            (*pair, int(call.distances[np.flatnonzero(call.rows == pair[0])[0]])) for pair in seen
+        )
     for view in plan.views:
         low, high = view.bounds(scene.positions[view.rows], window)
         for row, begin, end in zip(range(view.rows.start, view.rows.stop), low, high, strict=True):
             keys = [key for key in range(begin, end) if view.hidden is None or not view.hidden[key]]
-            expected.extend((row, view.segment, key, int(scene.positions[row]) - view.offset) for key in keys)
+            expected.extend(
+                (row, view.segment, key, int(scene.positions[row]) - view.offset) for key in keys
+            )
     assert sorted(pair[:3] for pair in found) == sorted(pair[:3] for pair in expected)

@@ -28,14 +28,19 @@ def choose(*, dtype=torch.bfloat16, device=CPU, **options):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": torch.float32}, {"device": torch.device("cuda")}, {"use_native": False}], ids=str
+    "changes",
+    [{"dtype": torch.float32}, {"device": torch.device("cuda")}, {"use_native": False}],
+    ids=str,
 )
 def test_torch_where_native_code_does_not_fit(changes):
     assert isinstance(choose(**changes), TorchAttention)
 
 
 def layer(**changes):
-    return LayerShape(**{"query_heads": 1, "kv_heads": 1, "key_dim": 64, "value_dim": 64, "rotary": None} | changes)
+    return LayerShape(
+        **{"query_heads": 1, "kv_heads": 1, "key_dim": 64, "value_dim": 64, "rotary": None}
+        | changes
+    )
 
 
 def test_native_where_it_fits(native_kernel, native_anew):
@@ -43,9 +48,13 @@ def test_native_where_it_fits(native_kernel, native_anew):
     assert isinstance(choose_kernel(layers, dtype=torch.bfloat16, device=CPU), NativeAttention)
 
 
-@pytest.mark.parametrize("changes", [{"key_dim": 33}, {"rotary": toy_rotary(pairing=None)}], ids=["width", "pairing"])
+@pytest.mark.parametrize(
+    "changes", [{"key_dim": 33}, {"rotary": toy_rotary(pairing=None)}], ids=["width", "pairing"]
+)
 def test_torch_for_odd_widths_and_unknown_pairings(changes):
-    assert isinstance(choose_kernel((layer(**changes),), dtype=torch.bfloat16, device=CPU), TorchAttention)
+    assert isinstance(
+        choose_kernel((layer(**changes),), dtype=torch.bfloat16, device=CPU), TorchAttention
+    )
 
 
 def test_torch_on_other_cpus(native_anew, monkeypatch, caplog):
@@ -66,7 +75,8 @@ def capable(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "message"), [("/nowhere/g++", "No such file"), ("false", "false failed: no message")]
+    ("compiler", "message"),
+    [("/nowhere/g++", "No such file"), ("false", "false failed: no message")],
 )
 def test_torch_where_nothing_compiles(capable, native_anew, monkeypatch, caplog, compiler, message):
     monkeypatch.setenv("CXX", compiler)
@@ -104,7 +114,9 @@ def test_torch_where_native_code_is_wrong(native_kernel, native_anew, monkeypatc
     assert f"{what} by native code is wrong on this machine" in caplog.text
 
 
-def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(capable, native_anew, monkeypatch, caplog):
+def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(
+    capable, native_anew, monkeypatch, caplog
+):
     tried = []
 
     def missing(source):
@@ -120,8 +132,12 @@ def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(capable, n
     assert caplog.text.count("no compiler") == 1
 
 
-def test_wrong_products_of_queries_and_keys_are_not_trusted(native_kernel, native_anew, monkeypatch, caplog):
-    monkeypatch.setattr(NativeDots, "multiply", lambda _, query, key: torch.zeros(*query.shape[:2], key.shape[1]))
+def test_wrong_products_of_queries_and_keys_are_not_trusted(
+    native_kernel, native_anew, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        NativeDots, "multiply", lambda _, query, key: torch.zeros(*query.shape[:2], key.shape[1])
+    )
     with caplog.at_level(logging.INFO):
         assert native_dots() is None
     assert "the product of queries and keys by native code is wrong on this machine" in caplog.text
@@ -134,7 +150,9 @@ def other_default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(native_kernel, other_default_dtype):
+def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(
+    native_kernel, other_default_dtype
+):
     query, key = (torch.randn(heads, 7, 64).bfloat16() for heads in (4, 2))
     products = dot_products(query, key)
     assert products is not None

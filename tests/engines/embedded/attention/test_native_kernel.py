@@ -54,13 +54,17 @@ def own(begin, end):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(("begin", "end"), [(0, 1), (41, 42), (300, 301), (0, 17), (23, 60), (0, 700), (111, 777)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 1), (41, 42), (300, 301), (0, 17), (23, 60), (0, 700), (111, 777)]
+)
 def test_contiguous_queries_over_tokens_of_their_own(kernel, begin, end, variant):
     check(kernel, make_scene([], [own(begin, end)], Shape(**variant), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("queries", [(3, 4, 5, 90, 91, 200, 511), range(0, 900, 3)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "queries", [(3, 4, 5, 90, 91, 200, 511), range(0, 900, 3)], ids=["few", "many"]
+)
 def test_scattered_queries_over_tokens_of_their_own(kernel, threads, queries, variant):
     prompt = Prompt(((None, queries[-1] + 1),), queries=tuple(queries))
     check(kernel, make_scene([], [prompt], Shape(**variant), dtype=torch.bfloat16))
@@ -85,7 +89,10 @@ def test_a_decode_step_over_chunks_in_different_orders(kernel, threads, variant)
 def test_one_request_that_decodes_is_divided_among_threads(kernel, threads, kv_heads):
     chunks = [900, 1100]
     prompt = linked([1, 0], chunks, behind=300, recompute=8, decoding=True)
-    check(kernel, make_scene(chunks, [prompt], Shape(kv_heads=kv_heads, sinks=True), dtype=torch.bfloat16))
+    check(
+        kernel,
+        make_scene(chunks, [prompt], Shape(kv_heads=kv_heads, sinks=True), dtype=torch.bfloat16),
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -114,14 +121,20 @@ def test_as_precise_as_torch(kernel, recompute, factor):
     prompt = linked(range(4), chunks, behind=32, recompute=recompute)
     scene = make_scene(chunks, [prompt], Shape(kv_heads=8, factor=factor), dtype=torch.bfloat16)
     expected = scene.expected()
-    ours, torchs = (float((scene.computed(one).double() - expected).norm()) for one in (kernel, TorchAttention()))
+    ours, torchs = (
+        float((scene.computed(one).double() - expected).norm())
+        for one in (kernel, TorchAttention())
+    )
     assert ours <= 1.05 * torchs
     assert ours <= 5e-3 * float(expected.norm())
 
 
 def test_what_is_computed_together_is_what_each_gets_alone(kernel, threads):
     chunks = [300, 129, 512]
-    prompts = [linked(order, chunks, behind=9, recompute=8, decoding=True) for order in ((0, 1, 2), (2, 1, 0), (1, 2))]
+    prompts = [
+        linked(order, chunks, behind=9, recompute=8, decoding=True)
+        for order in ((0, 1, 2), (2, 1, 0), (1, 2))
+    ]
     scene = make_scene(chunks, prompts, Shape(), dtype=torch.bfloat16)
     assert max(len(bundle.members) for bundle in bundle_views(scene.views)) == 3
     together = scene.computed(kernel)
@@ -155,14 +168,24 @@ def test_nan_is_not_hidden(kernel, split):
     if split == 1:
         views += [View(1, slice(row, row + 1), 0, 0, 0, 1) for row in range(3)]
     plan = kernel.plan(views, np.arange(3))
-    kernel.attend(plan, query, [(key, value), (query, value)], None, AttentionOptions(scale=1.0), output=output)
+    kernel.attend(
+        plan,
+        query,
+        [(key, value), (query, value)],
+        None,
+        AttentionOptions(scale=1.0),
+        output=output,
+    )
     assert output.isnan().any(dim=2)[:, 0].tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_who_sees_nothing_gets_zero(kernel, threads, sinks):
     scene = make_scene(
-        [10], [Prompt(((0, 10), (None, 3)), frozenset([0, 1]), (1, 12))], Shape(sinks=sinks), dtype=torch.bfloat16
+        [10],
+        [Prompt(((0, 10), (None, 3)), frozenset([0, 1]), (1, 12))],
+        Shape(sinks=sinks),
+        dtype=torch.bfloat16,
     )
     rows = slice(0, 2)
     few = [View(0, rows, 0, 0, 2, 10), View(0, rows, 0, 0, 0, 2, np.ones(10, bool))]

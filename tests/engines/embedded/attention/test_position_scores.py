@@ -18,13 +18,22 @@ VARIANTS = [
 @pytest.mark.parametrize("recompute", [0, 16])
 def test_logits_over_all_positions(variant, recompute):
     chunks = [100, 37, 60]
-    prompts = [Prompt(((None, 20),), queries=(19,)), linked([0, 1, 2, 1], chunks, behind=30, recompute=recompute)]
+    prompts = [
+        Prompt(((None, 20),), queries=(19,)),
+        linked([0, 1, 2, 1], chunks, behind=30, recompute=recompute),
+    ]
     scene = make_scene(chunks, prompts, Shape(**{"key_dim": 16, "value_dim": 16} | variant))
     rows, views = scene.sequences[1]
     at = torch.from_numpy(scene.positions[rows])
     length = prompts[1].length
     scores = position_scores(
-        views, scene.positions[rows], scene.query[:, rows], scene.segments, scene.rotary, scene.options, length
+        views,
+        scene.positions[rows],
+        scene.query[:, rows],
+        scene.segments,
+        scene.rotary,
+        scene.options,
+        length,
     )
     key, _, there = scene.dense(views)
     expected = scene.dense_scores(at, scene.rotated(scene.query[:, rows], at), key, there)
@@ -35,12 +44,23 @@ def test_logits_over_all_positions(variant, recompute):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_native_products_of_few_queries_are_pytorchs(variant, monkeypatch):
     shape = Shape(**{"key_dim": 48, "value_dim": 16} | variant)
-    scene = make_scene([100, 37], [linked([0, 1], [100, 37], behind=6)], shape, dtype=torch.bfloat16)
+    scene = make_scene(
+        [100, 37], [linked([0, 1], [100, 37], behind=6)], shape, dtype=torch.bfloat16
+    )
     rows, views = scene.sequences[0]
-    given = (views, scene.positions[rows], scene.query[:, rows], scene.segments, scene.rotary, scene.options, 143)
+    given = (
+        views,
+        scene.positions[rows],
+        scene.query[:, rows],
+        scene.segments,
+        scene.rotary,
+        scene.options,
+        143,
+    )
     scores = position_scores(*given)
     monkeypatch.setattr(
-        "kvlinker.engines.embedded.attention.position_scores.dot_products", lambda *_: pytest.fail("native")
+        "kvlinker.engines.embedded.attention.position_scores.dot_products",
+        lambda *_: pytest.fail("native"),
     )
     torch.testing.assert_close(scores, position_scores(*given, native=False), atol=1e-3, rtol=1e-3)
 
@@ -49,7 +69,16 @@ def test_positions_that_nobody_shows_are_not_seen():
     scene = make_scene([10], [Prompt(((0, 10), (None, 2)), queries=(10, 11))])
     _, views = scene.sequences[0]
     scores = position_scores(
-        views[1:], scene.positions, scene.query, scene.segments, scene.rotary, scene.options, length=15
+        views[1:],
+        scene.positions,
+        scene.query,
+        scene.segments,
+        scene.rotary,
+        scene.options,
+        length=15,
     )
     assert scores.shape == (4, 2, 15)
-    assert (scores[0] > float("-inf")).int().tolist() == [[0] * 10 + [1, 0, 0, 0, 0], [0] * 10 + [1, 1, 0, 0, 0]]
+    assert (scores[0] > float("-inf")).int().tolist() == [
+        [0] * 10 + [1, 0, 0, 0, 0],
+        [0] * 10 + [1, 1, 0, 0, 0],
+    ]

@@ -24,17 +24,27 @@ VARIANTS = [
 
 
 def check(scene):
-    torch.testing.assert_close(scene.computed(TorchAttention()).double(), scene.expected(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        scene.computed(TorchAttention()).double(), scene.expected(), atol=2e-5, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(("begin", "end"), [(0, 1), (41, 42), (0, 17), (23, 60), (0, 700), (111, 777), (500, 757)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 1), (41, 42), (0, 17), (23, 60), (0, 700), (111, 777), (500, 757)]
+)
 def test_contiguous_queries_over_tokens_of_their_own(begin, end, variant):
-    check(make_scene([], [Prompt(((None, end),), queries=tuple(range(begin, end)))], Shape(**SMALL | variant)))
+    check(
+        make_scene(
+            [], [Prompt(((None, end),), queries=tuple(range(begin, end)))], Shape(**SMALL | variant)
+        )
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("queries", [(3, 4, 5, 90, 91, 200, 511), range(0, 900, 3)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "queries", [(3, 4, 5, 90, 91, 200, 511), range(0, 900, 3)], ids=["few", "many"]
+)
 def test_scattered_queries_over_tokens_of_their_own(queries, variant):
     prompt = Prompt(((None, queries[-1] + 1),), queries=tuple(queries))
     check(make_scene([], [prompt], Shape(**SMALL | variant)))
@@ -64,7 +74,9 @@ def test_a_decode_step_over_chunks_in_different_orders(variant):
     value_dim=st.sampled_from([8, 16]),
 )
 def test_any_sequences(seed, variant, kv_heads, group, value_dim):
-    shape = Shape(**{"key_dim": 16, "value_dim": value_dim, "kv_heads": kv_heads, "group": group} | variant)
+    shape = Shape(
+        **{"key_dim": 16, "value_dim": value_dim, "kv_heads": kv_heads, "group": group} | variant
+    )
     check(random_scene(seed, shape, dtype=torch.float32))
 
 
@@ -72,13 +84,20 @@ def test_any_sequences(seed, variant, kv_heads, group, value_dim):
 def test_bf16(variant):
     scene = random_scene(7, Shape(**variant), dtype=torch.bfloat16)
     difference = scene.computed(TorchAttention()).double() - scene.expected()
-    assert (difference.abs() <= scene.expected(magnitude=True) / 64 + 1e-6).all()  # a result is rounded at each merge
+    assert (
+        difference.abs() <= scene.expected(magnitude=True) / 64 + 1e-6
+    ).all()  # a result is rounded at each merge
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_who_sees_nothing_gets_zero(sinks):
-    scene = make_scene([10], [Prompt(((0, 10), (None, 3)), frozenset([0, 1]), (1, 12))], Shape(sinks=sinks))
-    hidden = [View(0, slice(0, 2), 0, 0, 2, 10), View(0, slice(0, 2), 0, 0, 0, 2, np.ones(10, bool))]
+    scene = make_scene(
+        [10], [Prompt(((0, 10), (None, 3)), frozenset([0, 1]), (1, 12))], Shape(sinks=sinks)
+    )
+    hidden = [
+        View(0, slice(0, 2), 0, 0, 2, 10),
+        View(0, slice(0, 2), 0, 0, 0, 2, np.ones(10, bool)),
+    ]
     output = scene.computed(TorchAttention(), hidden)
     assert (output[0] == 0).all()
     assert (output[1] != 0).all()

@@ -47,7 +47,9 @@ def test_bounds_are_what_each_query_sees(start, limits, queries, window, holes):
     for position, begin, end in zip(queries, low, high, strict=True):
         at = range(start, start + 20) if holes is None else holes
         seen = [
-            key for key in range(first, last) if at[key] <= position and (window is None or at[key] > position - window)
+            key
+            for key in range(first, last)
+            if at[key] <= position and (window is None or at[key] > position - window)
         ]
         assert list(range(begin, end)) == seen
         assert first <= begin <= end <= last

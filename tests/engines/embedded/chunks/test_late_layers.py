@@ -1,4 +1,5 @@
-"""Chunks whose layers are late or lost hold up nobody but their own requests, and change nobody's answer."""
+"""Chunks whose layers are late or lost hold up nobody but their own requests, and change nobody's
+answer."""
 
 import threading
 
@@ -97,10 +98,13 @@ def test_a_neighbour_goes_on_when_a_layer_is_lost(gated, expected, leaving, poli
     neighbour.wait()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
+)
 def test_the_late_and_its_neighbours_answer_as_the_model_does(bench, family, leaving):
-    """The true KV is linked, so that nothing less than the model's own answer will do. Neighbours decode, or compute
-    their prompts in the step that the late one leaves, some tokens of which a policy drops."""
+    """The true KV is linked, so that nothing less than the model's own answer will do. Neighbours
+    decode, or compute their prompts in the step that the late one leaves, some tokens of which a
+    policy drops."""
     tiers = []
 
     def slower(events):
@@ -114,7 +118,9 @@ def test_the_late_and_its_neighbours_answer_as_the_model_does(bench, family, lea
     made.store.flush()
     forget_host(made)
     made.cache(NEIGHBOUR)
-    neighbours = {policy: made.answer(NEIGHBOUR, policy, max_tokens=4) for policy in ("full", "cacheblend-40")}
+    neighbours = {
+        policy: made.answer(NEIGHBOUR, policy, max_tokens=4) for policy in ("full", "cacheblend-40")
+    }
     expect_pipelining(made)
     decoding, handle = decoding_neighbour(made, policy="full")
     tiers[0].let(1)

@@ -1,4 +1,5 @@
-"""Answers from chunks that are still being read are those from memory, whatever happens to the reading."""
+"""Answers from chunks that are still being read are those from memory, whatever happens to the
+reading."""
 
 import threading
 from functools import partial
@@ -18,7 +19,15 @@ from tests.engines.embedded.conftest import Bench, linked_prompt
 from tests.waiting import PATIENCE, wait_until
 
 PLENTY = 1 << 28
-POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
+POLICIES = [
+    "naive",
+    "legolink-4",
+    "h2o-30",
+    "cacheblend-20",
+    "cacheblend-auto-30",
+    "query-10",
+    "cachecraft-0.7",
+]
 lose = PromptRequest.lose
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 
@@ -131,7 +140,8 @@ def recorded(made, kind):
 
 @pytest.fixture
 def gated(bench):
-    """An engine whose slow tier holds the prompt's chunks, and whose host is empty; with that tier."""
+    """An engine whose slow tier holds the prompt's chunks, and whose host is empty; with that
+    tier."""
     tiers = []
 
     def slower(events):
@@ -215,7 +225,9 @@ def test_what_was_loaded_is_in_memory_for_the_next_request(gated):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expected, policy, monkeypatch):
+def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(
+    gated, expected, policy, monkeypatch
+):
     made, tier = gated
     lost = []
 

@@ -1,4 +1,5 @@
-"""cacheblend-auto: what loading hides is computed again, by what was measured of the tier and of the model."""
+"""cacheblend-auto: what loading hides is computed again, by what was measured of the tier and of
+the model."""
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ class SlowTier(HostTier):
 
 @pytest.fixture
 def slow(bench):
-    """An engine whose host is empty and whose slow tier holds the prompts' chunks; with that tier."""
+    """An engine whose host is empty and whose slow tier holds the prompts' chunks; with that
+    tier."""
     tiers = []
 
     def slower(events):
@@ -46,12 +48,15 @@ def slow(bench):
 
 
 def keys_of(made, prompt):
-    return [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
+    return [
+        chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        for chunk in prompt.chunks
+    ]
 
 
 def let_loading_take(made, prompt, share, busy=0.0):
-    """As if the slow tier had been measured: loading the prompt's chunks takes this share of computing them, and keeps
-    a processor busy for a share of that time."""
+    """As if the slow tier had been measured: loading the prompt's chunks takes this share of
+    computing them, and keeps a processor busy for a share of that time."""
     nbytes = sum(made.store.nbytes(key) for key in keys_of(made, prompt))
     seconds = share * made.engine.prefill_seconds(int(prompt.cached.sum()))
     for _ in range(10):
@@ -71,11 +76,17 @@ def test_what_loading_hides_is_recomputed(slow, share):
     explanation = made.explain(PROMPT, "cacheblend-auto")
     assert explanation.policy == "cacheblend-auto"
     forecast = explanation.forecast
-    assert percent_of(explanation) == pytest.approx(100 * forecast.load / forecast.prefill, abs=0.051)
+    assert percent_of(explanation) == pytest.approx(
+        100 * forecast.load / forecast.prefill, abs=0.051
+    )
     assert percent_of(explanation) == pytest.approx(100 * share, rel=0.2)
     described = explanation.to_json()
     assert described["settled_policy"] == explanation.settled
-    assert described["forecast"] == {"load_s": forecast.load, "prefill_s": forecast.prefill, "overlaps": True}
+    assert described["forecast"] == {
+        "load_s": forecast.load,
+        "prefill_s": forecast.prefill,
+        "overlaps": True,
+    }
 
 
 def test_the_answer_is_that_of_the_ratio_that_was_chosen(slow):

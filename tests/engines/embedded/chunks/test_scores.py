@@ -18,12 +18,21 @@ from tests.engines.embedded.execution.test_oracle import true_chunk_kv
 from tests.engines.embedded.reference import chunk_attention, reference_model
 from tests.toy_models import WINDOW, loaded_model
 
-FAMILIES = ["llama", "gemma2-softcap", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial", "mistral-window"]
+FAMILIES = [
+    "llama",
+    "gemma2-softcap",
+    "gemma3",
+    "gpt_oss-sinks",
+    "mixtral-moe",
+    "gpt_neox-partial",
+    "mistral-window",
+]
 assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
 
 
 def check(scores, attention, spans, index, names=()):
-    """``scores`` of the chunk at ``spans[index]`` against the matrix ``attention`` [tokens, tokens]."""
+    """``scores`` of the chunk at ``spans[index]`` against the matrix ``attention`` [tokens,
+    tokens]."""
     start, end = spans[index]
     known = scores.contextualization
     own = attention[start:end, start:end]
@@ -33,7 +42,9 @@ def check(scores, attention, spans, index, names=()):
     assert_close(scores.received, own.sum(0))
     assert_close(scores.inter, sum((part.sum(1) for part in inter), np.zeros(end - start)))
     assert [chunk.content for chunk in known.context] == list(names)[:index]
-    assert [chunk.tokens for chunk in known.context] == [last - first for first, last in spans[:index]]
+    assert [chunk.tokens for chunk in known.context] == [
+        last - first for first, last in spans[:index]
+    ]
     assert_close([chunk.attention for chunk in known.context], [part.sum() for part in inter])
     assert scores.inter.dtype == scores.received.dtype == np.float32
 
@@ -61,7 +72,11 @@ def test_a_chunk_alone_and_behind_a_prefix(bench, family, step):
 def test_sensitivity_is_how_far_kv_moves_behind_another_text(bench, family, step):
     made = bench(family, max_step_tokens=step)
     unrelated = made.loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
-    chunks = [Chunk(random_tokens(47, 1)), Chunk(random_tokens(1, 2)), Chunk(random_tokens(29, 3), random_tokens(5, 4))]
+    chunks = [
+        Chunk(random_tokens(47, 1)),
+        Chunk(random_tokens(1, 2)),
+        Chunk(random_tokens(29, 3), random_tokens(5, 4)),
+    ]
     for future in [made.engine.cache_chunk(chunk, tenant="default") for chunk in chunks]:
         future.result(timeout=60)
     for chunk in chunks:
@@ -70,7 +85,9 @@ def test_sensitivity_is_how_far_kv_moves_behind_another_text(bench, family, step
         behind = true_kv(family, (*chunk.prefix, *unrelated), chunk.tokens)
         moved = np.zeros(len(chunk))
         for one, other in zip(alone, behind, strict=True):
-            moved += np.sqrt(((one - other) ** 2).sum((0, 2))) / np.sqrt((one**2).sum((0, 2))).mean()
+            moved += (
+                np.sqrt(((one - other) ** 2).sum((0, 2))) / np.sqrt((one**2).sum((0, 2))).mean()
+            )
         found = made.store.get(key).scores.sensitivity
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, 2 * moved / len(alone), rtol=1e-3, atol=1e-5)
@@ -78,7 +95,8 @@ def test_sensitivity_is_how_far_kv_moves_behind_another_text(bench, family, step
 
 
 def true_kv(family, before, tokens):
-    """Keys without rotary embedding and values [kv_heads, tokens, dim] of all layers, computed behind other tokens."""
+    """Keys without rotary embedding and values [kv_heads, tokens, dim] of all layers, computed
+    behind other tokens."""
     prompt = Prompt((FreshSegment(before), CachedSegment(Chunk(tokens))))
     (kv,) = true_chunk_kv(loaded_model(family), prompt, ["a"])
     return [heads.numpy() for layer in kv.layers for heads in (layer.key, layer.value)]
@@ -87,7 +105,8 @@ def true_kv(family, before, tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("step", [7, 33, 512])
 def test_chunks_behind_each_other(family, step):
-    """The first chunk ends before the window of the last ones' tokens, which therefore see nothing of it."""
+    """The first chunk ends before the window of the last ones' tokens, which therefore see nothing
+    of it."""
     prompt = linked_prompt(23, 1, 70, 31, header=6, middle=2)
     names = ["first", "second", "third", "fourth"]
     spans = [(span.start, span.end) for span in prompt.spans]
@@ -100,7 +119,8 @@ def test_chunks_behind_each_other(family, step):
 
 
 def test_sinks_take_attention_away():
-    """With sinks, a token's attention on all tokens that it sees is less than 1, and the scores show it."""
+    """With sinks, a token's attention on all tokens that it sees is less than 1, and the scores
+    show it."""
     prompt = linked_prompt(30, 18)
     with_sinks, without = (
         sum(true_chunk_kv(loaded_model(family), prompt, ["a", "b"])[0].scores.received)
@@ -124,13 +144,16 @@ def test_an_engine_that_collects_no_scores_stores_none(bench):
 
 @pytest.mark.parametrize("how", ["linked", "loaded and linked", "created"])
 def test_scores_come_later_where_they_are_needed(bench, tmp_path, how):
-    """Texts that nobody named are computed without scores while an answer waits; a policy that needs them, or a context
-    cache of the text, has them computed again."""
+    """Texts that nobody named are computed without scores while an answer waits; a policy that
+    needs them, or a context cache of the text, has them computed again."""
     made = bench(slower=lambda events: [DiskTier(tmp_path / "chunks", 1 << 28, events)])
     (disk,) = made.slower
     named = linked_prompt(20, 15)
     unnamed = named.with_chunks(replace(chunk, scored=False) for chunk in named.chunks)
-    keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in named.chunks]
+    keys = [
+        chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        for chunk in named.chunks
+    ]
 
     def scores():
         made.store.flush()
@@ -152,15 +175,20 @@ def test_scores_come_later_where_they_are_needed(bench, tmp_path, how):
 
 
 def test_a_prompt_is_cached_as_it_stands(bench):
-    """Its chunks' KV and scores are what one full prefill gives, and are exact wherever the same stands before them."""
+    """Its chunks' KV and scores are what one full prefill gives, and are exact wherever the same
+    stands before them."""
     made = bench("llama", max_step_tokens=17)
     prompt = linked_prompt(23, 1, 40, header=6, middle=2)
     known = made.engine.cache_prompt(prompt, tenant="default").result(timeout=60)
     assert known.tokens.tolist() == prompt.tokens.tolist()
     assert all(span.exact for span in known.spans)
-    for chunk, true in zip(known.chunks, true_chunk_kv(made.loaded, prompt, prompt.contents), strict=True):
+    for chunk, true in zip(
+        known.chunks, true_chunk_kv(made.loaded, prompt, prompt.contents), strict=True
+    ):
         kv = made.store.get(chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
-        for ours, expected in zip(kv.layers, changed(true, made.loaded.resident_form.resident).layers, strict=True):
+        for ours, expected in zip(
+            kv.layers, changed(true, made.loaded.resident_form.resident).layers, strict=True
+        ):
             np.testing.assert_allclose(ours.key, expected.key, atol=1e-5, rtol=1e-5)
             np.testing.assert_allclose(ours.value, expected.value, atol=1e-5, rtol=1e-5)
         assert_close(kv.scores.inter, true.scores.inter)

@@ -28,7 +28,13 @@ def noted():
 
 @pytest.mark.parametrize(
     ("policy", "shares"),
-    [("naive", [0, 0]), ("legolink-4", [4 / 40, 4 / 20]), ("query-50", None), ("cacheblend-50", None), ("full", [])],
+    [
+        ("naive", [0, 0]),
+        ("legolink-4", [4 / 40, 4 / 20]),
+        ("query-50", None),
+        ("cacheblend-50", None),
+        ("full", []),
+    ],
 )
 def test_each_request_is_told_once(bench, noted, policy, shares):
     made = bench()
@@ -37,12 +43,17 @@ def test_each_request_is_told_once(bench, noted, policy, shares):
     assert noted == []
     answer = made.answer(prompt, policy, max_tokens=5)
     made.close()
-    keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
+    keys = [
+        chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        for chunk in prompt.chunks
+    ]
     assert [key for key, _ in noted] == (keys if shares is None else keys[: len(shares)])
     if shares is not None:
         assert [share for _, share in noted] == pytest.approx(shares)
     else:
-        recomputed = sum(share * len(chunk) for (_, share), chunk in zip(noted, prompt.chunks, strict=True))
+        recomputed = sum(
+            share * len(chunk) for (_, share), chunk in zip(noted, prompt.chunks, strict=True)
+        )
         assert recomputed == pytest.approx(answer.finished.usage.recomputed_tokens, abs=0.51)
 
 

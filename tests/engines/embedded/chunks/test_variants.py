@@ -64,8 +64,8 @@ class VariantBench(Bench):
         return self.library.of(tenant).variants(chunk)
 
     def rest(self):
-        """Wait until all that goes on behind answers has ended: the prompts that were offered are looked through, their
-        variants computed, and these stored."""
+        """Wait until all that goes on behind answers has ended: the prompts that were offered are
+        looked through, their variants computed, and these stored."""
         for _ in range(2):
             self.engine._background.submit(int).result(PATIENCE)
             self.settle()
@@ -94,7 +94,11 @@ def chunk(seed, length=30):
 
 def prompt_of(*chunks, header=4, fresh=9):
     return Prompt(
-        (FreshSegment(random_tokens(header, 1)), *map(CachedSegment, chunks), FreshSegment(random_tokens(fresh, 2)))
+        (
+            FreshSegment(random_tokens(header, 1)),
+            *map(CachedSegment, chunks),
+            FreshSegment(random_tokens(fresh, 2)),
+        )
     )
 
 
@@ -115,7 +119,9 @@ def test_a_prompt_that_comes_again_is_linked_exactly(variant_bench, family, poli
     after = made.answer(prompt, policy, max_tokens=3)
     assert after.finished.usage.recomputed_tokens == 0
     assert after.tokens == tokens
-    torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(logprobs), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(after.logprobs), torch.tensor(logprobs), atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_variants_kv_is_the_full_prefills(variant_bench):
@@ -127,8 +133,12 @@ def test_a_variants_kv_is_the_full_prefills(variant_bench):
     assert len(made.variants(THIRD)) == 1
     for part, expected in zip(prompt.chunks, true_chunk_kv(made.loaded, prompt), strict=True):
         (variant,) = made.variants(part)
-        kv = made.store.get(chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
-        for ours, true in zip(kv.layers, changed(expected, made.loaded.resident_form.resident).layers, strict=True):
+        kv = made.store.get(
+            chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        )
+        for ours, true in zip(
+            kv.layers, changed(expected, made.loaded.resident_form.resident).layers, strict=True
+        ):
             torch.testing.assert_close(ours.key, true.key, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.value, true.value, atol=1e-5, rtol=1e-5)
         assert [before.content for before in variant.contextualization.context] == [
@@ -145,7 +155,12 @@ def test_cachecraft_takes_the_variant_whose_context_fits_best(variant_bench):
         assert not made.library.missing(prompt_of(*order), "default")
     stored = [Variant(THIRD, Contextualization(len(THIRD), intra=0.0)), *made.variants(THIRD)]
     assert len(stored) == 3
-    for order in [(FIRST, THIRD), (FOURTH, FIRST, THIRD), (SECOND, FIRST, FOURTH, THIRD), (SECOND, FIRST, THIRD)]:
+    for order in [
+        (FIRST, THIRD),
+        (FOURTH, FIRST, THIRD),
+        (SECOND, FIRST, FOURTH, THIRD),
+        (SECOND, FIRST, THIRD),
+    ]:
         new = [part.content for part in order[:-1]]
         overheads = [fix_overhead(variant.contextualization, new) for variant in stored]
         request = GenerationRequest(prompt_of(*order), parse_policy("cachecraft-1"))
@@ -199,7 +214,9 @@ def test_the_least_reused_variants_make_room(variant_bench):
     assert made.library.missing(prompt_of(THIRD, FOURTH), "default") == [0, 1]
     assert made.store.keys() == made.catalog.chunk_keys().keys()
     assert len(made.store.keys()) == 4 + 4
-    assert made.catalog.released(0, time.time()), "what went is told to tiers that did not hear of it"
+    assert made.catalog.released(0, time.time()), (
+        "what went is told to tiers that did not hear of it"
+    )
 
 
 def test_no_variants_are_made_where_none_may_be_kept_or_wanted(variant_bench):
@@ -251,6 +268,8 @@ def test_a_variant_that_the_store_lost_is_forgotten(variant_bench):
     made.rest()
     assert len(made.variants(SECOND)) == 1
     (variant,) = made.variants(SECOND)
-    made.store.delete(chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
+    made.store.delete(
+        chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+    )
     assert made.variants(SECOND) == ()
     assert made.answer(prompt, "prefix").finished.usage.recomputed_tokens == len(SECOND)

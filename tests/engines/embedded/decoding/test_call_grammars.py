@@ -17,7 +17,10 @@ WEATHER = {
         "name": "get_weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "maximum": 7}},
+            "properties": {
+                "city": {"$ref": "#/$defs/city"},
+                "days": {"type": "integer", "maximum": 7},
+            },
             "required": ["city"],
             "additionalProperties": False,
             "$defs": {"city": {"type": "string"}},
@@ -54,7 +57,11 @@ def test_calls_have_the_models_own_form(guides, name):
     if name in TWO_CALLS:
         assert takes(guides, several, TWO_CALLS[name])
         assert not takes(guides, one, TWO_CALLS[name])
-    for wrong in ("Hello", ONE_CALL[name].replace("get_weather", "get_news"), ONE_CALL[name].replace("2", "9")):
+    for wrong in (
+        "Hello",
+        ONE_CALL[name].replace("get_weather", "get_news"),
+        ONE_CALL[name].replace("2", "9"),
+    ):
         assert not takes(guides, several, wrong)
     only_time = way(name).calls_grammar([TIME], tail=TAILS[name], several=True)
     assert not takes(guides, only_time, ONE_CALL[name])
@@ -96,14 +103,19 @@ def test_reasoning_may_come_before_a_form(guides, grammar):
 
 
 def test_a_call_may_take_the_place_of_a_form(guides):
-    framed = way("llama3").framed(AnswerGrammar.json_schema({"type": "integer"}), tail=TAILS["llama3"], tools=TOOLS)
+    framed = way("llama3").framed(
+        AnswerGrammar.json_schema({"type": "integer"}), tail=TAILS["llama3"], tools=TOOLS
+    )
     assert takes(guides, framed, "17")
     assert takes(guides, framed, ONE_CALL["llama3"])
     assert not takes(guides, framed, "seventeen")
 
 
 def test_arguments_that_cannot_be_enforced_are_refused(guides):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "not": {}}},
+    }
     with pytest.raises(InvalidRequestError, match="not") as caught:
         guides.prepare(way("qwen3").calls_grammar([tool], tail="", several=True))
     assert caught.value.param == "tools"

@@ -21,11 +21,18 @@ TOKENS = byte_tokenizer().get_vocab()
 CLOSING = {TOKENS[character]: 3.0 for character in '"}],0123456789'}
 """A little more weight on what ends strings, lists and objects: random weights seldom do."""
 
-SAMPLING = {"temperature": 1, "ignore_eos": False, "logit_bias": CLOSING, "logprobs": None, "max_tokens": 300}
+SAMPLING = {
+    "temperature": 1,
+    "ignore_eos": False,
+    "logit_bias": CLOSING,
+    "logprobs": None,
+    "max_tokens": 300,
+}
 
 
 def valid_answers(made, count):
-    """Ask for ``count`` answers under the schemas in turn; return how many came to their end, all of them valid."""
+    """Ask for ``count`` answers under the schemas in turn; return how many came to their end, all
+    of them valid."""
     names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(count)]
     prompts = [linked_prompt(20, seed=number) for number in range(len(SCHEMAS))]
     ended = 0
@@ -87,11 +94,23 @@ def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, name):
         ("regex", "a" * 8193, "8,193 characters"),
         ("grammar", "start: " + "a" * 32_768, "32,775 characters"),
         ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(500)), "501 rules"),
-        ("grammar", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)), "501 rules"),
+        (
+            "grammar",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)),
+            "501 rules",
+        ),
         ("json", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}}), "8,002 fields"),
         ("json", json.dumps({"enum": list(range(8000))}), "8,001 fields"),
-        ("json", json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}), "501 references"),
-        ("json", json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}), "10,000 characters of p"),
+        (
+            "json",
+            json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}),
+            "501 references",
+        ),
+        (
+            "json",
+            json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}),
+            "10,000 characters of p",
+        ),
     ],
 )
 def test_what_is_no_grammar_is_refused(bench, kind, source, cause):
@@ -103,7 +122,10 @@ def test_what_is_no_grammar_is_refused(bench, kind, source, cause):
     ("grammar", "pattern"),
     [
         (AnswerGrammar("regex", r"[a-f]{3,5}-(x|yy)"), r"[a-f]{3,5}-(x|yy)"),
-        (AnswerGrammar.choice(["yes", "no", 'a "quoted"\n one', "\U0001f600"]), 'yes|no|a "quoted"\n one|\U0001f600'),
+        (
+            AnswerGrammar.choice(["yes", "no", 'a "quoted"\n one', "\U0001f600"]),
+            'yes|no|a "quoted"\n one|\U0001f600',
+        ),
         (AnswerGrammar.choice(["a", "ab", "abc"]), "a|ab|abc"),
         (AnswerGrammar("grammar", 'start: "<" WORD ">"\nWORD: /[xyz]{1,4}/'), "<[xyz]{1,4}>"),
         (AnswerGrammar("grammar", 'root ::= "a" digit digit\ndigit ::= [0-9]'), "a[0-9]{2}"),
@@ -112,7 +134,9 @@ def test_what_is_no_grammar_is_refused(bench, kind, source, cause):
 )
 def test_other_notations(bench, grammar, pattern):
     made = bench()
-    outcomes, _ = made.submit_choices(linked_prompt(20), 6, policy="naive", seed=3, grammar=grammar, **SAMPLING)
+    outcomes, _ = made.submit_choices(
+        linked_prompt(20), 6, policy="naive", seed=3, grammar=grammar, **SAMPLING
+    )
     for outcome in outcomes:
         assert re.fullmatch(pattern, outcome.wait().text), outcome.text
         assert outcome.finished.reason == "stop"
@@ -122,13 +146,17 @@ def test_the_end_of_the_grammar_is_the_end_of_the_answer(bench):
     """Whatever the request says of endings, and greedily, too."""
     made = bench()
     for options in ({"ignore_eos": True}, {"min_tokens": 50, "max_tokens": 60}, {"temperature": 0}):
-        outcome = made.answer(linked_prompt(20), grammar=AnswerGrammar.choice(["abc"]), **(SAMPLING | options))
+        outcome = made.answer(
+            linked_prompt(20), grammar=AnswerGrammar.choice(["abc"]), **(SAMPLING | options)
+        )
         assert (outcome.text, outcome.finished.reason) == ("abc", "stop")
 
 
 def test_an_answer_that_is_cut_tells_so(bench):
     outcome = bench().answer(
-        linked_prompt(20), grammar=AnswerGrammar("regex", "[ab]{20}"), **SAMPLING | {"max_tokens": 9}
+        linked_prompt(20),
+        grammar=AnswerGrammar("regex", "[ab]{20}"),
+        **SAMPLING | {"max_tokens": 9},
     )
     assert outcome.finished.reason == "length"
     assert re.fullmatch("[ab]{9}", outcome.text)
@@ -137,7 +165,9 @@ def test_an_answer_that_is_cut_tells_so(bench):
 def test_what_a_request_forbids_may_leave_nothing(bench):
     refused = Outcome()
     sampling = SamplingParams(grammar=AnswerGrammar("regex", "a+b"))
-    request = GenerationRequest(linked_prompt(20), parse_policy("naive"), sampling, bad_words=((TOKENS["a"],),))
+    request = GenerationRequest(
+        linked_prompt(20), parse_policy("naive"), sampling, bad_words=((TOKENS["a"],),)
+    )
     bench().engine.generate(request, refused.put)
     error = refused.wait().failed.error
     assert "No token is left" in error.message
@@ -151,7 +181,8 @@ def test_answers_go_on_after_they_gave_their_slots_up(bench):
     prompts = [linked_prompt(fresh=30, seed=seed) for seed in range(6)]
     with made.held():
         submitted = [
-            made.submit(prompt, seed=1, grammar=grammar, **SAMPLING | {"max_tokens": 150})[0] for prompt in prompts
+            made.submit(prompt, seed=1, grammar=grammar, **SAMPLING | {"max_tokens": 150})[0]
+            for prompt in prompts
         ]
     for outcome in submitted:
         assert re.fullmatch("([a-d]{2},){40}end", outcome.wait().text)

@@ -1,4 +1,5 @@
-"""Log probabilities of given text: against the model's own forward pass, and against linking done slowly."""
+"""Log probabilities of given text: against the model's own forward pass, and against linking done
+slowly."""
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ PROMPT = linked_prompt(31, 22, 19, header=5, middle=3, fresh=20)
 
 
 def submit(made, prompt, policy, top=None):
-    return made.engine.score(GenerationRequest(prompt, as_policy(policy), SamplingParams(logprobs=top)))
+    return made.engine.score(
+        GenerationRequest(prompt, as_policy(policy), SamplingParams(logprobs=top))
+    )
 
 
 def score(made, prompt, policy, top=None):
@@ -29,7 +32,8 @@ def score(made, prompt, policy, top=None):
 
 
 def after(logits, prompt, tail):
-    """Log probabilities of what follows the prompt's last ``tail`` tokens, [tail - 1, vocabulary]."""
+    """Log probabilities of what follows the prompt's last ``tail`` tokens, [tail - 1,
+    vocabulary]."""
     return torch.log_softmax(logits[len(prompt) - tail : -1].float(), -1).numpy()
 
 
@@ -38,7 +42,9 @@ def of(distributions, prompt):
     return distributions[np.arange(len(distributions)), prompt.tokens[-len(distributions) :]]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2-softcap", "gpt_oss-sinks", "cohere2-interleaved-nope", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2-softcap", "gpt_oss-sinks", "cohere2-interleaved-nope", "phi3"]
+)
 @pytest.mark.parametrize("max_step_tokens", [7, 512])
 def test_full_is_the_models_own_forward_pass(bench, family, max_step_tokens):
     """Some of these cap or scale their logits."""
@@ -79,11 +85,14 @@ def test_a_policy_that_refines_is_scored_with_what_it_kept(bench):
                 mask[begin:end] = True
     assert masks[0].sum() > masks[-1].sum() > 0
     slowly = of(after(reference.run(masks).logits, PROMPT, TAIL), PROMPT)
-    np.testing.assert_allclose(score(made, PROMPT, "cacheblend-40").logprobs, slowly, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        score(made, PROMPT, "cacheblend-40").logprobs, slowly, atol=TOLERANCE
+    )
 
 
 def test_together_is_alone(bench, monkeypatch):
-    """Every policy, in batches that also generate, with prompts cut into steps and logits into slices."""
+    """Every policy, in batches that also generate, with prompts cut into steps and logits into
+    slices."""
     alone = bench(max_step_tokens=512)
     expected = {policy: score(alone, PROMPT, policy).logprobs for policy in EVERY_POLICY}
     monkeypatch.setattr(collecting, "ROWS_AT_ONCE", 4)
@@ -103,7 +112,10 @@ def test_what_a_score_says_of_usage_is_what_a_generation_says(bench):
     for policy in EVERY_POLICY:
         usage = made.answer(PROMPT, policy, max_tokens=1).finished.usage
         scored = score(made, PROMPT, policy).usage
-        assert (scored.cached_tokens, scored.recomputed_tokens) == (usage.cached_tokens, usage.recomputed_tokens)
+        assert (scored.cached_tokens, scored.recomputed_tokens) == (
+            usage.cached_tokens,
+            usage.recomputed_tokens,
+        )
 
 
 def test_tokens_that_are_scored_whole_are_scored_as_the_model_does(bench):

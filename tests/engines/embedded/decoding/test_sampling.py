@@ -13,8 +13,12 @@ from kvlinker.engines.embedded.decoding.sampling import Sampler
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 
 
-def draws(count=2000, tokens=(), prompt_length=0, logits=LOGITS, endings=(), bad_words=(), **params):
-    sampler = Sampler(SamplingParams(**params), prompt_length=prompt_length, endings=endings, bad_words=bad_words)
+def draws(
+    count=2000, tokens=(), prompt_length=0, logits=LOGITS, endings=(), bad_words=(), **params
+):
+    sampler = Sampler(
+        SamplingParams(**params), prompt_length=prompt_length, endings=endings, bad_words=bad_words
+    )
     history = torch.tensor(tokens, dtype=torch.long)
     return [sampler.sample(logits, lambda: history) for _ in range(count)]
 
@@ -39,7 +43,9 @@ def test_sampling_follows_the_softmax():
 
 def test_temperature_sharpens():
     drawn = draws(5000, temperature=0.5, seed=1)
-    assert drawn.count(1) / 5000 == pytest.approx(float(torch.softmax(LOGITS / 0.5, -1)[1]), abs=0.02)
+    assert drawn.count(1) / 5000 == pytest.approx(
+        float(torch.softmax(LOGITS / 0.5, -1)[1]), abs=0.02
+    )
 
 
 @pytest.mark.parametrize(

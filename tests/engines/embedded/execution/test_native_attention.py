@@ -41,7 +41,8 @@ def test_models_answer_as_with_torch(kernel, native_anew, family):
         ]
         own = np.arange(200)
         visible_kv: dict[object, VisibleKV] = {
-            slot: VisibleKV((), (SlotSpan(slot, 200),), own, OwnTokens(own, ())) for slot in (0, 210)
+            slot: VisibleKV((), (SlotSpan(slot, 200),), own, OwnTokens(own, ()))
+            for slot in (0, 210)
         }
         result = runner.step(Batch(tuple(runs), visible_kv))
         assert list(result.logits) == [0, 210]
@@ -53,9 +54,12 @@ def test_models_answer_as_with_torch(kernel, native_anew, family):
 
 @pytest.mark.parametrize("weights", ["auto", "int4"])
 def test_a_model_can_do_without_native_code(bench, native_anew, monkeypatch, weights):
-    """The weights' products, norms, attention and the products that observers see are all PyTorch's then."""
+    """The weights' products, norms, attention and the products that observers see are all PyTorch's
+    then."""
     monkeypatch.setattr(native, "functions", lambda *_: pytest.fail("native code is loaded"))
-    loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer(), weights=weights, native=False)
+    loaded = prepare_model(
+        tiny_model("llama").bfloat16(), byte_tokenizer(), weights=weights, native=False
+    )
     made = bench(model=loaded, native_attention=False)
     prompt = linked_prompt(30, 20)
     made.cache(prompt)

@@ -1,5 +1,6 @@
-"""The strong oracle: with chunk KV taken from the prompt's own full forward pass, and garbage wherever a policy
-recomputes, every policy must give exactly what the model gives; and so again when it reuses what it computed then."""
+"""The strong oracle: with chunk KV taken from the prompt's own full forward pass, and garbage
+wherever a policy recomputes, every policy must give exactly what the model gives; and so again when
+it reuses what it computed then."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from kvlinker.store import ChunkKV, HostTier, LayerKV
 from tests.engines.embedded.conftest import full_forward, linked_prompt
 from tests.toy_models import FAMILIES
 
-POLICIES = ["full", "naive", "prefix", "legolink-1", "legolink-16", "attnlink-9", "random-40", "random-100"]
+POLICIES = [
+    "full",
+    "naive",
+    "prefix",
+    "legolink-1",
+    "legolink-16",
+    "attnlink-9",
+    "random-40",
+    "random-100",
+]
 EVIDENCE_DRIVEN = [
     "h2o-30",
     "cachecraft-0.7",
@@ -32,8 +42,8 @@ TOLERANCE = 2e-5
 
 
 def true_chunk_kv(loaded, prompt, names=None, step=10**6):
-    """Each chunk's KV as the full forward pass of this very prompt makes it, ``step`` tokens at a time. With ``names``
-    of the chunks, their scores are collected too."""
+    """Each chunk's KV as the full forward pass of this very prompt makes it, ``step`` tokens at a
+    time. With ``names`` of the chunks, their scores are collected too."""
     spans = [(span.start, span.end) for span in prompt.spans]
     scores = None if names is None else ScoreCollector(len(loaded.layers), spans, names)
     capture = Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
@@ -41,7 +51,9 @@ def true_chunk_kv(loaded, prompt, names=None, step=10**6):
     runner = Runner(loaded.model, loaded.layers, pool)
     for begin in range(0, len(prompt), step):
         tokens = prompt.tokens[begin : begin + step]
-        run = Run(np.arange(begin, begin + len(tokens)), begin, tokens, capture=capture, observer=scores)
+        run = Run(
+            np.arange(begin, begin + len(tokens)), begin, tokens, capture=capture, observer=scores
+        )
         runner.step(Batch((run,), {None: own_sight(begin + len(tokens))}))
     return capture.finish()
 
@@ -55,7 +67,10 @@ def own_sight(length):
 def computed_layers(explanation, layers):
     """The cached tokens that each layer computes, [layers, tokens]."""
     masks = np.zeros((layers, explanation.tokens), dtype=bool)
-    assert [entry.first for entry in explanation.layers] == [0, *[entry.last + 1 for entry in explanation.layers[:-1]]]
+    assert [entry.first for entry in explanation.layers] == [
+        0,
+        *[entry.last + 1 for entry in explanation.layers[:-1]],
+    ]
     assert explanation.layers[-1].last == layers - 1
     for entry in explanation.layers:
         for begin, end in entry.recomputed:
@@ -71,16 +86,20 @@ def with_garbage(kv, positions):
         spoiled[:, positions] = 77.0
         return spoiled
 
-    return ChunkKV(tuple(LayerKV(spoiled(layer.key), spoiled(layer.value)) for layer in kv.layers), kv.scores)
+    return ChunkKV(
+        tuple(LayerKV(spoiled(layer.key), spoiled(layer.value)) for layer in kv.layers), kv.scores
+    )
 
 
 def strangers(prompt):
-    """Names by which scores tell of others: then no chunk counts as computed behind what it stands behind."""
+    """Names by which scores tell of others: then no chunk counts as computed behind what it stands
+    behind."""
     return [f"stranger {index}" for index in range(len(prompt.chunks))]
 
 
 def plant(bench, prompt, policy, tenant, names=None):
-    """Store the true KV under the chunks' keys, garbage at what the policy recomputes; with ``names``, with scores."""
+    """Store the true KV under the chunks' keys, garbage at what the policy recomputes; with
+    ``names``, with scores."""
     selected = parse_policy(policy).select(prompt, PromptEvidence())
     chunks_kv = true_chunk_kv(bench.loaded, prompt, names)
     for chunk, span, kv in zip(prompt.chunks, prompt.spans, chunks_kv, strict=True):
@@ -95,15 +114,21 @@ def plant_layer_by_layer(bench, prompt, policy):
 
     def put(tenant, kvs):
         for chunk, kv in zip(prompt.chunks, kvs, strict=True):
-            bench.store.put(chunk_key(chunk, fingerprint=bench.loaded.fingerprint, tenant=tenant), kv)
+            bench.store.put(
+                chunk_key(chunk, fingerprint=bench.loaded.fingerprint, tenant=tenant), kv
+            )
 
     put(f"true {policy}", chunks_kv)
-    masks = computed_layers(bench.explain(prompt, policy, tenant=f"true {policy}"), len(bench.loaded.layers))
+    masks = computed_layers(
+        bench.explain(prompt, policy, tenant=f"true {policy}"), len(bench.loaded.layers)
+    )
     spoiled = []
     for kv, span in zip(chunks_kv, prompt.spans, strict=True):
         layers = []
         for layer, mask in zip(kv.layers, masks, strict=True):
-            alone = with_garbage(ChunkKV((layer,)), np.flatnonzero(mask[span.start : span.end]).tolist())
+            alone = with_garbage(
+                ChunkKV((layer,)), np.flatnonzero(mask[span.start : span.end]).tolist()
+            )
             layers.append(alone.layers[0])
         spoiled.append(ChunkKV(tuple(layers), kv.scores))
     put(policy, spoiled)
@@ -112,8 +137,9 @@ def plant_layer_by_layer(bench, prompt, policy):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policies_by_evidence_equal_the_full_forward_pass(bench, family):
-    """Garbage wherever a layer computes, the true KV elsewhere. What decides is not touched by it: scores are stored,
-    spoiled tokens deviate most, and the question's attention is the true one once they are repaired."""
+    """Garbage wherever a layer computes, the true KV elsewhere. What decides is not touched by it:
+    scores are stored, spoiled tokens deviate most, and the question's attention is the true one
+    once they are repaired."""
     made = bench(family, max_step_tokens=37, kv_slots=8192, prefix_cache="on")
     prompt = linked_prompt(31, 57, 19, 64, header=5, middle=3)
     expected = full_forward(family, prompt, STEPS)
@@ -123,14 +149,18 @@ def test_policies_by_evidence_equal_the_full_forward_pass(bench, family):
         assert usage.recomputed_tokens > 0
     for policy, usage in usages(made, prompt, EVIDENCE_DRIVEN, expected):
         refines = parse_policy(policy).needs.refines
-        assert usage.exact_cached_tokens == (0 if refines else len(prompt) - 1), "the header alone is too little"
+        assert usage.exact_cached_tokens == (0 if refines else len(prompt) - 1), (
+            "the header alone is too little"
+        )
 
 
 def usages(made, prompt, policies, expected):
-    """Have answers under all policies, each its own tenant's, computed together; check them, and yield each with what
-    it took."""
+    """Have answers under all policies, each its own tenant's, computed together; check them, and
+    yield each with what it took."""
     tokens, logprobs = expected
-    outcomes = [made.submit(prompt, policy, tenant=policy, max_tokens=STEPS)[0] for policy in policies]
+    outcomes = [
+        made.submit(prompt, policy, tenant=policy, max_tokens=STEPS)[0] for policy in policies
+    ]
     for policy, outcome in zip(policies, outcomes, strict=True):
         outcome.wait()
         assert outcome.failed is None, outcome.failed
@@ -139,8 +169,12 @@ def usages(made, prompt, policies, expected):
         yield policy, outcome.finished.usage
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
-@pytest.mark.parametrize("policy", ["cacheblend-40", "cacheblend-40-onestep", "cacheblend-40-v", "cacheblend-40-k"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
+)
+@pytest.mark.parametrize(
+    "policy", ["cacheblend-40", "cacheblend-40-onestep", "cacheblend-40-v", "cacheblend-40-k"]
+)
 @pytest.mark.parametrize("joined", ["", "+legolink-1"])
 def test_cacheblend_finds_what_is_spoiled(bench, family, policy, joined):
     """Up to 15 percent in the last layer of the gradual schedule, of 171 tokens here."""
@@ -156,8 +190,9 @@ def test_cacheblend_finds_what_is_spoiled(bench, family, policy, joined):
 
 
 class Spoiling(Policy):
-    """Another policy; when it has selected, garbage takes the place of all KV that is computed again, and of ``more``
-    tokens: of the first pass's own tokens, and of chunks. For a request that is alone in the engine."""
+    """Another policy; when it has selected, garbage takes the place of all KV that is computed
+    again, and of ``more`` tokens: of the first pass's own tokens, and of chunks. For a request that
+    is alone in the engine."""
 
     family = "spoiling"
 
@@ -175,7 +210,9 @@ class Spoiling(Policy):
             tensor.fill_(77.0)
         spoiled = [*np.flatnonzero(selected), *self.more]
         for span, kv in zip(prompt.spans, self.chunks, strict=True):
-            inside = [position - span.start for position in spoiled if span.start <= position < span.end]
+            inside = [
+                position - span.start for position in spoiled if span.start <= position < span.end
+            ]
             for layer in kv.layers:
                 layer.key[:, inside] = layer.value[:, inside] = 77.0
         return selected
@@ -186,16 +223,25 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
     for tensor in (*pool.keys, *pool.values):
         tensor.zero_()
     plant(made, prompt, "naive", tenant="default", names=strangers(prompt))
-    keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
+    keys = [
+        chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        for chunk in prompt.chunks
+    ]
     chunks = tuple(made.store.get(key) for key in keys)
     parts = tuple(Spoiling(parse_policy(name), pool, chunks, more) for name in names)
-    for outcome in made.answer_twice(prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2):
+    for outcome in made.answer_twice(
+        prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2
+    ):
         assert outcome.failed is None, outcome.failed
         yield outcome
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
-@pytest.mark.parametrize("names", [["query-20"], ["query-0"], ["query-5", "legolink-4"], ["h2o-10", "query-10"]])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
+)
+@pytest.mark.parametrize(
+    "names", [["query-20"], ["query-0"], ["query-5", "legolink-4"], ["h2o-10", "query-10"]]
+)
 @pytest.mark.parametrize("fresh", [11, 0])
 def test_the_second_pass_repairs_all_that_was_selected(bench, family, names, fresh):
     prompt = linked_prompt(31, 57, 19, header=5, middle=3, fresh=fresh)
@@ -231,7 +277,8 @@ def test_every_policy_equals_the_full_forward_pass(bench, family):
 
 @pytest.mark.parametrize("family", ["dynamic-rope", "longrope"])
 def test_rotary_embeddings_that_depend_on_length_are_exact_up_to_the_window(bench, family):
-    """Their tables change once more positions are asked for than the model was pretrained with: 256 here."""
+    """Their tables change once more positions are asked for than the model was pretrained with: 256
+    here."""
     made = bench(family, max_step_tokens=37, prefix_cache="on")
     assert made.engine.max_model_len == 256
     prompt = linked_prompt(80, 90, 71, fresh=11)
@@ -257,7 +304,8 @@ def test_a_prompt_may_end_in_a_chunk(bench, policy, lengths):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks"])
 def test_garbage_that_is_not_recomputed_shows(bench, family):
-    """The oracle can fail: spoil one token that naive keeps, and the answer's probabilities move."""
+    """The oracle can fail: spoil one token that naive keeps, and the answer's probabilities
+    move."""
     made = bench(family, prefix_cache="on")
     prompt = linked_prompt(31, 40)
     _, logprobs = full_forward(family, prompt, 1)
@@ -268,7 +316,8 @@ def test_garbage_that_is_not_recomputed_shows(bench, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_first_chunk_alone_is_prefix_caching(bench, family):
-    """R = ∅ with one chunk at position 0 must equal prefix caching, here with KV that kvlinker made itself."""
+    """R = ∅ with one chunk at position 0 must equal prefix caching, here with KV that kvlinker made
+    itself."""
     made = bench(family, prefix_cache="on")
     prompt = linked_prompt(61)
     made.cache(prompt)
@@ -290,8 +339,8 @@ def test_unpositioned_keys_differ_from_positioned_ones(bench):
 
 
 def test_stored_keys_carry_no_position(bench):
-    """The same chunk behind something else: its first-layer keys differ between the places, its stored ones do not, and
-    those in memory are at the positions 0, 1, …."""
+    """The same chunk behind something else: its first-layer keys differ between the places, its
+    stored ones do not, and those in memory are at the positions 0, 1, …."""
     made = bench(slower=lambda events: [HostTier(1 << 28, events, name="slower")])
     prompt = linked_prompt(20, 20)
     made.cache(prompt)
@@ -299,5 +348,7 @@ def test_stored_keys_carry_no_position(bench):
     key = chunk_key(prompt.chunks[0], fingerprint=made.loaded.fingerprint, tenant="default")
     moved = true_chunk_kv(made.loaded, linked_prompt(20, header=13))[0].layers[0]
     torch.testing.assert_close(made.slower[0].get(key).layers[0].key, moved.key)
-    torch.testing.assert_close(made.store.get(key).layers[0].key, made.loaded.resident_form.resident(0, moved).key)
+    torch.testing.assert_close(
+        made.store.get(key).layers[0].key, made.loaded.resident_form.resident(0, moved).key
+    )
     assert (made.loaded.resident_form.resident(0, moved).key[:, 1:] != moved.key[:, 1:]).any()

@@ -62,7 +62,9 @@ def plant(made, prompt, spoiled):
         made.store.put(key, with_garbage(kv, spoiled))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
+)
 @pytest.mark.parametrize("by", ["key", "value"])
 def test_dropping_exact_tokens_and_keeping_spoiled_ones_changes_nothing(bench, family, by):
     made = bench(family, max_step_tokens=16)
@@ -77,7 +79,10 @@ def test_dropping_exact_tokens_and_keeping_spoiled_ones_changes_nothing(bench, f
         assert outcome.tokens == tokens
         np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
         assert {layer for layer, _, _ in policy.seen} == policy.layers
-    assert neighbour.wait().tokens == bench(family).answer(linked_prompt(20, 20, seed=8), "legolink-2").tokens
+    assert (
+        neighbour.wait().tokens
+        == bench(family).answer(linked_prompt(20, 20, seed=8), "legolink-2").tokens
+    )
 
 
 def test_evidence_tells_positions_and_what_is_cached(bench):
@@ -134,7 +139,9 @@ def test_the_last_token_is_never_dropped_even_from_a_chunk(bench, layers):
     prompt = linked_prompt(30, 25, fresh=0, header=3)
     tokens, logprobs = full_forward("llama", prompt, 4)
     plant(made, prompt, [])
-    neighbours = [made.submit(linked_prompt(fresh=20, seed=s), "full", max_tokens=40)[0] for s in (1, 2)]
+    neighbours = [
+        made.submit(linked_prompt(fresh=20, seed=s), "full", max_tokens=40)[0] for s in (1, 2)
+    ]
     for neighbour in neighbours:
         neighbour.wait_for_token()
     outcome = submit(made, prompt, KeepNone(layers)).wait()
@@ -153,10 +160,14 @@ class WrongShape(Drop):
         return np.ones(3, dtype=np.bool_)
 
 
-@pytest.mark.parametrize(("policy", "message"), [(Raises({1}), "not today"), (WrongShape({1}), "shape")])
+@pytest.mark.parametrize(
+    ("policy", "message"), [(Raises({1}), "not today"), (WrongShape({1}), "shape")]
+)
 def test_a_policy_that_fails_fails_its_own_request_only(bench, policy, message):
     made = bench()
-    neighbour = made.submit(linked_prompt(fresh=20, seed=1), "full", max_tokens=60)[0].wait_for_token()
+    neighbour = made.submit(linked_prompt(fresh=20, seed=1), "full", max_tokens=60)[
+        0
+    ].wait_for_token()
     outcome = submit(made, linked_prompt(30, 25), policy).wait()
     assert message in outcome.failed.error.message
     assert neighbour.wait().finished.reason == "length"

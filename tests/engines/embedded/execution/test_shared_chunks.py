@@ -1,5 +1,5 @@
-"""Requests that attend to the same chunks in memory: each answers as if it were alone, and what is in use stays, within
-budgets, until the last one ends."""
+"""Requests that attend to the same chunks in memory: each answers as if it were alone, and what is
+in use stays, within budgets, until the last one ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def prompt_of(order, seed, header=0):
 
 def bytes_of(made, *chunks):
     """The bytes of chunks in memory, with their scores."""
-    return sum(len(chunk) for chunk in chunks) * (made.engine.kv_bytes_per_token + SCORE_BYTES_PER_TOKEN)
+    return sum(len(chunk) for chunk in chunks) * (
+        made.engine.kv_bytes_per_token + SCORE_BYTES_PER_TOKEN
+    )
 
 
 def assert_alike(outcome, alone):
@@ -48,10 +50,14 @@ def assert_alike(outcome, alone):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_see_a_chunk_each_at_its_own_positions(bench, family):
-    """The same chunks in several orders, some of them twice, under policies that compute different tokens of them."""
+    """The same chunks in several orders, some of them twice, under policies that compute different
+    tokens of them."""
     made = bench(family, max_step_tokens=512)
     prompts = [prompt_of(order, seed, header=3 * seed) for seed, order in enumerate(ORDERS)]
-    alone = [made.answer(prompt, policy, max_tokens=6) for prompt, policy in zip(prompts, POLICIES, strict=True)]
+    alone = [
+        made.answer(prompt, policy, max_tokens=6)
+        for prompt, policy in zip(prompts, POLICIES, strict=True)
+    ]
     expected, _ = full_forward(family, prompts[-1], 6)
     assert alone[-1].tokens == expected
     shared: list[int] = []
@@ -65,7 +71,10 @@ def test_requests_see_a_chunk_each_at_its_own_positions(bench, family):
         return views(seen, positions)
 
     made.engine.runner.kernel.plan = plan
-    together = [made.submit(prompt, policy, max_tokens=6)[0] for prompt, policy in zip(prompts, POLICIES, strict=True)]
+    together = [
+        made.submit(prompt, policy, max_tokens=6)[0]
+        for prompt, policy in zip(prompts, POLICIES, strict=True)
+    ]
     for outcome, answer in zip(together, alone, strict=True):
         assert_alike(outcome.wait(), answer)
     assert max(shared) >= 4, "they were not computed together"
@@ -89,7 +98,9 @@ def test_the_same_batch_gives_the_same_bits():
             own = np.arange(start, start + 11)
             owner = object()
             runs.append(Run(16 * number + np.arange(11), start, tokens, True, owner=owner))
-            visible_kv[owner] = VisibleKV(tuple(shared), (SlotSpan(16 * number, 11),), own, OwnTokens(own, shared))
+            visible_kv[owner] = VisibleKV(
+                tuple(shared), (SlotSpan(16 * number, 11),), own, OwnTokens(own, shared)
+            )
         return torch.stack(list(runner.step(Batch(tuple(runs), visible_kv)).logits.values()))
 
     first = logits()
@@ -120,7 +131,10 @@ def test_a_chunk_in_use_is_not_evicted(bench):
     outcome.wait_for_token()
     for chunk in LIBRARY[2:]:
         made.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
-    keys = {chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in LIBRARY[:2]}
+    keys = {
+        chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        for chunk in LIBRARY[:2]
+    }
     assert keys <= made.store.keys() or outcome.finished is not None
     assert_alike(outcome.wait(), alone)
     made.settle()
@@ -162,19 +176,23 @@ def test_chunks_that_come_from_a_slower_tier_are_shared_too(bench):
     prompts = [prompt_of(order, seed) for seed, order in enumerate(ORDERS[:4])]
     alone = [made.answer(prompt, "legolink-4") for prompt in prompts]
     made.store.flush()
-    for outcome, answer in zip([made.submit(prompt, "legolink-4")[0] for prompt in prompts], alone, strict=True):
+    for outcome, answer in zip(
+        [made.submit(prompt, "legolink-4")[0] for prompt in prompts], alone, strict=True
+    ):
         assert_alike(outcome.wait(), answer)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_budgets_hold_whatever_comes_and_goes(bench, seed):
-    """Sixty-four requests at once over a library that memory cannot hold, some of them cancelled, chunks deleted and
-    made meanwhile."""
+    """Sixty-four requests at once over a library that memory cannot hold, some of them cancelled,
+    chunks deleted and made meanwhile."""
     roomy = bench()
     budget = bytes_of(roomy, *LIBRARY[:4])
     made = bench(memory=budget, kv_slots=700, max_running=16)
     draw = random.Random(seed)
-    prompts = [prompt_of(draw.sample(range(len(LIBRARY)), draw.randint(1, 3)), seed) for seed in range(8)]
+    prompts = [
+        prompt_of(draw.sample(range(len(LIBRARY)), draw.randint(1, 3)), seed) for seed in range(8)
+    ]
     policies = ["naive", "legolink-4", "query-10"]
     alone = {
         (number, policy): roomy.answer(prompt, policy, max_tokens=3)

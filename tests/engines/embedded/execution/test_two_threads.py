@@ -1,4 +1,5 @@
-"""What is exact in one thread is exact in two: the work is divided otherwise, but the answers are the model's.
+"""What is exact in one thread is exact in two: the work is divided otherwise, but the answers are
+the model's.
 
 All other tests compute in one thread.
 """

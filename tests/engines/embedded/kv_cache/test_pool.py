@@ -23,7 +23,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.held: list[tuple[SlotSpan, ...]] = []
 
     def taken(self) -> set[int]:
-        return {slot for spans in self.held for span in spans for slot in range(span.slot, span.end)}
+        return {
+            slot for spans in self.held for span in spans for slot in range(span.slot, span.end)
+        }
 
     @rule(size=st.integers(1, 30))
     def allocate(self, size: int) -> None:

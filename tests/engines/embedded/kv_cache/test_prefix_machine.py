@@ -1,4 +1,5 @@
-"""Whatever an engine computed before, and keeps, its answers are those of an engine that reuses nothing."""
+"""Whatever an engine computed before, and keeps, its answers are those of an engine that reuses
+nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.engines.embedded.conftest import Bench, Outcome, random_tokens
 TOLERANCE = 1e-5
 CHUNKS = [Chunk(random_tokens(length, [8, length])) for length in (20, 31, 44)]
 POLICIES = ["full", "naive", "legolink-4", "prefix", "cacheblend-20"]
-"""What they compute again does not depend on what stands behind it, so that later turns are linked as the first was."""
+"""What they compute again does not depend on what stands behind it, so that later turns are linked
+as the first was."""
 
 LOOKING = ["query-10", "query-10+legolink-2"]
 """They look at the question, so that only the first turn is linked as without reuse."""
@@ -82,8 +84,9 @@ def alike(outcome: Outcome, cold: Outcome) -> bool:
 
 
 class ReuseMachine(RuleBasedStateMachine):
-    """Conversations of two tenants come, go on, fork, are asked again, at the same time, and are cancelled, in a pool
-    that keeps some of what they left, while the rest goes to disk; chunks' KV vanishes."""
+    """Conversations of two tenants come, go on, fork, are asked again, at the same time, and are
+    cancelled, in a pool that keeps some of what they left, while the rest goes to disk; chunks' KV
+    vanishes."""
 
     warm: ClassVar[Bench]
     cold: ClassVar[Bench]
@@ -96,7 +99,9 @@ class ReuseMachine(RuleBasedStateMachine):
         self.example = next(self.examples)
         self.talks: list[Talk] = []
         self.running: list[Running] = []
-        self.said: dict[str, list[np.ndarray]] = {}  # what a tenant's requests have computed, at the most
+        self.said: dict[
+            str, list[np.ndarray]
+        ] = {}  # what a tenant's requests have computed, at the most
 
     @property
     def idle(self) -> list[Talk]:
@@ -114,7 +119,11 @@ class ReuseMachine(RuleBasedStateMachine):
         crosses = crosses and policy in ("full", "naive", "legolink-4")
         kind = COMMON if crosses else policy
         opening = random_tokens(header, [self.example, 3, *kind.encode()])
-        parts: list[int | tuple[int, ...]] = [opening, *chunks, random_tokens(9 + question, [4, question])]
+        parts: list[int | tuple[int, ...]] = [
+            opening,
+            *chunks,
+            random_tokens(9 + question, [4, question]),
+        ]
         talk = Talk(f"{self.example}-{tenant}", policy, parts, crosses=crosses)
         self.talks.append(talk)
         self.ask(talk)
@@ -146,7 +155,9 @@ class ReuseMachine(RuleBasedStateMachine):
         if keys:
             self.warm.store.delete(keys[number % len(keys)])
         self.warm.answer(
-            Prompt((FreshSegment(random_tokens(length, [6, self.example, length])),)), "full", max_tokens=1
+            Prompt((FreshSegment(random_tokens(length, [6, self.example, length])),)),
+            "full",
+            max_tokens=1,
         )
 
     @precondition(lambda self: self.running)
@@ -195,11 +206,19 @@ class ReuseMachine(RuleBasedStateMachine):
         assert min(usage.cached_tokens, usage.recomputed_tokens, usage.fresh_tokens) >= 0
         type(self).reused += usage.exact_cached_tokens > 0
         others = [
-            other.prompt.tokens for other in self.running if other.talk.tenant == talk.tenant and other != running
+            other.prompt.tokens
+            for other in self.running
+            if other.talk.tenant == talk.tenant and other != running
         ]
-        common = max((_common(running.prompt.tokens, each) for each in [*before, *others]), default=0)
+        common = max(
+            (_common(running.prompt.tokens, each) for each in [*before, *others]), default=0
+        )
         assert usage.exact_cached_tokens <= common, "nothing but the tenant's own"
-        candidates = range(sum(isinstance(part, int) for part in talk.parts) + 1) if talk.crosses else range(1)
+        candidates = (
+            range(sum(isinstance(part, int) for part in talk.parts) + 1)
+            if talk.crosses
+            else range(1)
+        )
         assert any(alike(outcome, self.without_reuse(talk, exact)) for exact in candidates), talk
         talk.answer = tuple(outcome.tokens)
         before.append(np.array([*running.prompt.tokens, *outcome.tokens]))

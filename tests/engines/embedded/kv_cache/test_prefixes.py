@@ -1,4 +1,5 @@
-"""What later requests reuse of earlier ones: the tree of what was computed, and answers that do not depend on it."""
+"""What later requests reuse of earlier ones: the tree of what was computed, and answers that do not
+depend on it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def prompt_of(*parts):
     """A prompt of chunks, given by number, and of fresh tokens."""
     segments: list[Segment] = []
     for part in parts:
-        segments.append(CachedSegment(CHUNKS[part]) if isinstance(part, int) else FreshSegment(tuple(part)))
+        segments.append(
+            CachedSegment(CHUNKS[part]) if isinstance(part, int) else FreshSegment(tuple(part))
+        )
     return Prompt(tuple(segments))
 
 
@@ -39,7 +42,8 @@ def keys_of(prompt):
 
 
 class FakeSpill:
-    """Keeps what the slots of a machine hold, unless it is full; loading pays, unless it is slow."""
+    """Keeps what the slots of a machine hold, unless it is full; loading pays, unless it is
+    slow."""
 
     fingerprint = "model"
 
@@ -64,11 +68,14 @@ class FakeSpill:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Paths enter and leave; what is found is the longest common beginning of those that are there. What is given up
-    is on disk, as long as that keeps it, and still belongs to just that beginning."""
+    """Paths enter and leave; what is found is the longest common beginning of those that are there.
+    What is given up is on disk, as long as that keeps it, and still belongs to just that
+    beginning."""
 
     TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
-    CHUNK = st.sampled_from([(PathChunk("a", ""), 3), (PathChunk("b", ""), 2), (PathChunk("b", "naive"), 2)])
+    CHUNK = st.sampled_from(
+        [(PathChunk("a", ""), 3), (PathChunk("b", ""), 2), (PathChunk("b", "naive"), 2)]
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,10 +85,14 @@ class TreeMachine(RuleBasedStateMachine):
         self.spill = FakeSpill(self)
         self.tree = PrefixTree(self.allocator, self.spill)
         self.paths: list[tuple[SequencePath, tuple[str, ...]]] = []
-        self.contents = np.full(120, "", dtype=object)  # what each slot holds: all that stands before it, too
+        self.contents = np.full(
+            120, "", dtype=object
+        )  # what each slot holds: all that stands before it, too
         self.holders: list[tuple[SlotSpan, ...]] = []
 
-    def path(self, tenant: str, tokens: list[int], chunk: tuple[PathChunk, int] | None, start: int) -> SequencePath:
+    def path(
+        self, tenant: str, tokens: list[int], chunk: tuple[PathChunk, int] | None, start: int
+    ) -> SequencePath:
         if chunk is None or start + chunk[1] > len(tokens):
             return SequencePath(tenant, np.array(tokens))
         tokens = [*tokens[:start], *[ord(chunk[0].key)] * chunk[1], *tokens[start + chunk[1] :]]
@@ -99,7 +110,12 @@ class TreeMachine(RuleBasedStateMachine):
         chunks = [(start, *entry) for start, entry in path.chunks.items() if start <= position]
         return f"{path.tenant}{path.tokens[: position + 1].tolist()}{chunks}"
 
-    @rule(tenant=st.sampled_from("xy"), tokens=TOKENS, chunk=st.none() | CHUNK, start=st.integers(0, 20))
+    @rule(
+        tenant=st.sampled_from("xy"),
+        tokens=TOKENS,
+        chunk=st.none() | CHUNK,
+        start=st.integers(0, 20),
+    )
     def insert(self, tenant, tokens, chunk, start) -> None:
         path = self.path(tenant, tokens, chunk, start)
         own = self.own(path)
@@ -130,7 +146,9 @@ class TreeMachine(RuleBasedStateMachine):
         spans = self.tree.acquire(path, reused)
         slots = [slot for span in spans for slot in range(span.slot, span.end)]
         assert len(slots) <= len(reused.own)
-        assert self.contents[slots].tolist() == [self.story(path, position) for position in own[: len(slots)]]
+        assert self.contents[slots].tolist() == [
+            self.story(path, position) for position in own[: len(slots)]
+        ]
         self.holders.append(spans)
 
     @precondition(lambda self: self.holders)
@@ -141,7 +159,9 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(slots=st.integers(1, 120))
     def evict(self, slots) -> None:
         self.tree.evict(slots)
-        held = {slot for spans in self.holders for span in spans for slot in range(span.slot, span.end)}
+        held = {
+            slot for spans in self.holders for span in spans for slot in range(span.slot, span.end)
+        }
         assert self.allocator.free >= min(slots, 120 - len(held)) or any(
             node.has_children_in_pool for node in self.tree._used
         )
@@ -186,19 +206,32 @@ class TreeMachine(RuleBasedStateMachine):
                 stories = [self.story(path, position) for position in node.own]
                 if node.spans is not None:
                     assert node in self.tree._used
-                    assert node.parent.spans is not None, "what stands before it is in the pool, too"
-                    assert self.contents[slots_of(node.spans)].tolist() == stories if stories else not node.spans
+                    assert node.parent.spans is not None, (
+                        "what stands before it is in the pool, too"
+                    )
+                    assert (
+                        self.contents[slots_of(node.spans)].tolist() == stories
+                        if stories
+                        else not node.spans
+                    )
                 else:
                     assert node in self.tree._spilled
                 if node.stored is not None and node.stored.key in self.spill.files:
-                    assert self.spill.files[node.stored.key][node.stored.first : node.stored.last] == stories
+                    assert (
+                        self.spill.files[node.stored.key][node.stored.first : node.stored.last]
+                        == stories
+                    )
                 leaves += [(child, tokens, chunks) for child in node.children.values()]
         assert nodes == len(self.tree)
-        assert set(self.tree._names.values()) == set(self.tree._chunks) == names, "no other chunks have names"
+        assert set(self.tree._names.values()) == set(self.tree._chunks) == names, (
+            "no other chunks have names"
+        )
 
     @invariant()
     def slots_are_counted(self) -> None:
-        self.allocator.check_integrity([*self.tree.spans, *(span for spans in self.holders for span in spans)])
+        self.allocator.check_integrity(
+            [*self.tree.spans, *(span for spans in self.holders for span in spans)]
+        )
 
     def teardown(self) -> None:
         self.patches.undo()
@@ -255,7 +288,9 @@ def test_what_was_computed_exactly_serves_every_policy() -> None:
     for policy in ("naive", "legolink-4", "query-10"):
         assert found(slots_with((before, "full")), after, policy) == len(before)
     plain = Prompt((FreshSegment(tuple(after.tokens.tolist())),))
-    assert found(slots_with((before, "full")), plain, "full") == len(before), "chunks or not, the tokens are the same"
+    assert found(slots_with((before, "full")), plain, "full") == len(before), (
+        "chunks or not, the tokens are the same"
+    )
     assert found(slots_with((before, "naive")), plain, "full") == len(HEADER)
 
 
@@ -269,9 +304,15 @@ def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> Non
         assert_alike(outcome, cold.answer(other, policy))
         following = prompt_of(HEADER, 0, 1, (*SECOND, *outcome.tokens, *FIRST))
         assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(other) + 7
-        assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
+        assert (
+            made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
+        )
     (tree,) = [made.engine.scheduler._places.slots._prefixes]
-    assert set(tree._names.values()) == set(tree._chunks) == {name for name, uses in tree._name_uses.items() if uses}
+    assert (
+        set(tree._names.values())
+        == set(tree._chunks)
+        == {name for name, uses in tree._name_uses.items() if uses}
+    )
 
 
 def test_other_tokens_chunks_and_tenants_are_not_found() -> None:
@@ -315,7 +356,9 @@ def test_a_path_of_many_nodes_is_found() -> None:
 
 def test_a_look_up_stays_with_the_chunks_that_it_comes_to(monkeypatch) -> None:
     """It holds the scheduler's lock."""
-    slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"), (prompt_of(HEADER, 1, FIRST), "naive"))
+    slots = slots_with(
+        (prompt_of(HEADER, 0, FIRST), "naive"), (prompt_of(HEADER, 1, FIRST), "naive")
+    )
     tried: list[PathChunk] = []
 
     def linked_chunk(key: str, linked: str) -> PathChunk:
@@ -323,7 +366,9 @@ def test_a_look_up_stays_with_the_chunks_that_it_comes_to(monkeypatch) -> None:
         return tried[-1]
 
     monkeypatch.setattr(paths, "PathChunk", linked_chunk)
-    assert found(slots, prompt_of(HEADER, 0, FIRST, 1, 2, SECOND), "naive") == len(HEADER) + 20 + len(FIRST)
+    assert found(slots, prompt_of(HEADER, 0, FIRST, 1, 2, SECOND), "naive") == len(
+        HEADER
+    ) + 20 + len(FIRST)
     assert {chunk.key for chunk in tried} == {CHUNKS[0].content}
 
 
@@ -340,14 +385,20 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
 
 
 def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
-    """Two prompts go on behind a chunk that was linked as it is, and one without it. Only their header stays."""
+    """Two prompts go on behind a chunk that was linked as it is, and one without it. Only their
+    header stays."""
     allocator = SlotAllocator(200)
     spill = FakeSpill(SimpleNamespace(contents=np.full(200, "", dtype=object)))
     tree = PrefixTree(allocator, spill)
     chunk = {len(HEADER): (PathChunk("chunk", "naive"), 3)}
-    linked = [SequencePath("tenant", np.array([*HEADER, 1, 2, 3, *[last] * LEAST_TOKENS]), chunk) for last in (4, 5)]
+    linked = [
+        SequencePath("tenant", np.array([*HEADER, 1, 2, 3, *[last] * LEAST_TOKENS]), chunk)
+        for last in (4, 5)
+    ]
     for path in (*linked, SequencePath("tenant", np.array([*HEADER, *[6] * LEAST_TOKENS]))):
-        own = np.setdiff1d(np.arange(len(path.tokens)), len(HEADER) + np.arange(3) if path.chunks else ())
+        own = np.setdiff1d(
+            np.arange(len(path.tokens)), len(HEADER) + np.arange(3) if path.chunks else ()
+        )
         spans = allocator.allocate(len(own))
         assert spans is not None
         tree.insert(path, own, spans)
@@ -364,11 +415,19 @@ def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
 # --- answers
 
 SELECTING = ["full", "naive", "naive-unpositioned", "prefix", "legolink-4", "random-30", "h2o-30"]
-LINKING = ["naive", "legolink-4", "query-20", "query-10+legolink-2", "cacheblend-20", "cachecraft-0.7"]
+LINKING = [
+    "naive",
+    "legolink-4",
+    "query-20",
+    "query-10+legolink-2",
+    "cacheblend-20",
+    "cachecraft-0.7",
+]
 
 
 def conversation(turns, *, header=True, seed=0):
-    """Prompts of a conversation over two chunks, each of which begins with the one before and its answer's place."""
+    """Prompts of a conversation over two chunks, each of which begins with the one before and its
+    answer's place."""
     parts: list = [HEADER if header else (), 0, 1]
     for turn in range(turns):
         parts.append(random_tokens(9 + turn, [seed, turn]))
@@ -405,7 +464,11 @@ def test_the_same_prompt_again_computes_its_last_token(bench, policy):
         usage = outcome.finished.usage
         if turn:
             assert usage.exact_cached_tokens == len(prompt) - 1
-            assert (usage.cached_tokens, usage.recomputed_tokens, usage.fresh_tokens) == (len(prompt) - 1, 0, 1)
+            assert (usage.cached_tokens, usage.recomputed_tokens, usage.fresh_tokens) == (
+                len(prompt) - 1,
+                0,
+                1,
+            )
 
 
 @pytest.mark.parametrize("policy", LINKING)
@@ -421,7 +484,9 @@ def test_later_turns_link_nothing_again(bench, policy):
             assert usage.recomputed_tokens == 0
             assert usage.fresh_tokens == len(prompt) - length
         elif turn:
-            assert usage.exact_cached_tokens == len(HEADER), "dropped tokens differ from layer to layer"
+            assert usage.exact_cached_tokens == len(HEADER), (
+                "dropped tokens differ from layer to layer"
+            )
         length = len(prompt)
 
 
@@ -449,11 +514,14 @@ def test_choices_and_their_conversations_share_the_prompt(bench):
 
 
 def test_prefixes_make_room_for_requests(bench):
-    """A pool that two prompts fill: each newcomer pushes the oldest out, and nobody is preempted for what is kept."""
+    """A pool that two prompts fill: each newcomer pushes the oldest out, and nobody is preempted
+    for what is kept."""
     made, cold = bench(prefix_cache="on", kv_slots=300), bench()
     prompts = [prompt_of(random_tokens(100, seed), 0, FIRST) for seed in range(5)]
     for prompt in prompts:
-        assert_alike(made.answer(prompt, "full", max_tokens=20), cold.answer(prompt, "full", max_tokens=20))
+        assert_alike(
+            made.answer(prompt, "full", max_tokens=20), cold.answer(prompt, "full", max_tokens=20)
+        )
     assert made.engine.scheduler.preemptions == 0
     assert made.answer(prompts[-1], "full").finished.usage.exact_cached_tokens > 0
     assert made.answer(prompts[0], "full").finished.usage.exact_cached_tokens == 0
@@ -463,7 +531,9 @@ def test_a_chunk_may_stand_twice_in_what_is_given_up(bench):
     made = bench(prefix_cache="on", kv_slots=300)
     made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive")
     made.answer(prompt_of(random_tokens(290, 5)), "full")
-    assert made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive").finished.usage.exact_cached_tokens == 0
+    assert (
+        made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive").finished.usage.exact_cached_tokens == 0
+    )
 
 
 def test_a_failed_or_cancelled_request_leaves_nothing_wrong(bench):
@@ -486,8 +556,8 @@ def test_nothing_is_kept_where_that_is_off(bench):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_what_came_before(bench, seed):
-    """Conversations of two tenants in any order, with forks, policies, cancellations, deleted chunks, and a pool that
-    keeps only some of it."""
+    """Conversations of two tenants in any order, with forks, policies, cancellations, deleted
+    chunks, and a pool that keeps only some of it."""
     draw = random.Random(seed)
     cold, warm = bench(), bench(prefix_cache="on", kv_slots=700, max_step_tokens=50)
     known: dict = {}
@@ -495,9 +565,18 @@ def test_answers_do_not_depend_on_what_came_before(bench, seed):
     for _ in range(12):
         running = []
         for _ in range(draw.randint(1, 4)):
-            turns = list(conversation(draw.randint(1, 4), header=draw.random() < 0.8, seed=draw.randint(0, 2)))
-            policy, tenant = draw.choice(["full", "naive", "legolink-4"]), draw.choice(["one", "two"])
-            running.append((turns[-1], policy, warm.submit(turns[-1], policy, tenant, max_tokens=4)))
+            turns = list(
+                conversation(
+                    draw.randint(1, 4), header=draw.random() < 0.8, seed=draw.randint(0, 2)
+                )
+            )
+            policy, tenant = (
+                draw.choice(["full", "naive", "legolink-4"]),
+                draw.choice(["one", "two"]),
+            )
+            running.append(
+                (turns[-1], policy, warm.submit(turns[-1], policy, tenant, max_tokens=4))
+            )
         if draw.random() < 0.3:
             draw.choice(running)[2][1].cancel()
         if draw.random() < 0.2 and warm.store.keys():

@@ -1,4 +1,5 @@
-"""Prefixes that the pool gives up go to disk, and answers do not depend on what comes back from there."""
+"""Prefixes that the pool gives up go to disk, and answers do not depend on what comes back from
+there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def spilling(bench, tmp_path, monkeypatch):
 
 def flood(made, tenant="another"):
     """Fill the pool, and wait until what that pushed out is on disk."""
-    made.submit(Prompt((FreshSegment(random_tokens(240, 5)),)), "full", tenant, max_tokens=2)[0].wait()
+    made.submit(Prompt((FreshSegment(random_tokens(240, 5)),)), "full", tenant, max_tokens=2)[
+        0
+    ].wait()
     made.store._prefixes.flush()
 
 
@@ -56,7 +59,13 @@ def assert_alike(outcome, cold):
 
 @pytest.mark.parametrize(
     ("family", "policy"),
-    [("llama", "full"), ("llama", "legolink-4"), ("llama", "naive"), ("gemma3", "full"), ("gpt_oss-sinks", "full")],
+    [
+        ("llama", "full"),
+        ("llama", "legolink-4"),
+        ("llama", "naive"),
+        ("gemma3", "full"),
+        ("gpt_oss-sinks", "full"),
+    ],
 )
 def test_a_conversation_goes_on_from_disk(bench, spilling, family, policy):
     made, cold = spilling(family, max_step_tokens=37), bench(family)
@@ -105,7 +114,9 @@ def test_what_does_not_come_back_is_computed(bench, spilling, tmp_path, monkeypa
     assert_alike(expected, cold.answer(prompt, policy))
     flood(made)
     if harm == "late":
-        monkeypatch.setattr(SpilledPrefixes, "load", lambda self, keys, seconds: [resolved(None) for _ in keys])
+        monkeypatch.setattr(
+            SpilledPrefixes, "load", lambda self, keys, seconds: [resolved(None) for _ in keys]
+        )
     else:
         for path in tmp_path.glob("prefixes/*/*/*.safetensors"):
             if harm == "gone":

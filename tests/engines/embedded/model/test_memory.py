@@ -15,10 +15,13 @@ PAGE = mmap.PAGESIZE
 
 
 def mapped(path: Path, pages: int) -> torch.Tensor:
-    """Bytes of a file of so many pages, mapped for this process alone; each page is filled with its number."""
+    """Bytes of a file of so many pages, mapped for this process alone; each page is filled with its
+    number."""
     path.write_bytes(b"".join(bytes([page]) * PAGE for page in range(pages)))
     with path.open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return torch.frombuffer(
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8
+        )
 
 
 @pytest.mark.skipif(not memory._MAPPINGS.exists(), reason="the system does not tell what is mapped")
@@ -30,13 +33,19 @@ def test_a_weight_in_a_file_is_dropped_page_by_page(tmp_path: Path) -> None:
 
 
 def test_other_memory_is_left_alone() -> None:
-    for weight in (torch.full((64 * PAGE,), 7, dtype=torch.uint8), torch.full((10,), 7), torch.empty(0)):
+    for weight in (
+        torch.full((64 * PAGE,), 7, dtype=torch.uint8),
+        torch.full((10,), 7),
+        torch.empty(0),
+    ):
         before = weight.clone()
         memory.drop_mapped(weight)
         assert torch.equal(weight, before)
 
 
-def test_systems_that_tell_nothing_keep_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_that_tell_nothing_keep_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "_MAPPINGS", tmp_path / "missing")
     file = mapped(tmp_path / "weights", 3)
     file[:] = 99

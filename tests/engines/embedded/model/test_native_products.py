@@ -1,4 +1,5 @@
-"""Native products are those of the weights that they hold, for any numbers of rows, outputs and inputs."""
+"""Native products are those of the weights that they hold, for any numbers of rows, outputs and
+inputs."""
 
 from __future__ import annotations
 
@@ -16,19 +17,31 @@ from kvlinker.engines.embedded.model.matrices import Matrix, PackedMatrix
 from kvlinker.engines.embedded.model.native_quantized import NativeInt4Matrix, NativeInt8Matrix
 from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix
 
-pytestmark = pytest.mark.skipif(native_products.native_products() is None, reason="no native products")
+pytestmark = pytest.mark.skipif(
+    native_products.native_products() is None, reason="no native products"
+)
 
-needs_blocks = pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies with AMX")
+needs_blocks = pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies with AMX"
+)
 
 KINDS: list[type[Matrix]] = [PackedMatrix, NativeInt8Matrix, NativeInt4Matrix]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(rows=st.integers(1, 40), outputs=st.integers(1, 150), inputs=st.integers(1, 6).map(lambda count: 32 * count))
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 150),
+    inputs=st.integers(1, 6).map(lambda count: 32 * count),
+)
 @torch.inference_mode()
-def test_products_are_those_of_the_dense_weight(kind: type[Matrix], rows: int, outputs: int, inputs: int) -> None:
+def test_products_are_those_of_the_dense_weight(
+    kind: type[Matrix], rows: int, outputs: int, inputs: int
+) -> None:
     generator = torch.Generator().manual_seed(rows * outputs)
-    weight, hidden = (torch.randn(count, inputs, generator=generator).bfloat16() for count in (outputs, rows))
+    weight, hidden = (
+        torch.randn(count, inputs, generator=generator).bfloat16() for count in (outputs, rows)
+    )
     bias = torch.randn(outputs, generator=generator).bfloat16()
     matrix = kind(weight)
     expected = hidden.float() @ matrix.dense().float().T + bias.float()
@@ -41,7 +54,10 @@ def test_products_are_those_of_the_dense_weight(kind: type[Matrix], rows: int, o
 @torch.inference_mode()
 def test_a_row_in_bf16_is_bit_identical_beside_others() -> None:
     torch.manual_seed(0)
-    matrix, hidden = PackedMatrix(torch.randn(200, 256).bfloat16()), torch.randn(128, 256).bfloat16()
+    matrix, hidden = (
+        PackedMatrix(torch.randn(200, 256).bfloat16()),
+        torch.randn(128, 256).bfloat16(),
+    )
     assert matrix._native_up_to == 128
     together = matrix.multiply(hidden, None)
     for row in (0, 57, 127):
@@ -54,13 +70,17 @@ def test_a_row_of_codes_is_nearly_the_same_beside_others(kind: type[Matrix]) -> 
     torch.manual_seed(0)
     matrix, hidden = kind(torch.randn(200, 256).bfloat16()), torch.randn(100, 256).bfloat16()
     together = matrix.multiply(hidden, None)
-    torch.testing.assert_close(together[57], matrix.multiply(hidden[57:58], None)[0], rtol=0.02, atol=0.1)
+    torch.testing.assert_close(
+        together[57], matrix.multiply(hidden[57:58], None)[0], rtol=0.02, atol=0.1
+    )
 
 
 @needs_blocks
 @pytest.mark.parametrize("rows", [0, 127, 128, 129])
 @torch.inference_mode()
-def test_no_rows_and_as_many_as_native_code_takes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rows_and_as_many_as_native_code_takes(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(1, rows, 64).bfloat16()
     packed = PackedMatrix(weight)
@@ -69,17 +89,30 @@ def test_no_rows_and_as_many_as_native_code_takes(rows: int, monkeypatch: pytest
     monkeypatch.setattr(native_products.NativeProducts, "multiply", taken)
     for matrix in (packed, NativeInt8Matrix(weight), NativeInt4Matrix(weight)):
         expected = hidden.float() @ matrix.dense().float().T
-        torch.testing.assert_close(matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=0.2)
-    assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 128) + ["int8", "int4"]
+        torch.testing.assert_close(
+            matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=0.2
+        )
+    assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 128) + [
+        "int8",
+        "int4",
+    ]
 
 
 @torch.inference_mode()
 def test_no_rows_in_fp32() -> None:
-    assert PackedMatrix(torch.randn(128, 64)).multiply(torch.randn(1, 0, 64), None).shape == (1, 0, 128)
+    assert PackedMatrix(torch.randn(128, 64)).multiply(torch.randn(1, 0, 64), None).shape == (
+        1,
+        0,
+        128,
+    )
 
 
-@pytest.mark.parametrize(("native_kind", "portable"), [(NativeInt8Matrix, Int8Matrix), (NativeInt4Matrix, Int4Matrix)])
-def test_codes_are_those_of_the_portable_matrices(native_kind: type[Matrix], portable: type[Matrix]) -> None:
+@pytest.mark.parametrize(
+    ("native_kind", "portable"), [(NativeInt8Matrix, Int8Matrix), (NativeInt4Matrix, Int4Matrix)]
+)
+def test_codes_are_those_of_the_portable_matrices(
+    native_kind: type[Matrix], portable: type[Matrix]
+) -> None:
     weight = torch.randn(1200, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(native_kind(weight).dense(), portable(weight).dense())
 
@@ -95,7 +128,9 @@ def test_amx_multiplies_many_rows(kind: type[Matrix], monkeypatch: pytest.Monkey
 def test_amx_multiplies_any_rows_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    assert torch.equal(PackedMatrix(weight).multiply(hidden, None), torch.nn.functional.linear(hidden, weight))
+    assert torch.equal(
+        PackedMatrix(weight).multiply(hidden, None), torch.nn.functional.linear(hidden, weight)
+    )
 
 
 def test_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +148,9 @@ def test_wrong_products_are_not_trusted(
 ) -> None:
     multiply = native_products.NativeProducts.multiply
 
-    def wrongly(products: Any, form: native_products.Form, *given: Any, **options: Any) -> torch.Tensor:
+    def wrongly(
+        products: Any, form: native_products.Form, *given: Any, **options: Any
+    ) -> torch.Tensor:
         return multiply(products, form, *given, **options) * (2 if form == wrong else 1)
 
     monkeypatch.setattr(native_products.NativeProducts, "multiply", wrongly)

@@ -12,7 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.model.norms import MOST_UNEQUAL, NativeNorm, native_norm, quicken_norms
+from kvlinker.engines.embedded.model.norms import (
+    MOST_UNEQUAL,
+    NativeNorm,
+    native_norm,
+    quicken_norms,
+)
 
 pytestmark = pytest.mark.skipif(native_norm() is None, reason="no native norms")
 

@@ -10,7 +10,14 @@ from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.embedded.reference import Reference
 from tests.toy_models import tiny_model
 
-FAMILIES = ["llama", "mistral-window", "gemma3", "gpt_oss-sinks", "cohere2-interleaved-nope", "yarn"]
+FAMILIES = [
+    "llama",
+    "mistral-window",
+    "gemma3",
+    "gpt_oss-sinks",
+    "cohere2-interleaved-nope",
+    "yarn",
+]
 BEHIND = 11
 
 

@@ -6,7 +6,13 @@ import torch
 from kvlinker.engines.embedded.model.anatomy import trace_layers
 from kvlinker.engines.embedded.model.rotary import Rotary, RotatedKeys
 from kvlinker.store import LayerKV
-from tests.engines.embedded.toy_rotary import FUNCTIONS, Angles, by_halves, rotate_exactly, toy_rotary
+from tests.engines.embedded.toy_rotary import (
+    FUNCTIONS,
+    Angles,
+    by_halves,
+    rotate_exactly,
+    toy_rotary,
+)
 from tests.toy_models import FAMILIES, tiny_model
 
 LAYOUTS = [
@@ -29,12 +35,19 @@ def test_any_position_is_rotated_and_rounded_once(layout, dtype):
     rotated = torch.empty_like(heads)
     rotary.rotate(heads, *rotary.at(positions), out=rotated)
     exact = rotate_exactly(heads, positions, **{"width": 32} | layout)
-    assert torch.allclose(rotated.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=3e-4)
-    assert (rotated.double() - exact).norm() <= (2e-3 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
+    assert torch.allclose(
+        rotated.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=3e-4
+    )
+    assert (rotated.double() - exact).norm() <= (
+        2e-3 if dtype == torch.bfloat16 else 1e-5
+    ) * exact.norm()
 
 
 def test_heads_may_be_rotated_into_a_part_of_a_pool():
-    rotary, heads = toy_rotary(32), torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    rotary, heads = (
+        toy_rotary(32),
+        torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)),
+    )
     pool = torch.zeros(2, 9, 32)
     rotary.rotate(heads, *rotary.at(torch.arange(5)), out=pool[:, 2:7])
     alone = torch.empty_like(heads)
@@ -100,7 +113,9 @@ class Squeezed(Angles):
     """From position 500 on, four positions count as one."""
 
     def positions(self, position_ids):
-        return torch.where(position_ids < 500, position_ids, 500 + (position_ids - 500) // 4).double()
+        return torch.where(
+            position_ids < 500, position_ids, 500 + (position_ids - 500) // 4
+        ).double()
 
 
 @pytest.mark.parametrize("module", [Growing(16), Squeezed(16)], ids=["growing", "squeezed"])
@@ -129,7 +144,8 @@ def test_the_resident_form_is_undone(family):
 
 
 def test_tables_that_several_threads_need_grow_once_and_never_shrink():
-    """Loader threads rotate chunks beside the engine's thread; cos of one table with sin of another is no rotation."""
+    """Loader threads rotate chunks beside the engine's thread; cos of one table with sin of another
+    is no rotation."""
     making, go = threading.Event(), threading.Event()
     lengths = []
 

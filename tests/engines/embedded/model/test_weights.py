@@ -33,7 +33,9 @@ from tests.toy_models import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
 
-needs_packing = pytest.mark.skipif(not packs(torch.bfloat16, CPU), reason="the CPU has no packed bf16 weights")
+needs_packing = pytest.mark.skipif(
+    not packs(torch.bfloat16, CPU), reason="the CPU has no packed bf16 weights"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,10 @@ def test_few_rows_by_native_code_are_as_exact(family: str) -> None:
     pack(packed)
     for tokens in (1, 7, 33):
         expected = logits(exact, tokens)
-        assert relative(logits(packed, tokens), expected) < 1.2 * relative(logits(plain, tokens), expected) + 1e-3
+        assert (
+            relative(logits(packed, tokens), expected)
+            < 1.2 * relative(logits(plain, tokens), expected) + 1e-3
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,7 +103,9 @@ def test_packed_weights_are_as_exact_in_fp32(family: str) -> None:
     packed = copy.deepcopy(model)
     pack(packed)
     for tokens in (1, 2, 33):
-        torch.testing.assert_close(logits(packed, tokens), logits(model, tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits(packed, tokens), logits(model, tokens), rtol=1e-4, atol=1e-4
+        )
 
 
 def linears(model: nn.Module, layer: int = 0) -> dict[str, list[str]]:
@@ -189,7 +196,9 @@ def test_weights_are_packed_where_that_is_known_to_help(
 
 
 @pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_other_processors_compute_the_same(monkeypatch: pytest.MonkeyPatch, form: WeightFormat) -> None:
+def test_other_processors_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, form: WeightFormat
+) -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     usual, elsewhere = copy.deepcopy(model), copy.deepcopy(model)
     pack(usual, form)
@@ -207,11 +216,14 @@ def test_other_processors_compute_the_same(monkeypatch: pytest.MonkeyPatch, form
 
 
 class _Reader(nn.Module):
-    """Reads the weight of one of its layers by itself, and changes the input of another in place."""
+    """Reads the weight of one of its layers by itself, and changes the input of another in
+    place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3))
+        self.first, self.second, self.third = (
+            nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         output = self.first(hidden)
@@ -234,17 +246,25 @@ def test_layers_that_cannot_share_or_be_packed_do_not() -> None:
         assert torch.equal(model(given.clone()), plain(given.clone()))
 
 
-def shared(*sizes: int, bias: bool = False) -> tuple[SharedMatrix, list[nn.Linear], list[SharedLinear]]:
+def shared(
+    *sizes: int, bias: bool = False
+) -> tuple[SharedMatrix, list[nn.Linear], list[SharedLinear]]:
     plain = [nn.Linear(64, size, bias=bias, dtype=torch.bfloat16) for size in sizes]
     matrix = SharedMatrix(PackedMatrix(torch.cat([linear.weight for linear in plain])), plain)
-    return matrix, plain, [SharedLinear(linear, matrix, index) for index, linear in enumerate(plain)]
+    return (
+        matrix,
+        plain,
+        [SharedLinear(linear, matrix, index) for index, linear in enumerate(plain)],
+    )
 
 
 @needs_packing
 @pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_shared_layers_compute_once_for_one_input(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_shared_layers_compute_once_for_one_input(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
     matrix, plain, members = shared(32, 64, 48, bias=bias)
     multiply = Mock(side_effect=matrix.matrix.multiply)
     monkeypatch.setattr(matrix.matrix, "multiply", multiply)
@@ -262,7 +282,9 @@ def test_shared_layers_are_right_in_any_order_of_calls() -> None:
     _, plain, members = shared(32, 64)
     inputs = [torch.randn(1, rows, 64).bfloat16() for rows in (1, 5)]
     generator = torch.Generator().manual_seed(0)
-    for _ in range(60):  # passes that were left half-way, repeated calls, and outputs that are changed in place
+    for _ in range(
+        60
+    ):  # passes that were left half-way, repeated calls, and outputs that are changed in place
         index, which = (int(torch.randint(2, (), generator=generator)) for _ in range(2))
         output = members[index](inputs[which])
         assert torch.equal(output, plain[index](inputs[which]))
@@ -277,7 +299,10 @@ def test_shared_layers_are_right_in_several_threads() -> None:
     @torch.inference_mode()
     def compute(seed: int) -> bool:
         given = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        return all(torch.equal(member(given), linear(given)) for linear, member in zip(plain, members, strict=True))
+        return all(
+            torch.equal(member(given), linear(given))
+            for linear, member in zip(plain, members, strict=True)
+        )
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(compute, range(400)))
@@ -351,29 +376,40 @@ def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
     layer = model.model.layers[0]
     assert _is_quantised(layer.self_attn.o_proj)
     kept = (model.lm_head, layer.mlp.down_proj)
-    assert all(linear.weight.dtype == torch.bfloat16 and not _is_quantised(linear) for linear in kept)
+    assert all(
+        linear.weight.dtype == torch.bfloat16 and not _is_quantised(linear) for linear in kept
+    )
 
     router = AutoConfig.for_model("mixtral", num_local_experts=48, num_experts_per_tok=2)
     assert weights._expert_counts(router) == {48, 2}
 
 
 def _is_quantised(linear: nn.Module) -> bool:
-    return any(isinstance(part, Int8Matrix | Int4Matrix | BlockedMatrix) for part in linear.modules())
+    return any(
+        isinstance(part, Int8Matrix | Int4Matrix | BlockedMatrix) for part in linear.modules()
+    )
 
 
 def test_each_format_has_chunks_of_its_own() -> None:
-    names = [prepare_model(tiny_model("llama"), None, weights=form).fingerprint for form in ("auto", "int8", "int4")]
+    names = [
+        prepare_model(tiny_model("llama"), None, weights=form).fingerprint
+        for form in ("auto", "int8", "int4")
+    ]
     assert len(set(names)) == 3
     assert names[0] == fingerprint(tiny_model("llama"))
 
 
 def test_a_quantised_model_costs_what_it_did() -> None:
-    plain, quantised = (prepare_model(tiny_model("llama"), None, weights=form).cost for form in ("auto", "int4"))
+    plain, quantised = (
+        prepare_model(tiny_model("llama"), None, weights=form).cost for form in ("auto", "int4")
+    )
     assert plain.per_token == quantised.per_token
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantising_on_a_gpu_names_the_library_that_it_needs(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+def test_quantising_on_a_gpu_names_the_library_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="torchao"):
         quantized.quantise_by_torchao(nn.Linear(8, 8), [], bits)
@@ -424,14 +460,17 @@ print((status("VmHWM") - before) / size, (status("VmRSS") - rested) / size, type
 
 @pytest.mark.slow
 @needs_packing
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
+)
 def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
     def run(program: str, *arguments: str) -> list[str]:
         command = [sys.executable, "-c", program, str(tmp_path), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
     run(WRITE_MODELS)
-    # A copy of the weights would double the peak; what libraries hold from run to run is up to a tenth of it.
+    # A copy of the weights would double the peak; what libraries hold from run to run is up to a
+    # tenth of it.
     peak, left, head = run(LOAD_A_MODEL, "auto")
     assert head == "MatrixLinear"
     assert 0.9 < float(peak) < 1.4

@@ -1,4 +1,5 @@
-"""Several choices for one prompt: linked and computed once, and each as if it had been asked for alone."""
+"""Several choices for one prompt: linked and computed once, and each as if it had been asked for
+alone."""
 
 import numpy as np
 import pytest
@@ -47,7 +48,10 @@ def test_every_choice_has_a_sampler_of_its_own(bench):
         assert outcome.wait().tokens == expected.tokens
         np.testing.assert_allclose(outcome.logprobs, expected.logprobs, atol=TOLERANCE)
     assert len({tuple(outcome.tokens) for outcome in together}) > 1
-    assert sum(computed) == together[0].finished.usage.prompt_tokens - together[0].finished.usage.cached_tokens
+    assert (
+        sum(computed)
+        == together[0].finished.usage.prompt_tokens - together[0].finished.usage.cached_tokens
+    )
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)
@@ -65,7 +69,9 @@ def test_choices_under_every_policy_are_as_one_alone(bench, policy):
 def test_choices_of_different_lengths_end_each_for_itself(bench):
     made = bench()
     text = made.answer(PROMPT, temperature=1.0, seed=2, max_tokens=20).text
-    outcomes = made.submit_choices(PROMPT, 4, temperature=1.0, seed=1, max_tokens=20, stop=(text[5],))[0]
+    outcomes = made.submit_choices(
+        PROMPT, 4, temperature=1.0, seed=1, max_tokens=20, stop=(text[5],)
+    )[0]
     reasons = {outcome.wait().finished.reason for outcome in outcomes}
     assert "stop" in reasons
     assert made.engine.current_load().slots_used == 0
@@ -95,7 +101,9 @@ def test_choices_that_do_not_fit_take_over_slots(bench):
 def test_preempted_choices_answer_as_if_they_had_not_been(bench, policy):
     roomy, tight = bench(), bench(kv_slots=400, max_step_tokens=40)
     sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 150}
-    expected = [outcome.wait().tokens for outcome in roomy.submit_choices(PROMPT, 4, policy, **sampled)[0]]
+    expected = [
+        outcome.wait().tokens for outcome in roomy.submit_choices(PROMPT, 4, policy, **sampled)[0]
+    ]
     outcomes = tight.submit_choices(PROMPT, 4, policy, **sampled)[0]
     assert [outcome.wait().tokens for outcome in outcomes] == expected
     assert tight.engine.scheduler.preemptions > 0
@@ -104,7 +112,9 @@ def test_preempted_choices_answer_as_if_they_had_not_been(bench, policy):
 def test_many_requests_with_many_choices_all_succeed(bench):
     made = bench(kv_slots=1024, max_running=16, max_waiting=8)
     groups = [
-        made.submit_choices(linked_prompt(20, seed=seed, fresh=5), 128, temperature=1.0, max_tokens=2)[0]
+        made.submit_choices(
+            linked_prompt(20, seed=seed, fresh=5), 128, temperature=1.0, max_tokens=2
+        )[0]
         for seed in range(8)
     ]
     for group in groups:
@@ -150,7 +160,9 @@ def test_a_sink_that_fails_for_one_choice_ends_all(bench, caplog):
         if choice == 1:
             raise RuntimeError("the receiver is gone")
 
-    request = GenerationRequest(PROMPT, as_policy("naive"), SamplingParams(max_tokens=200, ignore_eos=True), n=4)
+    request = GenerationRequest(
+        PROMPT, as_policy("naive"), SamplingParams(max_tokens=200, ignore_eos=True), n=4
+    )
     made.engine.generate(request, sink)
     made.settle()
     assert seen.count(1) == 2, "its first token, and its end"
@@ -174,7 +186,9 @@ def test_the_prompt_counts_once_among_events_and_is_told_with_every_choice(bench
     outcomes = [outcome.wait() for outcome in made.submit_choices(PROMPT, 3, max_tokens=4)[0]]
     assert len({outcome.finished.usage for outcome in outcomes}) == 1
     finished = [event for event in events if isinstance(event, RequestFinished)]
-    assert sorted(event.cached_tokens + event.recomputed_tokens + event.fresh_tokens for event in finished) == [
+    assert sorted(
+        event.cached_tokens + event.recomputed_tokens + event.fresh_tokens for event in finished
+    ) == [
         0,
         0,
         len(PROMPT),

@@ -13,7 +13,8 @@ EOS = 257
 
 
 def prompt_logprobs_of_the_model(prompt):
-    """Log probabilities of the prompt's tokens but the first, by the model's own forward pass: [tokens - 1]."""
+    """Log probabilities of the prompt's tokens but the first, by the model's own forward pass:
+    [tokens - 1]."""
     loaded = loaded_model("llama")
     ids = torch.from_numpy(prompt.tokens)[None]
     with attention_of(loaded.model, "eager"), torch.inference_mode():
@@ -78,7 +79,9 @@ def test_all_choices_tell_the_prompt_logprobs_behind_the_last_chunk(bench):
     expected = prompt_logprobs_of_the_model(prompt)[-10:]
     outcomes, _ = bench().submit_choices(prompt, 2, policy="full", prompt_logprobs=0, max_tokens=2)
     for outcome in outcomes:
-        np.testing.assert_allclose(outcome.wait().finished.prompt_logprobs.logprobs, expected, atol=2e-5)
+        np.testing.assert_allclose(
+            outcome.wait().finished.prompt_logprobs.logprobs, expected, atol=2e-5
+        )
 
 
 def test_a_prompt_alone_is_scored_without_an_answer(bench):

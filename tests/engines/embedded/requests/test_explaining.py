@@ -13,7 +13,12 @@ from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished, GenerationRequest
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
-from tests.engines.embedded.conftest import EVERY_POLICY, last_attention, linked_prompt, random_tokens
+from tests.engines.embedded.conftest import (
+    EVERY_POLICY,
+    last_attention,
+    linked_prompt,
+    random_tokens,
+)
 from tests.engines.embedded.execution.test_oracle import computed_layers
 
 TWICE = Chunk(random_tokens(17, 5))
@@ -41,7 +46,10 @@ def test_an_explanation_is_what_a_generation_does(bench, family, prompt):
         finished = made.answer(prompt, policy, max_tokens=1, explains=True).finished
         usage = finished.usage
         timeless = {"attention": None, "forecast": None}
-        assert replace(finished.explanation, **timeless).to_json() == replace(explanation, forecast=None).to_json()
+        assert (
+            replace(finished.explanation, **timeless).to_json()
+            == replace(explanation, forecast=None).to_json()
+        )
         cost = explanation.cost
         assert explanation.policy == policy
         assert explanation.tokens == len(prompt)
@@ -59,17 +67,27 @@ def test_an_explanation_is_what_a_generation_does(bench, family, prompt):
         again = json.loads(json.dumps(explanation.to_json()))
         assert again["policy"] == policy
         assert sum(segment["tokens"] for segment in again["segments"]) == len(prompt)
-        recomputed = [(row["last"] - row["first"] + 1) * row["recomputed_tokens"] for row in again["layers"]]
+        recomputed = [
+            (row["last"] - row["first"] + 1) * row["recomputed_tokens"] for row in again["layers"]
+        ]
         assert sum(recomputed) == masks.sum()
 
 
 def test_segments_tell_where_their_kv_comes_from(bench):
     made = bench()
     head, prefix = random_tokens(4, 1), random_tokens(6, 2)
-    chunks = [Chunk(random_tokens(9, 3), head), Chunk(random_tokens(8, 4)), Chunk(random_tokens(7, 5), prefix)]
-    prompt = Prompt((FreshSegment(head), *map(CachedSegment, chunks), FreshSegment(()), FreshSegment((5,))))
+    chunks = [
+        Chunk(random_tokens(9, 3), head),
+        Chunk(random_tokens(8, 4)),
+        Chunk(random_tokens(7, 5), prefix),
+    ]
+    prompt = Prompt(
+        (FreshSegment(head), *map(CachedSegment, chunks), FreshSegment(()), FreshSegment((5,)))
+    )
     segments = made.explain(prompt, "naive").segments
-    assert [(s.kind, s.start, s.tokens, s.content, s.exact, s.computed_behind) for s in segments] == [
+    assert [
+        (s.kind, s.start, s.tokens, s.content, s.exact, s.computed_behind) for s in segments
+    ] == [
         ("fresh", 0, 4, None, None, None),
         ("chunk", 4, 9, chunks[0].content, True, 4),
         ("chunk", 13, 8, chunks[1].content, False, 0),
@@ -79,7 +97,8 @@ def test_segments_tell_where_their_kv_comes_from(bench):
 
 
 def states(explanation, layers):
-    """What became of each token in each layer, [layers, length], as a reader of the JSON puts it together."""
+    """What became of each token in each layer, [layers, length], as a reader of the JSON puts it
+    together."""
     told = explanation.to_json()
     found = np.full((layers, told["tokens"]), "cached", dtype=object)
     for begin, end in told["fresh"]:
@@ -102,7 +121,8 @@ def used(usage):
 
 @pytest.mark.parametrize("policy", ["naive", "legolink-4", "cacheblend-20", "query-10"])
 def test_tokens_by_state_add_up_to_the_usage(bench, policy):
-    """First the chunks are computed for this very request, then its beginning is reused, then chunks are cached."""
+    """First the chunks are computed for this very request, then its beginning is reused, then
+    chunks are cached."""
     made = bench(prefix_cache="on")
     prompt = PROMPTS["header and fresh text between"]
     fresh, reused = [], []
@@ -116,12 +136,16 @@ def test_tokens_by_state_add_up_to_the_usage(bench, policy):
     assert fresh[0] > fresh[2] == len(asked) - chunks
     assert fresh[1] < fresh[0]
     assert reused[0] == reused[2] == 0
-    assert reused[1] > 0 or parse_policy(policy).needs.refines, "of what is refined, the part before the chunks is kept"
+    assert reused[1] > 0 or parse_policy(policy).needs.refines, (
+        "of what is refined, the part before the chunks is kept"
+    )
 
 
 def test_only_the_first_of_several_choices_explains(bench):
     made = bench()
-    request = GenerationRequest(PROMPTS["only a chunk"], parse_policy("naive"), SamplingParams(max_tokens=2), n=2)
+    request = GenerationRequest(
+        PROMPTS["only a chunk"], parse_policy("naive"), SamplingParams(max_tokens=2), n=2
+    )
     events: queue.SimpleQueue = queue.SimpleQueue()
     made.engine.generate(replace(request, explains=True), lambda *event: events.put(event))
     ended: dict = {}
@@ -164,9 +188,13 @@ def test_attention_without_repair_is_that_of_the_question_pass(bench):
 
 
 def arithmetic(made, masks):
-    """2 per weight and token outside of embeddings and head; 2 · (key_dim + value_dim) per head, query and key."""
+    """2 per weight and token outside of embeddings and head; 2 · (key_dim + value_dim) per head,
+    query and key."""
     model = made.loaded.model
-    weights = sum(parameter.numel() for parameter in model.model.layers.parameters()) + model.model.norm.weight.numel()
+    weights = (
+        sum(parameter.numel() for parameter in model.model.layers.parameters())
+        + model.model.norm.weight.numel()
+    )
     total = 0
     for mask in masks:
         for position in np.flatnonzero(mask):
@@ -176,14 +204,23 @@ def arithmetic(made, masks):
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_costs_add_up(bench, policy):
-    """4 heads of 16; a policy that probes pays for two passes over the fresh tokens, and the last one of all."""
+    """4 heads of 16; a policy that probes pays for two passes over the fresh tokens, and the last
+    one of all."""
     made = bench()
-    prompt = PROMPTS["ends in a chunk"] if "random" in policy else PROMPTS["header and fresh text between"]
+    prompt = (
+        PROMPTS["ends in a chunk"]
+        if "random" in policy
+        else PROMPTS["header and fresh text between"]
+    )
     explanation = made.explain(prompt, policy)
     masks = computed_layers(explanation, 3) | ~prompt.cached
     first_pass = [~prompt.cached] * 3 if "query" in policy else []
-    assert explanation.cost.flops == pytest.approx(arithmetic(made, [*masks]) + arithmetic(made, first_pass))
-    assert explanation.cost.full_flops == pytest.approx(arithmetic(made, [np.ones(len(prompt), dtype=bool)] * 3))
+    assert explanation.cost.flops == pytest.approx(
+        arithmetic(made, [*masks]) + arithmetic(made, first_pass)
+    )
+    assert explanation.cost.full_flops == pytest.approx(
+        arithmetic(made, [np.ones(len(prompt), dtype=bool)] * 3)
+    )
     ratio = explanation.to_json()["cost"]["flops_ratio"]
     assert ratio == explanation.cost.flops / explanation.cost.full_flops
     assert ratio == pytest.approx(1) if policy in ("full", "prefix", "set-prefix") else ratio < 1

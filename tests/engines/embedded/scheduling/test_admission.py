@@ -18,7 +18,9 @@ def admitted(simulation, works):
     while len(order) < len(works):
         simulation.step()
         order += [
-            work for work in works if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
+            work
+            for work in works
+            if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
         ]
     return order
 
@@ -32,7 +34,13 @@ def test_short_prompts_overtake_long_ones_and_only_for_a_time():
     soon = simulation.add(20)
     simulation.timing.now += 3
     late = simulation.add(20)
-    assert admitted(simulation, [first, long, short, soon, late]) == [first, short, soon, long, late]
+    assert admitted(simulation, [first, long, short, soon, late]) == [
+        first,
+        short,
+        soon,
+        long,
+        late,
+    ]
 
 
 def test_short_prompts_are_fetched_before_long_ones_that_were_fetched_ahead():
@@ -91,7 +99,10 @@ def test_tenants_who_flood_the_queue_get_the_same_time(lengths, neighbour):
     while all(own[-1].waits for own in works.values()):
         simulation.load_all()
         simulation.step()
-    done = {tenant: sum(work.prompt_seconds for work in own if not work.waits) for tenant, own in works.items()}
+    done = {
+        tenant: sum(work.prompt_seconds for work in own if not work.waits)
+        for tenant, own in works.items()
+    }
     longest = max(own[0].prompt_seconds for own in works.values())
     assert abs(done["a"] - done["b"]) <= 3 * longest
 
@@ -102,9 +113,9 @@ def test_who_has_taken_all_places_gives_one_up_to_a_tenant_that_has_none():
     other = simulation.add(20, 3, tenant="few")
     simulation.step()
     assert other.state is RequestState.RUNNING
-    assert [work.state for work in works] == [RequestState.RUNNING] * 3 + [RequestState.PREEMPTED], (
-        "the last one gives way"
-    )
+    assert [work.state for work in works] == [RequestState.RUNNING] * 3 + [
+        RequestState.PREEMPTED
+    ], "the last one gives way"
     again = [simulation.add(20, 3, tenant=name) for name in ("few", "fewer", "fewest")]
     for _ in range(60):
         simulation.load_all()
@@ -115,7 +126,8 @@ def test_who_has_taken_all_places_gives_one_up_to_a_tenant_that_has_none():
 
 
 def test_a_tenant_gets_a_place_though_another_has_all_places_and_many_waiting():
-    """Prompts are short, so that those of the one have early turns, and answers long, so that none of them ends."""
+    """Prompts are short, so that those of the one have early turns, and answers long, so that none
+    of them ends."""
     simulation = measured(max_running=4)
     for _ in range(3 * PREFETCHED):
         simulation.enter(2, 50_000, tenant="many")
@@ -192,7 +204,9 @@ def test_who_arrives_after_a_requests_turn_comes_after_it(arrivals, max_running)
         running = {work.tenant for work in works if work.state is RequestState.RUNNING}
         simulation.step()
         new = [
-            work for work in works if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
+            work
+            for work in works
+            if work.state not in (RequestState.READY, RequestState.LOADING) and work not in order
         ]
         order.extend(sorted(new, key=lambda work: work.turn))
         placeless.update(work for work in new if work.tenant not in running)
@@ -205,7 +219,9 @@ def test_who_arrives_after_a_requests_turn_comes_after_it(arrivals, max_running)
         simulation.load_all()
         step()
     for index, work in enumerate(order):
-        overtaken = [other for other in order[index + 1 :] if other.turn + SIMILAR_SECONDS < work.arrived]
+        overtaken = [
+            other for other in order[index + 1 :] if other.turn + SIMILAR_SECONDS < work.arrived
+        ]
         assert not overtaken or work in placeless
     simulation.run()
     assert all(work.told == ["finished"] for work in works)
@@ -215,7 +231,9 @@ def test_who_waits_longer_than_promised_is_refused_with_the_time_to_try_again():
     simulation = measured(slo_ttft=10)
     for _ in range(2):
         simulation.add(300)
-    with pytest.raises(OverloadedError, match=r"after \d+\.\d seconds, but this server answers within 10") as refusal:
+    with pytest.raises(
+        OverloadedError, match=r"after \d+\.\d seconds, but this server answers within 10"
+    ) as refusal:
         simulation.enter(300)
     assert 1 <= refusal.value.retry_after <= 6
     short = simulation.add(20, tenant="other")

@@ -1,4 +1,5 @@
-"""Steps by time: what decodes keeps its target, prompts are cut to fit, and none of them stands still."""
+"""Steps by time: what decodes keeps its target, prompts are cut to fit, and none of them stands
+still."""
 
 import statistics
 
@@ -21,7 +22,8 @@ SLOTS = 100_000
 
 
 def measured(timing=None, **options):
-    """A simulation whose steps take what it has measured them to take before, but for the strain."""
+    """A simulation whose steps take what it has measured them to take before, but for the
+    strain."""
     options = {"max_step_tokens": 512, "max_running": 64} | options
     return Simulation(SLOTS, timing=timing or Timing(), known=True, **options)
 
@@ -43,7 +45,11 @@ def idle_seconds(simulation):
 def mixed(simulation):
     """The seconds of the steps so far in which requests decoded and prompts were computed."""
     kinds = [{decodes(run) for run in batch.runs} for batch in simulation.runner.steps]
-    return [seconds for seconds, kind in zip(simulation.timing.taken, kinds, strict=True) if len(kind) == 2]
+    return [
+        seconds
+        for seconds, kind in zip(simulation.timing.taken, kinds, strict=True)
+        if len(kind) == 2
+    ]
 
 
 def prompt_tokens(batch):
@@ -59,7 +65,8 @@ def test_alone_a_prompt_takes_all_the_tokens_of_a_step():
 
 @pytest.mark.parametrize("per_token", [0.0005, 0.01])
 def test_in_the_background_steps_are_short(per_token):
-    """So that whoever arrives waits for one of them at most; where tokens are slow, for a few tokens."""
+    """So that whoever arrives waits for one of them at most; where tokens are slow, for a few
+    tokens."""
     timing = Timing(per_token=per_token, per_pair=1e-9)
     simulation = measured(timing)
     work = simulation.enter_background(1000)
@@ -67,12 +74,19 @@ def test_in_the_background_steps_are_short(per_token):
         simulation.step()
     piece = max(BACKGROUND_SECONDS, BACKGROUND_TOKENS * per_token)
     *pieces, _ = timing.taken
-    assert 0.9 * piece <= min(pieces) - timing.constant <= max(pieces) - timing.constant <= 1.05 * piece
+    assert (
+        0.9 * piece
+        <= min(pieces) - timing.constant
+        <= max(pieces) - timing.constant
+        <= 1.05 * piece
+    )
 
 
 @pytest.mark.parametrize("target", [None, 0.15, 0.5])
 def test_a_long_prefill_leaves_its_neighbour_its_time_per_token(target):
-    simulation = measured(Timing(per_token=0.002, per_pair=1e-7, per_read=1e-7), seconds_per_token=target)
+    simulation = measured(
+        Timing(per_token=0.002, per_pair=1e-7, per_read=1e-7), seconds_per_token=target
+    )
     neighbour, idle = decoding(simulation)[0], idle_seconds(simulation)
     long = simulation.add(5000)
     first = len(simulation.timing.taken)
@@ -114,7 +128,9 @@ def test_one_step_without_prompts_measures_decoding():
     neighbours=st.integers(1, 8),
     context=st.integers(2, 400),
 )
-def test_no_step_takes_longer_than_thrice_an_idle_one(constant, per_token, per_pair, strain, neighbours, context):
+def test_no_step_takes_longer_than_thrice_an_idle_one(
+    constant, per_token, per_pair, strain, neighbours, context
+):
     simulation = measured(Timing(constant, per_token, per_pair, strain))
     decoding(simulation, neighbours, context)
     for _ in range(10):
@@ -133,7 +149,8 @@ def test_no_step_takes_longer_than_thrice_an_idle_one(constant, per_token, per_p
     target=st.none() | st.floats(0.05, 1),
     neighbours=st.integers(1, 4),
     arrivals=st.lists(
-        st.tuples(st.integers(1, 400), st.integers(1, 5), st.sampled_from("ab"), st.integers(0, 6)), max_size=12
+        st.tuples(st.integers(1, 400), st.integers(1, 5), st.sampled_from("ab"), st.integers(0, 6)),
+        max_size=12,
     ),
 )
 def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours, arrivals):
@@ -143,7 +160,9 @@ def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours,
         simulation.add(length, output, tenant=tenant)
         for _ in range(steps):
             batch = simulation.step()
-            idle = simulation.timing.constant + simulation.timing.per_token * sum(map(decodes, batch.runs))
+            idle = simulation.timing.constant + simulation.timing.per_token * sum(
+                map(decodes, batch.runs)
+            )
             if prompt_tokens(batch) > LEAST_PIECE:
                 allowed = max(target or IDLE_MULTIPLE * idle, (1 + LEAST_PROMPT_SHARE) * idle)
                 assert simulation.timing.taken[-1] <= 1.05 * allowed
@@ -213,12 +232,15 @@ def test_short_prompts_come_before_a_long_one_that_is_being_computed():
     long_length=st.integers(50, 300),
 )
 def test_nobody_starves_whatever_comes(lengths, load, answers, long_length):
-    """Short prompts come without an end, and faster than they can be computed; the long one gets its share."""
+    """Short prompts come without an end, and faster than they can be computed; the long one gets
+    its share."""
     simulation = measured(max_running=500, max_waiting=10_000)
     neighbours = decoding(simulation) if answers else []
     begin = simulation.timing.now
     long = simulation.add(long_length)
-    alone = simulation.throughput.seconds([(0, long_length)]) / (1 - 1 / IDLE_MULTIPLE if answers else 1)
+    alone = simulation.throughput.seconds([(0, long_length)]) / (
+        1 - 1 / IDLE_MULTIPLE if answers else 1
+    )
     due = begin
     steps = 0
     while not long.told:
@@ -229,7 +251,9 @@ def test_nobody_starves_whatever_comes(lengths, load, answers, long_length):
             steps += 1
         simulation.step()
     steps_taken = len(simulation.timing.taken) - 1
-    assert simulation.timing.now - begin <= 2 * alone / ELDEST_SHARE + 2 * max(simulation.timing.taken), steps_taken
+    assert simulation.timing.now - begin <= 2 * alone / ELDEST_SHARE + 2 * max(
+        simulation.timing.taken
+    ), steps_taken
     simulation.scheduler.cancel(neighbours)
 
 
@@ -246,7 +270,8 @@ def test_a_chunk_is_computed_in_the_end_whatever_comes():
 
 
 def test_decoding_is_measured_anew_while_prompts_are_computed():
-    """The machine becomes slower: what a step takes without prompts is seen, and prompts get as much as before."""
+    """The machine becomes slower: what a step takes without prompts is seen, and prompts get as
+    much as before."""
     simulation = measured()
     decoding(simulation)
     long = simulation.add(8000)

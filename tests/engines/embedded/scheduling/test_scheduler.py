@@ -1,4 +1,5 @@
-"""Scheduling without a model: which state a request is in, what is computed when, and who holds the slots."""
+"""Scheduling without a model: which state a request is in, what is computed when, and who holds the
+slots."""
 
 import threading
 
@@ -32,7 +33,8 @@ def owners(batch):
 
 
 def state_of(work: Work) -> RequestState:
-    """Return where the work stands now: mypy takes an attribute that was compared to keep its value."""
+    """Return where the work stands now: mypy takes an attribute that was compared to keep its
+    value."""
     return work.state
 
 
@@ -61,7 +63,11 @@ def test_requests_are_admitted_in_order_of_arrival_and_only_as_slots_allow():
     for work in reversed(works):
         simulation.load(work)
     simulation.scheduler.next_step()
-    assert [work.state for work in works] == [RequestState.RUNNING, RequestState.RUNNING, RequestState.READY]
+    assert [work.state for work in works] == [
+        RequestState.RUNNING,
+        RequestState.RUNNING,
+        RequestState.READY,
+    ]
     assert (simulation.scheduler.running, simulation.scheduler.waiting) == (2, 1)
 
 
@@ -118,7 +124,9 @@ def test_an_ending_that_raises_does_not_keep_the_engine_from_closing(monkeypatch
     monkeypatch.setattr(works[3], "fail", fail)
     simulation.loop.start()
     simulation.loop.close()
-    assert [work.told for work in works] == [[] if work is works[3] else ["failed"] for work in works]
+    assert [work.told for work in works] == [
+        [] if work is works[3] else ["failed"] for work in works
+    ]
 
 
 def test_states_change_as_told_and_in_no_other_way():
@@ -219,7 +227,11 @@ def test_one_chunk_at_a_time_beside_answers_and_more_without():
     waiting = [simulation.add(900) for _ in range(2)]
     batch = simulation.step()
     assert owners(batch) == [answer.sequence]
-    assert [chunk.state for chunk in chunks] == [RequestState.RUNNING, RequestState.READY, RequestState.READY]
+    assert [chunk.state for chunk in chunks] == [
+        RequestState.RUNNING,
+        RequestState.READY,
+        RequestState.READY,
+    ]
     simulation.scheduler.cancel(waiting)
     simulation.step()
     assert [chunk.state for chunk in chunks] == [RequestState.RUNNING] * 3
@@ -267,7 +279,9 @@ def test_variants_wait_for_an_idle_engine_and_the_last_comes_first():
         simulation.step()
     order = []
     while simulation.step() is not None:
-        order += [variant for variant in variants if variant.told == ["finished"] and variant not in order]
+        order += [
+            variant for variant in variants if variant.told == ["finished"] and variant not in order
+        ]
     assert order == variants[:0:-1]
 
 
@@ -398,7 +412,11 @@ def test_choices_that_find_no_slots_take_over_those_of_their_siblings():
     later = simulation.add(25, 1)
     computed = 0
     while (batch := simulation.step()) is not None:
-        computed += sum(len(run.tokens) for run in batch.runs if run.start < 25 and run.owner is not later.sequence)
+        computed += sum(
+            len(run.tokens)
+            for run in batch.runs
+            if run.start < 25 and run.owner is not later.sequence
+        )
     assert computed == 25
     assert all(choice.told == ["finished"] for choice in (*choices, later))
 
@@ -583,11 +601,15 @@ def test_everything_finishes_and_no_kv_is_lost(requests, slots, budget, max_runn
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of all kinds arrive, load, arrive late, are lost, cancelled, preempted and end, in any order."""
+    """Requests of all kinds arrive, load, arrive late, are lost, cancelled, preempted and end, in
+    any order."""
 
     def __init__(self):
         super().__init__()
-        self.growth, slots_module.GROWTH = slots_module.GROWTH, 3  # so that requests outgrow their slots
+        self.growth, slots_module.GROWTH = (
+            slots_module.GROWTH,
+            3,
+        )  # so that requests outgrow their slots
         self.simulation = Simulation(
             100,
             max_step_tokens=9,
@@ -682,7 +704,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def turns_follow_arrivals(self):
-        waiting = [work for work in self.works if work.state in (RequestState.READY, RequestState.PREEMPTED)]
+        waiting = [
+            work
+            for work in self.works
+            if work.state in (RequestState.READY, RequestState.PREEMPTED)
+        ]
         assert all(work.seconds_left >= 0 and work.turn >= work.arrived for work in waiting)
 
     @invariant()

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from kvlinker.engines.contract.cost import CostModel
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
-from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost, throughput_name
+from kvlinker.engines.embedded.scheduling.throughput import (
+    ComputeThroughput,
+    TokenCost,
+    throughput_name,
+)
 from kvlinker.store import Speeds
 from kvlinker.store.loading.arriving import ArrivingKV
 from tests.toy_models import loaded_model
@@ -17,7 +21,8 @@ PER_TOKEN, PER_PAIR = 2e-4, 5e-8
 
 
 class Cost(CostModel):
-    """Attention that is as fast as the rest would make a = ``PER_TOKEN`` and b = a tenth of ``PER_PAIR``."""
+    """Attention that is as fast as the rest would make a = ``PER_TOKEN`` and b = a tenth of
+    ``PER_PAIR``."""
 
     per_token = PER_TOKEN * 1e12
     per_pair = PER_PAIR * 1e11
@@ -27,15 +32,21 @@ class Cost(CostModel):
 
 
 def truth(*ranges):
-    return sum(PER_TOKEN * (end - begin) + PER_PAIR * (end - begin) * (begin + end + 1) / 2 for begin, end in ranges)
+    return sum(
+        PER_TOKEN * (end - begin) + PER_PAIR * (end - begin) * (begin + end + 1) / 2
+        for begin, end in ranges
+    )
 
 
 def batch(*ranges, shared=(), **options):
     own = np.concatenate([np.arange(*each) for each in ranges])
     runs = tuple(
-        Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges
+        Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), **options)
+        for begin, end in ranges
     )
-    return Batch(runs, {None: VisibleKV(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
+    return Batch(
+        runs, {None: VisibleKV(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))}
+    )
 
 
 def decoding(*positions, beside=()):
@@ -168,7 +179,8 @@ CONSTANT = 0.05
 
 
 def taught(strain=1.0):
-    """Throughput that has seen prompts alone, decoding alone, and both together, ``strain`` times as slow."""
+    """Throughput that has seen prompts alone, decoding alone, and both together, ``strain`` times
+    as slow."""
     throughput = ComputeThroughput(Cost())
     for turn in range(300):
         ranges = [(0, 512), (3584, 4096), (0, 2048), (1000, 1600)][turn % 4]
@@ -187,7 +199,9 @@ def test_decoding_teaches_what_reading_the_weights_takes():
     assert throughput.decode_seconds([(5, 6)]) == pytest.approx(CONSTANT)
     throughput = taught()
     for positions in ([(900, 901)], [(at, at + 1) for at in range(100, 900, 100)]):
-        assert throughput.decode_seconds(positions) == pytest.approx(CONSTANT + truth(*positions), rel=0.05)
+        assert throughput.decode_seconds(positions) == pytest.approx(
+            CONSTANT + truth(*positions), rel=0.05
+        )
     assert throughput.seconds([(0, 512)]) == pytest.approx(CONSTANT + truth((0, 512)), rel=0.05)
 
 
@@ -197,7 +211,9 @@ def test_steps_of_both_teach_what_prompts_take_beside_decoding(strain):
     cost = throughput.cost_beside_decoding()
     assert cost is not None
     assert cost.of([(300, 364)]) == pytest.approx(strain * truth((300, 364)), rel=0.1)
-    assert throughput.prefill_seconds(2048) == pytest.approx(CONSTANT + truth((0, 2048)), rel=0.05), "it stays"
+    assert throughput.prefill_seconds(2048) == pytest.approx(
+        CONSTANT + truth((0, 2048)), rel=0.05
+    ), "it stays"
 
 
 def test_disturbed_steps_do_not_change_what_decoding_takes():

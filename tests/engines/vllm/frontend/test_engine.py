@@ -11,7 +11,12 @@ pytest.importorskip("vllm")
 
 import numpy as np
 
-from kvlinker.base.errors import ContextLengthError, InvalidRequestError, OverloadedError, PolicyError
+from kvlinker.base.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    PolicyError,
+)
 from kvlinker.base.events import ChunkLookup, RequestFinished
 from kvlinker.base.types.answers import Delta
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
@@ -25,9 +30,26 @@ from kvlinker.store import StoreError
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
 
 TOLERANCE = 1e-4
-TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
-POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix"]
-POLICIES += ["cacheblend-40-onestep", "cacheblend-30-onestep-k+legolink-2", "query-10", "query-5+cacheblend-20-onestep"]
+TEXTS = [
+    "The cat sat on the mat, and it was fine. " * 4,
+    "A dog and a small text. " * 3,
+    "Yes, yes. " * 9,
+]
+POLICIES = [
+    "full",
+    "naive",
+    "naive-unpositioned",
+    "legolink-4",
+    "attnlink-5",
+    "random-30",
+    "prefix",
+]
+POLICIES += [
+    "cacheblend-40-onestep",
+    "cacheblend-30-onestep-k+legolink-2",
+    "query-10",
+    "query-5+cacheblend-20-onestep",
+]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
 
 
@@ -38,8 +60,11 @@ def llm(served):
 
 @pytest.fixture(scope="module")
 def embedded(vllm_settings):
-    """The embedded engine on the same model and the same state directory; without variants, which vLLM has none of."""
-    settings = vllm_settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "max_variants": 0})
+    """The embedded engine on the same model and the same state directory; without variants, which
+    vLLM has none of."""
+    settings = vllm_settings.model_copy(
+        update={"engine": "embedded", "vllm_options": {}, "max_variants": 0}
+    )
     with LLM.from_settings(settings) as made:
         yield made
 
@@ -56,13 +81,17 @@ def assert_same(answer, other):
     for one, two in zip(answer.logprobs, other.logprobs, strict=True):
         assert (one.token_id, one.text) == (two.token_id, two.text)
         assert one.logprob == pytest.approx(two.logprob, abs=TOLERANCE)
-        assert [entry.logprob for entry in one.top] == pytest.approx([e.logprob for e in two.top], abs=TOLERANCE)
+        assert [entry.logprob for entry in one.top] == pytest.approx(
+            [e.logprob for e in two.top], abs=TOLERANCE
+        )
 
 
 def lookups(llm):
     """Tiers of the lookups from now on."""
     tiers = []
-    llm.events.subscribe(lambda event: tiers.append(event.tier) if isinstance(event, ChunkLookup) else None)
+    llm.events.subscribe(
+        lambda event: tiers.append(event.tier) if isinstance(event, ChunkLookup) else None
+    )
     return tiers
 
 
@@ -84,9 +113,15 @@ def test_either_engine_answers_alike_over_the_others_chunks(llm, embedded, cache
 
 def test_scores_of_chunks_are_alike(llm, embedded):
     """And so is what the policies make of them. A chunk's key knows its generation context."""
-    texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
+    texts = [
+        "numbers 1 2 3 and more words: alpha. " * 5,
+        "user assistant system question. " * 7,
+        TEXTS[2],
+    ]
     chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
-    keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default") for chunk in chunks]
+    keys = [
+        chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default") for chunk in chunks
+    ]
     for key, chunk in zip(keys, chunks, strict=True):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         ours = llm.store.get(key).scores
@@ -95,13 +130,22 @@ def test_scores_of_chunks_are_alike(llm, embedded):
         embedded.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         theirs = embedded.store.get(key).scores
         assert ours.contextualization.tokens == theirs.contextualization.tokens
-        assert ours.contextualization.intra == pytest.approx(theirs.contextualization.intra, abs=1e-4)
+        assert ours.contextualization.intra == pytest.approx(
+            theirs.contextualization.intra, abs=1e-4
+        )
         np.testing.assert_allclose(ours.inter, theirs.inter, atol=1e-4)
         np.testing.assert_allclose(ours.received, theirs.received, atol=1e-4)
         np.testing.assert_allclose(ours.sensitivity, theirs.sensitivity, rtol=1e-3)
     ids = llm.generate_context_cache(texts)
-    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2+query-5", "query-20-sensitive"):
-        answers = [each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)]
+    for policy in (
+        "h2o-20",
+        "cachecraft-0.7",
+        "cachecraft-1+legolink-2+query-5",
+        "query-20-sensitive",
+    ):
+        answers = [
+            each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)
+        ]
         assert_same(*answers)
         assert answers[0].usage.recomputed_tokens
 
@@ -109,12 +153,20 @@ def test_scores_of_chunks_are_alike(llm, embedded):
 @pytest.mark.parametrize("reason", ["no room", "a text that a prompt brought", "a failure"])
 def test_a_chunk_is_stored_where_its_sensitivity_is_not_measured(llm, monkeypatch, reason):
     chunks, client = llm.engine._chunks, llm.engine._client
-    chunk = Chunk(random_tokens(60, len(reason)), random_tokens(5, 2), scored=reason != "a text that a prompt brought")
+    chunk = Chunk(
+        random_tokens(60, len(reason)),
+        random_tokens(5, 2),
+        scored=reason != "a text that a prompt brought",
+    )
     run_transfer, asked = client.run_transfer, []
 
     async def failing(transfer, tokens):
         asked.append(transfer.unrelated)
-        return TransferOutcome(linked=False) if transfer.unrelated else await run_transfer(transfer, tokens)
+        return (
+            TransferOutcome(linked=False)
+            if transfer.unrelated
+            else await run_transfer(transfer, tokens)
+        )
 
     monkeypatch.setattr(client, "run_transfer", failing)
     if reason == "no room":
@@ -128,7 +180,13 @@ def test_a_chunk_is_stored_where_its_sensitivity_is_not_measured(llm, monkeypatc
 
 def test_explanations_are_alike(llm, embedded):
     ids = llm.generate_context_cache(TEXTS)
-    for policy in ("full", "legolink-4", "random-30", "cacheblend-40-onestep-v", "query-10+legolink-2"):
+    for policy in (
+        "full",
+        "legolink-4",
+        "random-30",
+        "cacheblend-40-onestep-v",
+        "query-10+legolink-2",
+    ):
         ours, theirs = (each.explain(question(ids), policy=policy) for each in (llm, embedded))
         for one, other in zip(ours.scores, theirs.scores, strict=True):
             assert (one.name, one.layer) == (other.name, other.layer)
@@ -138,7 +196,9 @@ def test_explanations_are_alike(llm, embedded):
 
 
 def test_an_answer_does_not_explain_itself(llm):
-    request = GenerationRequest(llm.completion_prompt("The cat"), parse_policy("naive"), explains=True)
+    request = GenerationRequest(
+        llm.completion_prompt("The cat"), parse_policy("naive"), explains=True
+    )
     with pytest.raises(InvalidRequestError, match=r"explain\(\) explains a prompt") as refused:
         llm.engine.generate(request, print)
     assert refused.value.param == "link.explain"
@@ -146,12 +206,20 @@ def test_an_answer_does_not_explain_itself(llm):
 
 def test_sampling_follows_its_parameters(llm):
     prompt = "The cat sat on"
-    seeded = [llm.completion(prompt, seed=5, max_tokens=20, ignore_eos=True).token_ids for _ in range(2)]
-    assert seeded[0] == seeded[1] != llm.completion(prompt, seed=6, max_tokens=20, ignore_eos=True).token_ids
+    seeded = [
+        llm.completion(prompt, seed=5, max_tokens=20, ignore_eos=True).token_ids for _ in range(2)
+    ]
+    assert (
+        seeded[0]
+        == seeded[1]
+        != llm.completion(prompt, seed=6, max_tokens=20, ignore_eos=True).token_ids
+    )
     one = llm.completion(prompt, top_k=1, max_tokens=9, ignore_eos=True).token_ids
     assert one == llm.completion(prompt, top_p=0, max_tokens=9, ignore_eos=True).token_ids
     assert one == llm.completion(prompt, temperature=0, max_tokens=9, ignore_eos=True).token_ids
-    repeated = llm.completion(prompt, temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=50)
+    repeated = llm.completion(
+        prompt, temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=50
+    )
     assert len(set(repeated.token_ids)) == 20
 
 
@@ -195,7 +263,10 @@ def tokens_of(events):
 def request(llm, tokens=700, n=1, **sampling):
     prompt = llm.completion_prompt(list(random_tokens(20, 3)))
     return GenerationRequest(
-        prompt, parse_policy("naive"), SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling), n=n
+        prompt,
+        parse_policy("naive"),
+        SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling),
+        n=n,
     )
 
 
@@ -225,7 +296,8 @@ def test_a_full_queue_refuses(llm, monkeypatch):
 
 
 def linked_choices(llm, prompt, n, policy="legolink-4", **sampling):
-    """A request for ``n`` choices over a linked prompt: its sink, the vLLM requests that it makes, and its handle."""
+    """A request for ``n`` choices over a linked prompt: its sink, the vLLM requests that it makes,
+    and its handle."""
     client, made = llm.engine._client, []
     stream = client.stream
 
@@ -236,7 +308,9 @@ def linked_choices(llm, prompt, n, policy="legolink-4", **sampling):
     client.stream = noted
     sink = Sink()
     params = SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | sampling))
-    handle = llm.engine.generate(GenerationRequest(prompt, parse_policy(policy), params, n=n), sink.put)
+    handle = llm.engine.generate(
+        GenerationRequest(prompt, parse_policy(policy), params, n=n), sink.put
+    )
     return sink, made, handle, lambda: setattr(client, "stream", stream)
 
 
@@ -264,7 +338,9 @@ def test_choices_are_linked_once_and_each_has_its_own_seed(llm, monkeypatch):
     assert len({(str(transfer), salt) for _, transfer, salt in made}) == 1
     assert all(began >= first_token for began, *_ in made[1:])
     for choice, tokens in enumerate(answers):
-        alone = llm.chat_completion(prompt, policy="legolink-4", seed=11 + choice, max_tokens=8, ignore_eos=True)
+        alone = llm.chat_completion(
+            prompt, policy="legolink-4", seed=11 + choice, max_tokens=8, ignore_eos=True
+        )
         assert tokens == list(alone.token_ids), choice
     assert len({tuple(tokens) for tokens in answers}) == 4
 
@@ -273,7 +349,9 @@ def test_choices_have_the_prompts_usage_and_it_counts_once(llm):
     prompt = linked_prompt(64, 33, fresh=9, seed=32)
     llm.chat_completion(prompt, policy="naive", max_tokens=1)  # computes its chunks
     finished = []
-    llm.events.subscribe(lambda event: finished.append(event) if isinstance(event, RequestFinished) else None)
+    llm.events.subscribe(
+        lambda event: finished.append(event) if isinstance(event, RequestFinished) else None
+    )
     sink, _, _, restore = linked_choices(llm, prompt, 3, temperature=0)
     restore()
     usages = [sink.rest(choice)[-1].usage for choice in range(3)]
@@ -303,7 +381,9 @@ def test_all_choices_are_admitted_or_none(served, llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "_max_waiting", 3)
     sink = Sink()
     handle = llm.engine.generate(request(llm, n=3), sink.put)
-    with pytest.raises(OverloadedError, match="3 requests are queued already, and there is room for 5"):
+    with pytest.raises(
+        OverloadedError, match="3 requests are queued already, and there is room for 5"
+    ):
         llm.engine.generate(request(llm, n=3), Sink().put)
     other = llm.engine.generate(request(llm, tokens=2, n=2), Sink().put)
     with pytest.raises(InvalidRequestError, match=r"n is 6, .* room for 5"):
@@ -324,7 +404,9 @@ def test_many_requests_of_many_choices_all_succeed_or_are_refused(served, llm, m
     for _ in range(8):
         sink = Sink()
         try:
-            llm.engine.generate(GenerationRequest(prompt, parse_policy("naive"), params, n=8), sink.put)
+            llm.engine.generate(
+                GenerationRequest(prompt, parse_policy("naive"), params, n=8), sink.put
+            )
             sinks.append(sink)
         except OverloadedError:
             refused += 1
@@ -391,9 +473,14 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
 
     monkeypatch.setattr(client, "stream", counted)
     chunk = Chunk(random_tokens(200, 17))
-    sizes = {future.result(timeout=60) for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]}
+    sizes = {
+        future.result(timeout=60)
+        for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]
+    }
     assert len(sizes) == len(asked) == 1
-    assert sizes == {llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))}
+    assert sizes == {
+        llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))
+    }
 
 
 def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch):
@@ -417,7 +504,8 @@ def test_what_vllm_still_has_of_a_prompt_counts_as_cached(llm):
     prompt = linked_prompt(64, 33, fresh=40, seed=34)
     llm.chat_completion(prompt, policy="legolink-4", max_tokens=1)  # computes its chunks
     first, second = (
-        llm.chat_completion(prompt, policy="legolink-4", tenant="again", max_tokens=1).usage for _ in range(2)
+        llm.chat_completion(prompt, policy="legolink-4", tenant="again", max_tokens=1).usage
+        for _ in range(2)
     )
     assert first.exact_cached_tokens == 0
     found = len(prompt) // 32 * 32
@@ -449,9 +537,14 @@ def test_tenants_share_nothing(llm):
     second = llm.chat_completion(prompt, policy="naive", tenant="b", **GREEDY)
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
-        keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant) for tenant in ("a", "b")]
+        keys = [
+            chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant)
+            for tenant in ("a", "b")
+        ]
         assert [llm.store.tier_of(key) for key in keys] == ["disk", "disk"]
-    linked = StoredLink(Link.begin(prompt, parse_policy("naive")), layers=2, keys=("0" * 64, "1" * 64))
+    linked = StoredLink(
+        Link.begin(prompt, parse_policy("naive")), layers=2, keys=("0" * 64, "1" * 64)
+    )
     assert linked.salt("a") != linked.salt("b")
 
 
@@ -463,14 +556,18 @@ def test_many_at_once(llm):
         for policy in ("naive", "full", "legolink-4"):
             sinks[index, policy] = Sink()
             params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-            llm.engine.generate(GenerationRequest(prompt, parse_policy(policy), params), sinks[index, policy].put)
+            llm.engine.generate(
+                GenerationRequest(prompt, parse_policy(policy), params), sinks[index, policy].put
+            )
     answers = {}
     for name, sink in sinks.items():
         *deltas, last = sink.rest()
         assert isinstance(last, Finished), last
         answers[name] = [token for delta in deltas for token in delta.token_ids]
     for (index, policy), tokens in answers.items():
-        alone = llm.chat_completion(prompts[index], policy=policy, temperature=0, max_tokens=5, ignore_eos=True)
+        alone = llm.chat_completion(
+            prompts[index], policy=policy, temperature=0, max_tokens=5, ignore_eos=True
+        )
         assert list(alone.token_ids) == tokens
 
 

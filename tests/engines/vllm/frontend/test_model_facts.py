@@ -1,4 +1,5 @@
-"""What is known of a model comes from vLLM's configuration and its files; no weights are loaded for it."""
+"""What is known of a model comes from vLLM's configuration and its files; no weights are loaded for
+it."""
 
 import json
 import shutil
@@ -14,14 +15,21 @@ from transformers import AutoModelForCausalLM
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
 from kvlinker.engines.vllm.frontend.configuration import configure
-from kvlinker.engines.vllm.frontend.model_facts import kv_changes, read_facts, sampling_defaults_of, tokenizer_of
+from kvlinker.engines.vllm.frontend.model_facts import (
+    kv_changes,
+    read_facts,
+    sampling_defaults_of,
+    tokenizer_of,
+)
 from tests.engines.vllm.conftest import HEAD_DIM, vllm_settings_for
 
 
 @pytest.fixture
 def settings(vllm_settings, tmp_path):
     """Of a copy of the tiny model that a test may change."""
-    return vllm_settings_for(shutil.copytree(vllm_settings.model, tmp_path / "tiny"), tmp_path / "state")
+    return vllm_settings_for(
+        shutil.copytree(vllm_settings.model, tmp_path / "tiny"), tmp_path / "state"
+    )
 
 
 def with_options(settings, **options):
@@ -36,7 +44,9 @@ def test_nothing_is_loaded_to_know_a_model(settings, monkeypatch):
     config = configure(settings)
     facts = read_facts(config, settings, tokenizer_of(config, settings))
     assert facts.dtype == torch.float32
-    assert {(shape.query_heads, shape.kv_heads, shape.key_dim) for shape in facts.layers} == {(4, 2, HEAD_DIM)}
+    assert {(shape.query_heads, shape.kv_heads, shape.key_dim) for shape in facts.layers} == {
+        (4, 2, HEAD_DIM)
+    }
     assert len(facts.layers) == 2
     assert facts.vocabulary == len(facts.tokenizer)
     assert kv_changes(config) == {}
@@ -44,12 +54,17 @@ def test_nothing_is_loaded_to_know_a_model(settings, monkeypatch):
 
 def test_options_that_change_kv_change_the_fingerprint(settings):
     changed = with_options(settings, hf_overrides={"rms_norm_eps": 0.1})
-    names = {read_facts(configure(each), each, None).fingerprint for each in (settings, changed, settings)}
+    names = {
+        read_facts(configure(each), each, None).fingerprint
+        for each in (settings, changed, settings)
+    }
     assert len(names) == 2
 
 
 def test_generation_defaults_are_vllms(settings):
-    (Path(settings.model) / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 7}))
+    (Path(settings.model) / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "top_k": 7})
+    )
     assert sampling_defaults_of(configure(settings)) == {"top_k": 7}
     assert sampling_defaults_of(configure(with_options(settings, generation_config="vllm"))) == {}
 
@@ -57,7 +72,14 @@ def test_generation_defaults_are_vllms(settings):
 def test_a_quantised_checkpoint_runs_in_the_dtype_that_vllm_chooses(settings, monkeypatch):
     file = Path(settings.model) / "config.json"
     written = json.loads(file.read_text()) | {"dtype": "float16"}
-    quantised = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}}
+    quantised = {
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+        }
+    }
     for config, dtype in ((written, torch.float32), (written | quantised, torch.float16)):
         file.write_text(json.dumps(config))
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -77,7 +99,9 @@ def test_a_quantised_checkpoint_runs_in_the_dtype_that_vllm_chooses(settings, mo
 )
 def test_a_rotary_embedding_by_length_has_chunks_of_its_own(rope, max_model_len, change):
     text = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=256)
-    model = SimpleNamespace(hf_overrides={}, quantization=None, hf_text_config=text, max_model_len=max_model_len)
+    model = SimpleNamespace(
+        hf_overrides={}, quantization=None, hf_text_config=text, max_model_len=max_model_len
+    )
     config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
     assert kv_changes(config).get("rope") == change
 

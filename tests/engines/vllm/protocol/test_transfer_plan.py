@@ -22,10 +22,21 @@ from kvlinker.linking.plan import probe_plan
 from tests.engines.embedded.conftest import linked_prompt
 
 KEY = "0" * 64
-POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "random-100", "prefix"]
+POLICIES = [
+    "full",
+    "naive",
+    "naive-unpositioned",
+    "legolink-4",
+    "attnlink-5",
+    "random-30",
+    "random-100",
+    "prefix",
+]
 
 prompts = st.builds(
-    lambda lengths, header, middle, fresh: linked_prompt(*lengths, header=header, middle=middle, fresh=fresh),
+    lambda lengths, header, middle, fresh: linked_prompt(
+        *lengths, header=header, middle=middle, fresh=fresh
+    ),
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.integers(0, 5),
     st.integers(0, 5),
@@ -65,7 +76,9 @@ def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prom
     observation = plan_observation(first, keys)
     assert (observation.linked, observation.runs) == (len(prompt), first.runs)
     attention = np.random.default_rng(0).random((2, len(prompt)), dtype=np.float32)
-    again = QuestionAttention.from_bytes(QuestionAttention(attention).to_bytes(), tokens=len(prompt))
+    again = QuestionAttention.from_bytes(
+        QuestionAttention(attention).to_bytes(), tokens=len(prompt)
+    )
     np.testing.assert_array_equal(again.weights, attention)
     second = make_plan(prompt, parsed, PromptEvidence(attention=attention))
     transfer = plan_second_pass(second, keys, linked=first.runs[-1][0])
@@ -74,8 +87,17 @@ def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prom
     assert positions_of(len(prompt), computed) == positions_of(len(prompt), second.runs)
 
 
-@given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3), st.booleans())
-def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begin, tokens, runs, second_pass):
+@given(
+    prompts,
+    st.sampled_from(POLICIES),
+    st.integers(0, 60),
+    st.integers(1, 30),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_slices_do_all_of_a_transfer_plan_once_and_in_order(
+    prompt, policy, begin, tokens, runs, second_pass
+):
     """A second pass computes all runs, wherever vLLM's own KV ends, which the first one placed."""
     _, transfer = transfer_for(prompt, policy)
     transfer = transfer.model_copy(update={"second_pass": second_pass})
@@ -107,12 +129,16 @@ def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begi
     own = 0 if second_pass else begin
     wanted = [(max(first, own), last) for first, last in transfer.runs if last > own]
     assert positions_of(len(prompt), computed) == positions_of(len(prompt), wanted)
-    wanted = [(max(each.begin, begin), each.end) for each in transfer.placements if each.end > begin]
+    wanted = [
+        (max(each.begin, begin), each.end) for each in transfer.placements if each.end > begin
+    ]
     assert positions_of(len(prompt), placed) == positions_of(len(prompt), wanted)
 
 
 @given(st.integers(0, 5), st.integers(1, 9), st.integers(1, 60), st.integers(1, 30))
-def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(prefix, unrelated, chunk, tokens):
+def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(
+    prefix, unrelated, chunk, tokens
+):
     begin, end = prefix + unrelated, prefix + unrelated + chunk
     transfer = plan_capture(KEY, begin=begin, end=end, unrelated=unrelated)
     assert read_plan(params_of(transfer), prompt_tokens=end + 1) == transfer
@@ -145,12 +171,29 @@ def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(prefix
         ({"runs": [[0, 2], [1, 3]]}, "overlap"),
         ({"runs": [[2, 2]]}, "not ranges"),
         ({"placements": []}, "position 2 is neither"),
-        ({"placements": [{"key": "../../etc", "start": 0, "first": 0, "last": 8, "rotary_start": 0}]}, "pattern"),
-        ({"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]}, "greater than"),
+        (
+            {
+                "placements": [
+                    {"key": "../../etc", "start": 0, "first": 0, "last": 8, "rotary_start": 0}
+                ]
+            },
+            "pattern",
+        ),
+        (
+            {"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]},
+            "greater than",
+        ),
         ({"captures": [{"key": KEY, "begin": 3, "end": 9}]}, "captures"),
         ({"unrelated": [0, 2]}, "unrelated text"),
         ({"unrelated": [0, 2], "captures": [{"key": KEY, "begin": 2, "end": 8}]}, "unrelated text"),
-        ({"unrelated": [1, 1], "captures": [{"key": KEY, "begin": 1, "end": 8}], "placements": []}, "unrelated text"),
+        (
+            {
+                "unrelated": [1, 1],
+                "captures": [{"key": KEY, "begin": 1, "end": 8}],
+                "placements": [],
+            },
+            "unrelated text",
+        ),
         ({"more": 1}, "Extra"),
     ],
 )

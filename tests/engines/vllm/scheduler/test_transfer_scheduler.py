@@ -64,10 +64,14 @@ class VLLM:
                 prefilled += len(self.prompts[name]) - external
                 self.end(name)
         self.new = []
-        transfers = self.scheduler.plan_step(scheduled_tokens=self.decoders + prefilled, prefilled_tokens=prefilled)
+        transfers = self.scheduler.plan_step(
+            scheduled_tokens=self.decoders + prefilled, prefilled_tokens=prefilled
+        )
         placed = sum(part.last - part.first for each in transfers.slices for part in each.parts)
         computed = sum(end - begin for each in transfers.slices for begin, end in each.runs)
-        seconds = PLAIN + placed * PLACED + (computed + prefilled) * COMPUTED + (PASS if computed else 0)
+        seconds = (
+            PLAIN + placed * PLACED + (computed + prefilled) * COMPUTED + (PASS if computed else 0)
+        )
         self.now += seconds
         self.gaps.append(seconds)
         waiting = [started for started in transfers.started if started.waits]
@@ -77,7 +81,11 @@ class VLLM:
                 held=frozenset((key, 0) for started in waiting for key in started.plan.keys),
             )
         )
-        received = [each.request_id for each in transfers.slices if each.is_last and each.request_id not in self.ended]
+        received = [
+            each.request_id
+            for each in transfers.slices
+            if each.is_last and each.request_id not in self.ended
+        ]
         self.scheduler.note_received(received)
         self.first_steps += received
         return transfers
@@ -108,7 +116,9 @@ def vllm():
 
 
 @pytest.mark.parametrize("own", [32, 64])
-@pytest.mark.parametrize("runs", [(), tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 8))])
+@pytest.mark.parametrize(
+    "runs", [(), tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 8))]
+)
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_neighbours_wait_longer_only_by_a_share_for_each_that_is_linked(vllm, count, runs, own):
     """Nor is what nobody used before saved for them."""
@@ -177,7 +187,9 @@ def test_none_is_overtaken_by_those_that_come_later(vllm):
     vllm.add("small", transfer_of(256, [(100, 116)]), own=60)
     for index in range(200):
         vllm.add(
-            f"large {index}", transfer_of(4096, [(512 * chunk, 512 * chunk + 64) for chunk in range(1, 8)]), own=60
+            f"large {index}",
+            transfer_of(4096, [(512 * chunk, 512 * chunk + 64) for chunk in range(1, 8)]),
+            own=60,
         )
         vllm.step()
     assert min(vllm.ended, key=lambda name: (vllm.ended[name], name == "first")) == "first"
@@ -214,9 +226,16 @@ def test_what_was_decided_when_matched_holds_when_allocated(vllm):
 
 def test_evicted_chunks_are_waited_for(vllm):
     transfer = transfer_of(32, [(10, 13)])
-    for held, evicted, waits in ((True, True, False), (False, True, True), (True, False, False), (False, False, False)):
+    for held, evicted, waits in (
+        (True, True, False),
+        (False, True, True),
+        (True, False, False),
+        (False, False, False),
+    ):
         at = frozenset({(transfer.keys[0], 0)})
-        vllm.scheduler.note_report(StepReport(held=at if held else frozenset(), evicted=at if evicted else frozenset()))
+        vllm.scheduler.note_report(
+            StepReport(held=at if held else frozenset(), evicted=at if evicted else frozenset())
+        )
         vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
         assert vllm.scheduler.matched("r", 0, 34) == (32, waits)
         vllm.scheduler.finished("r")
@@ -258,7 +277,9 @@ def test_no_file_is_looked_at_while_a_request_waits(vllm):
 @pytest.mark.parametrize("signature", ["é", "\ud800", None, 7, ["0"]])
 def test_signatures_may_be_anything(vllm, signature):
     transfer = transfer_of(32, [(10, 13)])
-    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34) | {SIGNATURE: signature}, [0] * 34, salt="salt")
+    vllm.scheduler.admit(
+        "r", SIGNER.params(transfer, [0] * 34) | {SIGNATURE: signature}, [0] * 34, salt="salt"
+    )
     assert vllm.scheduler.matched("r", 0, 34) == (0, False)
     assert vllm.scheduler.finished("r") is None
 

@@ -19,10 +19,12 @@ PLAIN = StepWork()
 
 
 class Machine:
-    """A step of decoding takes ``plain`` seconds; tokens that are linked or prefilled more, and a pass of linking has a
-    price of its own."""
+    """A step of decoding takes ``plain`` seconds; tokens that are linked or prefilled more, and a
+    pass of linking has a price of its own."""
 
-    def __init__(self, plain=0.03, *, computed=0.003, placed=3e-5, fixed=0.02, most=10_000, slowdown=1.5):
+    def __init__(
+        self, plain=0.03, *, computed=0.003, placed=3e-5, fixed=0.02, most=10_000, slowdown=1.5
+    ):
         self.plain, self.computed, self.placed, self.fixed = plain, computed, placed, fixed
         self.now = 0.0
         self.gaps = []
@@ -30,21 +32,28 @@ class Machine:
 
     def step(self, work=PLAIN):
         self.throttle.planned(work)
-        seconds = self.plain + work.placed * self.placed + (work.computed + work.prefilled) * self.computed
+        seconds = (
+            self.plain
+            + work.placed * self.placed
+            + (work.computed + work.prefilled) * self.computed
+        )
         seconds += self.fixed if work.computed else 0.0
         self.now += seconds
         self.gaps.append(seconds)
         self.throttle.ended()
 
     def link(self, placed, computed, own):
-        """As the scheduler does it, the request's own first step included; the mean gap of a neighbour meanwhile."""
+        """As the scheduler does it, the request's own first step included; the mean gap of a
+        neighbour meanwhile."""
         first = len(self.gaps)
         while placed or computed:
             tokens = self.throttle.tokens
             now_placed = min(placed, int(tokens * self.throttle.placed_per_computed))
             now_computed = min(computed, int(tokens)) if now_placed == 0 else 0
             if now_placed == placed and now_computed == computed:
-                if self.throttle.may_end(own + computed + placed / self.throttle.placed_per_computed):
+                if self.throttle.may_end(
+                    own + computed + placed / self.throttle.placed_per_computed
+                ):
                     self.throttle.spend(own)
                 else:
                     now_placed = now_computed = 0
@@ -56,12 +65,18 @@ class Machine:
 
 
 @given(
-    st.floats(0.005, 0.2), st.floats(0.001, 0.15), st.floats(1.1, 3), st.sampled_from([0, 112, 600]), st.integers(1, 40)
+    st.floats(0.005, 0.2),
+    st.floats(0.001, 0.15),
+    st.floats(1.1, 3),
+    st.sampled_from([0, 112, 600]),
+    st.integers(1, 40),
 )
 def test_neighbours_wait_no_longer_than_they_shall(plain, share, slowdown, tokens, own):
     """Also where one request follows the other."""
     computed = share * plain
-    machine = Machine(plain, computed=computed, placed=computed / 100, fixed=plain / 2, slowdown=slowdown)
+    machine = Machine(
+        plain, computed=computed, placed=computed / 100, fixed=plain / 2, slowdown=slowdown
+    )
     for _ in range(20):
         machine.step()
     machine.link(512, 64, 32)  # what is learnt first is learnt at some price
@@ -96,7 +111,9 @@ def test_where_more_wait_more_is_linked():
         assert machine.throttle.tokens == pytest.approx(100 * counted, rel=0.01)
         for _ in range(40):
             machine.step(StepWork(0, machine.throttle.tokens))
-        assert statistics.fmean(machine.gaps[4:]) == pytest.approx(0.1 * (1 + 0.5 * counted), rel=0.15)
+        assert statistics.fmean(machine.gaps[4:]) == pytest.approx(
+            0.1 * (1 + 0.5 * counted), rel=0.15
+        )
 
 
 def test_where_all_steps_link_some_are_kept_free_to_be_measured():
@@ -119,7 +136,9 @@ def test_placing_is_learnt_where_nothing_is_computed():
         while machine.throttle.tokens == 0:
             machine.step()
         machine.step()
-    assert machine.throttle.tokens * machine.throttle.placed_per_computed == pytest.approx(1000, rel=0.1)
+    assert machine.throttle.tokens * machine.throttle.placed_per_computed == pytest.approx(
+        1000, rel=0.1
+    )
 
 
 def test_who_is_alone_is_not_spared():

@@ -1,4 +1,5 @@
-"""Every family that vLLM runs is linked as transformers has it, or refused in one line when the worker starts."""
+"""Every family that vLLM runs is linked as transformers has it, or refused in one line when the
+worker starts."""
 
 import pytest
 
@@ -21,7 +22,8 @@ REFUSED = {
     "gpt_neox-partial": "does not call each of its attention layers",  # vLLM runs it by transformers' modules
 }
 OWN_STEPS = {"gpt_oss-sinks": 1}
-"""The steps in which vLLM itself computes what transformers does, linked or not, where these are few."""
+"""The steps in which vLLM itself computes what transformers does, linked or not, where these are
+few."""
 OPTIONS = {
     # the prompts below are longer than what these models were pretrained with, or not
     "dynamic-rope": {"max_model_len": 256},
@@ -64,7 +66,8 @@ def test_each_family_is_linked_as_transformers_has_it(family, models, tmp_path):
 
 
 def test_a_longrope_that_exceeds_what_it_was_pretrained_with_is_linked_as_well(models, tmp_path):
-    """Its angles are those of long prompts for all, as transformers has them for prompts as long as this one."""
+    """Its angles are those of long prompts for all, as transformers has them for prompts as long as
+    this one."""
     linked = started("longrope", models, tmp_path)
     linked.close()
 
@@ -77,7 +80,11 @@ def test_what_cannot_be_linked_is_refused_in_one_line(family, models, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "told"),
     [
-        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 2}, "applies no rotary embedding"),
+        (
+            "opt",
+            {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 2},
+            "applies no rotary embedding",
+        ),
         ("bloom", {"n_layer": 2, "n_head": 2}, "ALiBi"),
     ],
 )

@@ -54,7 +54,9 @@ def words(*texts: str | float, **details: int) -> Response:
     """A complete answer of these texts, with a wait where a number stands."""
     said = [chunk(text) if isinstance(text, str) else text for text in texts]
     tokens = sum(isinstance(text, str) for text in texts)
-    return streamed(*said, chunk(finish="length"), usage_event(tokens, **details), "data: [DONE]\n\n")
+    return streamed(
+        *said, chunk(finish="length"), usage_event(tokens, **details), "data: [DONE]\n\n"
+    )
 
 
 @contextmanager
@@ -65,10 +67,17 @@ def _running(answer: Answer) -> Iterator[str]:
     async def models(_: Request) -> Response:
         return JSONResponse({"data": [{"id": "scripted"}]})
 
-    routes = [Route("/v1/chat/completions", complete, methods=["POST"]), Route("/v1/models", models)]
+    routes = [
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+    ]
     with closing(bind("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off")
+        )
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True
+        )
         thread.start()
         while not server.started:
             time.sleep(0.01)

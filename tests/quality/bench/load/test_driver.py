@@ -12,7 +12,14 @@ from functools import partial
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from kvlinker.quality.bench.load.driver import ClosedLoop, Load, LoadRun, OpenLoop, PromptUsage, drive
+from kvlinker.quality.bench.load.driver import (
+    ClosedLoop,
+    Load,
+    LoadRun,
+    OpenLoop,
+    PromptUsage,
+    drive,
+)
 from kvlinker.quality.bench.load.endpoint import Endpoint, ServerFailedError
 from kvlinker.quality.bench.load.prompts import PlainDocuments
 from kvlinker.quality.bench.load.traffic import Conversation, Turn
@@ -27,13 +34,21 @@ def asking(*questions: str) -> list[Conversation]:
 
 
 def sent(
-    endpoint: Endpoint, conversations: Sequence[Conversation], load: Load | None = None, *, patience: float = 30
+    endpoint: Endpoint,
+    conversations: Sequence[Conversation],
+    load: Load | None = None,
+    *,
+    patience: float = 30,
 ) -> LoadRun:
     return drive(endpoint, conversations, load or ClosedLoop(1), FORM, patience=patience)
 
 
 def test_times_are_those_of_the_text(serve: Serve) -> None:
-    endpoint = serve(lambda _: words(0.1, "one", 0.05, "two", 0.05, "three", cached_tokens=6, recomputed_tokens=2))
+    endpoint = serve(
+        lambda _: words(
+            0.1, "one", 0.05, "two", 0.05, "three", cached_tokens=6, recomputed_tokens=2
+        )
+    )
     (result,) = sent(endpoint, asking("?")).results
     assert result.failure is None
     assert result.text == "onetwothree"
@@ -82,7 +97,10 @@ def test_failures_are_told_by_kind(serve: Serve) -> None:
         return answers[question]()
 
     run = sent(serve(answer), asking(*answers))
-    told = {name: (result.failure, result.detail) for name, result in zip(answers, run.results, strict=True)}
+    told = {
+        name: (result.failure, result.detail)
+        for name, result in zip(answers, run.results, strict=True)
+    }
     assert told["busy"] == ("status 429", "Come back later.")
     assert told["down"] == ("status 500", "oh")
     assert told["torn"][0] == "broken off"
@@ -103,7 +121,8 @@ def test_nobody_there(serve: Serve) -> None:
     (result,) = sent(endpoint, asking("?")).results
     assert result.failure == "connection"
     with pytest.raises(
-        ServerFailedError, match=r"No OpenAI-compatible server answers at http://127\.0\.0\.1:9/v1/models"
+        ServerFailedError,
+        match=r"No OpenAI-compatible server answers at http://127\.0\.0\.1:9/v1/models",
     ):
         Endpoint.find("http://127.0.0.1:9/v1")
 
@@ -169,17 +188,25 @@ def test_turns_follow_on_answers(serve: Serve) -> None:
         return words(f"answer {len(bodies)}")
 
     thinking = 0.5
-    turns = (Turn((0,), "first", 1), Turn((), "second", 1, think_seconds=thinking), Turn((), "third", 1))
+    turns = (
+        Turn((0,), "first", 1),
+        Turn((), "second", 1, think_seconds=thinking),
+        Turn((), "third", 1),
+    )
     run = sent(serve(answer), [Conversation(turns)])
     assert [message["content"] for message in bodies[-1]["messages"]] == [
         *("A document.first", "answer 1", "second", "answer 2", "third")
     ]
-    assert sum(result.ended for result in run.results) + thinking <= run.seconds + 0.01, "thinking is not waiting"
+    assert sum(result.ended for result in run.results) + thinking <= run.seconds + 0.01, (
+        "thinking is not waiting"
+    )
 
 
 def test_turns_behind_a_failure_are_not_forgotten(serve: Serve) -> None:
     turns = tuple(Turn((), question, 1) for question in "abc")
-    run = sent(serve(lambda _: JSONResponse({"error": {"message": "No."}}, 400)), [Conversation(turns)])
+    run = sent(
+        serve(lambda _: JSONResponse({"error": {"message": "No."}}, 400)), [Conversation(turns)]
+    )
     assert [result.failure for result in run.results] == ["status 400", "not sent", "not sent"]
 
 
@@ -193,5 +220,7 @@ def test_how_long_tokens_are_is_learnt_from_the_server(serve: Serve) -> None:
     assert endpoint.characters_per_token() == pytest.approx(4)
     with pytest.raises(ServerFailedError, match="how many tokens"):
         serve(lambda _: JSONResponse({})).characters_per_token()
-    with pytest.raises(ServerFailedError, match="counts 5 tokens in a long prompt, and 5 in a short one"):
+    with pytest.raises(
+        ServerFailedError, match="counts 5 tokens in a long prompt, and 5 in a short one"
+    ):
         serve(lambda _: JSONResponse({"usage": {"prompt_tokens": 5}})).characters_per_token()

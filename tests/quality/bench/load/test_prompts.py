@@ -1,4 +1,5 @@
-"""Requests bring documents as context caches or as text, and orders that prefix caches find again."""
+"""Requests bring documents as context caches or as text, and orders that prefix caches find
+again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_documents_as_text() -> None:
         {"role": "assistant", "content": "The first."},
         {"role": "user", "content": "B.And now?"},
     ]
-    assert (body["model"], body["max_tokens"], body["stream_options"]) == ("m", 7, {"include_usage": True})
+    assert (body["model"], body["max_tokens"], body["stream_options"]) == (
+        "m",
+        7,
+        {"include_usage": True},
+    )
     assert "link" not in body
 
 
@@ -62,7 +67,11 @@ def test_documents_as_marked_texts() -> None:
 def test_the_longest_known_beginning_comes_first() -> None:
     index = PrefixIndex()
     assert index.arrange([5, 1, 2]) == (5, 1, 2)
-    assert index.arrange([2, 7, 5]) == (5, 2, 7)  # 5 has begun a prompt; 2 was asked for before, and 7 was not
+    assert index.arrange([2, 7, 5]) == (
+        5,
+        2,
+        7,
+    )  # 5 has begun a prompt; 2 was asked for before, and 7 was not
     assert index.arrange([2, 1, 5]) == (5, 1, 2)
     assert index.arrange([8, 9]) == (8, 9)
 
@@ -84,4 +93,6 @@ def test_the_same_documents_come_in_the_same_order_again(prompts: list[list[int]
     assert all(len(order) == len(prompt) for order, prompt in zip(arranged, prompts, strict=True))
     for before, prompt in enumerate(prompts):
         if set(prompt) in (set(other) for other in prompts[:before]):
-            assert arranged[before] in arranged[:before]  # the same documents in the same order again
+            assert (
+                arranged[before] in arranged[:before]
+            )  # the same documents in the same order again

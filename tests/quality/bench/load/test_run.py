@@ -25,13 +25,21 @@ from kvlinker.quality.bench.harness.shapes import random_model
 from kvlinker.quality.bench.harness.subject import MeasuredModel, served
 from kvlinker.quality.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.quality.bench.load.report import ServiceObjective
-from kvlinker.quality.bench.load.run import EMBEDDED, Competitor, LoadPlan, competing_policies, run_load
+from kvlinker.quality.bench.load.run import (
+    EMBEDDED,
+    Competitor,
+    LoadPlan,
+    competing_policies,
+    run_load,
+)
 from kvlinker.quality.bench.load.servers import Server
 from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker.settings import load_settings
 from tests.quality.bench.load.conftest import Body, Serve, words
 
-SHAPE = TrafficShape(library=5, chunks=3, chunk_tokens=40, fresh_tokens=12, output_tokens=(2, 4), think_seconds=0)
+SHAPE = TrafficShape(
+    library=5, chunks=3, chunk_tokens=40, fresh_tokens=12, output_tokens=(2, 4), think_seconds=0
+)
 CELL = ServiceObjective(60.0, 60.0)
 
 
@@ -61,7 +69,9 @@ def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
         plan(OpenLoop(50.0), ClosedLoop(3)),
     )
     assert [(row["policy"], row["rate"], row["users"]) for row in report.rows] == [
-        (policy, *load) for policy in ("full", "naive", "legolink-4") for load in ((50.0, None), (None, 3))
+        (policy, *load)
+        for policy in ("full", "naive", "legolink-4")
+        for load in ((50.0, None), (None, 3))
     ]
     assert report.warnings == [
         "plain (embedded) is left out: the engine has no prefix cache, so that it would be measured like full."
@@ -69,7 +79,9 @@ def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
     recomputed = {row["policy"]: row["recomputed_fraction"] for row in report.rows}
     assert recomputed["full"] == 1
     assert recomputed["naive"] == 0
-    assert 0.05 < recomputed["legolink-4"] < 0.1  # of the first chunk nothing, of two others 4 of 40
+    assert (
+        0.05 < recomputed["legolink-4"] < 0.1
+    )  # of the first chunk nothing, of two others 4 of 40
     for row in report.rows:
         assert (row["requests"], row["failed"], row["failures"]) == (6, 0, {})
         assert row["prompt_tokens"] > 3 * 40 + 12
@@ -84,7 +96,9 @@ def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
 def test_several_turns(server: Server, kind: str) -> None:
     shape = replace(SHAPE, kind=kind, chunks=2, turns=3)
     (row,) = run_load(
-        [Competitor("naive", EMBEDDED)], lambda _: starting(server), plan(ClosedLoop(2), shape=shape, requests=5)
+        [Competitor("naive", EMBEDDED)],
+        lambda _: starting(server),
+        plan(ClosedLoop(2), shape=shape, requests=5),
     ).rows
     assert (row["requests"], row["failed"]) == (6, 0)  # two whole conversations
     assert row["cached_fraction"] > 0.3
@@ -93,9 +107,14 @@ def test_several_turns(server: Server, kind: str) -> None:
 def test_what_cannot_take_part_is_left_out_and_told(server: Server) -> None:
     shape = replace(SHAPE, output_tokens=(5000, 5000))  # more than the pool has room for
     with pytest.raises(
-        InvalidRequestError, match=r"naive \(embedded\) is left out: its first request failed \(status 400\)"
+        InvalidRequestError,
+        match=r"naive \(embedded\) is left out: its first request failed \(status 400\)",
     ):
-        run_load([Competitor("naive", EMBEDDED)], lambda _: starting(server), plan(ClosedLoop(1), shape=shape))
+        run_load(
+            [Competitor("naive", EMBEDDED)],
+            lambda _: starting(server),
+            plan(ClosedLoop(1), shape=shape),
+        )
 
 
 def test_any_server_gets_plain_and_reordered_documents(serve: Serve) -> None:
@@ -110,11 +129,17 @@ def test_any_server_gets_plain_and_reordered_documents(serve: Serve) -> None:
 
     url = serve(answer).url
     competitors = [Competitor(policy, "peer") for policy in ("plain", "reordered", "naive")]
-    report = run_load(competitors, lambda _: nullcontext(Server(url)), plan(ClosedLoop(2), requests=12))
+    report = run_load(
+        competitors, lambda _: nullcontext(Server(url)), plan(ClosedLoop(2), requests=12)
+    )
     assert [row["policy"] for row in report.rows] == ["plain", "reordered"]
     for row in report.rows:
         assert row["cached_fraction"] == pytest.approx(0.4)
-        assert (row["recomputed_fraction"], row["memory_mb"], row["ratio_to_full"]) == (None, None, None)
+        assert (row["recomputed_fraction"], row["memory_mb"], row["ratio_to_full"]) == (
+            None,
+            None,
+            None,
+        )
     (warning,) = report.warnings
     assert warning.startswith("naive (peer) is left out:")
     assert {len(prompt) for prompt in prompts} == {2 * (3 * 40 + 12)}
@@ -122,7 +147,9 @@ def test_any_server_gets_plain_and_reordered_documents(serve: Serve) -> None:
     plain, reordered = prompts[:13], prompts[13:]
     beginnings = [len({prompt[:80] for prompt in sent}) for sent in (plain, reordered)]
     assert beginnings[1] < beginnings[0]
-    assert {prompt[240:] for prompt in plain} == {prompt[240:] for prompt in reordered}  # the same questions
+    assert {prompt[240:] for prompt in plain} == {
+        prompt[240:] for prompt in reordered
+    }  # the same questions
 
 
 def test_policies_are_linking_policies_and_forms_of_text() -> None:
@@ -137,7 +164,16 @@ def test_policies_are_linking_policies_and_forms_of_text() -> None:
 
 
 def test_the_command_measures_a_server_that_runs(server: Server, tmp_path: Path) -> None:
-    arguments = ["--url", f"{server.url}/v1", "--policies", "full,naive", "--users", "2", "--rates", "40"]
+    arguments = [
+        "--url",
+        f"{server.url}/v1",
+        "--policies",
+        "full,naive",
+        "--users",
+        "2",
+        "--rates",
+        "40",
+    ]
     arguments += [
         "--requests",
         "3",
@@ -165,13 +201,38 @@ def test_the_command_measures_a_server_that_runs(server: Server, tmp_path: Path)
 @pytest.mark.slow
 def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    arguments = ["--shape", "tiny", "--policies", "naive", "--users", "2", "--requests", "3", "--library", "3"]
-    arguments += ["--chunks", "2", "--chunk-tokens", "40", "--output-tokens", "2", "--json", str(tmp_path / "r.json")]
+    arguments = [
+        "--shape",
+        "tiny",
+        "--policies",
+        "naive",
+        "--users",
+        "2",
+        "--requests",
+        "3",
+        "--library",
+        "3",
+    ]
+    arguments += [
+        "--chunks",
+        "2",
+        "--chunk-tokens",
+        "40",
+        "--output-tokens",
+        "2",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     result = CliRunner().invoke(app, ["bench", "load", *arguments])
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "r.json").read_text())
     (row,) = content["results"]
-    assert (row["policy"], row["engine"], row["failed"], row["recomputed_fraction"]) == ("naive", "embedded", 0, 0)
+    assert (row["policy"], row["engine"], row["failed"], row["recomputed_fraction"]) == (
+        "naive",
+        "embedded",
+        0,
+        0,
+    )
     assert row["memory_mb"] > 100
     assert content["settings"]["model"] == "tiny"
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
@@ -179,16 +240,29 @@ def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
 
 def test_servers_are_started_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, object]] = []
-    monkeypatch.setattr(load_benchmark, "kvlinker_server", lambda _, **options: started.append(options))
+    monkeypatch.setattr(
+        load_benchmark, "kvlinker_server", lambda _, **options: started.append(options)
+    )
     start = load_benchmark.starting(load_settings(audit="10%"))
     for policy in ("full", "naive"):
         start(Competitor(policy, EMBEDDED))
-    assert [(options["audit"], options["prefix_cache"]) for options in started] == [(0.1, "off"), (0.1, "on")]
+    assert [(options["audit"], options["prefix_cache"]) for options in started] == [
+        (0.1, "off"),
+        (0.1, "on"),
+    ]
 
 
 @pytest.mark.slow
 def test_a_command_that_is_ended_takes_its_server_along() -> None:
-    command = [sys.executable, "-c", "from kvlinker.cli import app; app()", "bench", "load", "--shape", "tiny"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kvlinker.cli import app; app()",
+        "bench",
+        "load",
+        "--shape",
+        "tiny",
+    ]
     with subprocess.Popen(
         [*command, "--policies", "naive"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as bench:
@@ -212,7 +286,9 @@ def servers_of(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "load", "--model", str(tmp_path / "none"), "--policies", "naive"])
+    result = CliRunner().invoke(
+        app, ["bench", "load", "--model", str(tmp_path / "none"), "--policies", "naive"]
+    )
     assert result.exit_code == 2
     assert "No model at" in result.stderr
 
@@ -226,7 +302,10 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         (["--users", "2,x"], "whole numbers"),
         (["--traffic", "storm"], "Unknown traffic"),
         (["--output-tokens", "many"], "no number of tokens"),
-        (["--url", "http://127.0.0.1:9"], "No OpenAI-compatible server answers at http://127.0.0.1:9"),
+        (
+            ["--url", "http://127.0.0.1:9"],
+            "No OpenAI-compatible server answers at http://127.0.0.1:9",
+        ),
     ],
 )
 def test_bad_arguments_end_with_one_clear_line(arguments: list[str], message: str) -> None:

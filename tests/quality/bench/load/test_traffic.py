@@ -1,4 +1,5 @@
-"""Traffic follows from its seed alone, and has the lengths, the popularity and the turns that were asked for."""
+"""Traffic follows from its seed alone, and has the lengths, the popularity and the turns that were
+asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from kvlinker.quality.bench.load.traffic import (
     random_text,
 )
 
-SHAPE = TrafficShape(library=8, chunks=3, chunk_tokens=50, fresh_tokens=10, output_tokens=(2, 6), turns=3)
+SHAPE = TrafficShape(
+    library=8, chunks=3, chunk_tokens=50, fresh_tokens=10, output_tokens=(2, 6), turns=3
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +112,9 @@ def test_arrivals_have_the_rate() -> None:
 def test_few_arrivals_have_the_rate_too(count: int) -> None:
     lengths = [poisson_arrivals(4.0, count, seed=seed)[-1] for seed in range(200)]
     assert max(lengths) < count / 4.0
-    assert np.mean(lengths) == pytest.approx(count / (count + 1) * count / 4.0, rel=0.1)  # the largest of uniform ones
+    assert np.mean(lengths) == pytest.approx(
+        count / (count + 1) * count / 4.0, rel=0.1
+    )  # the largest of uniform ones
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ FIXED = ContextSplitter(ENCODER, ContextSplit.FIXED, 10)
 def write(tmp_path):
     def write_lines(name, *records):
         path = tmp_path / name
-        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        path.write_text(
+            "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records)
+        )
         return str(path)
 
     return write_lines
@@ -47,7 +49,12 @@ def test_own_records_are_taken_to_the_letter(write):
         {"passages": ["three"], "question": "Q", "answers": ["a", "", "b"]},
     )
     first, second = questions_of(load_dataset(path, SEMANTIC))
-    assert (first.id, first.task, first.passages, first.answers) == ("x", "t", ("one\n", "two\n"), ("one",))
+    assert (first.id, first.task, first.passages, first.answers) == (
+        "x",
+        "t",
+        ("one\n", "two\n"),
+        ("one",),
+    )
     assert (first.metric, first.max_tokens, first.first_line) == ("rouge_l", 7, False)
     assert (first.choices, second.choices) == (("two", "one"), ())
     assert (second.id, second.dataset, second.task, second.metric) == ("2", "mine", "mine", "f1")
@@ -58,19 +65,32 @@ def test_choices_need_two_texts_and_the_answer_among_them(write):
     record = {"passages": ["one"], "question": "Q", "answers": ["a"]}
     given: tuple[list[str], ...] = (["a"], ["a", "a"], ["b", "c"], [], ["a", "b\nc"])
     dataset = load_dataset(
-        write("mine.jsonl", record, *({**record, "choices": choices} for choices in given)), SEMANTIC
+        write("mine.jsonl", record, *({**record, "choices": choices} for choices in given)),
+        SEMANTIC,
     )
     (free,) = questions_of(dataset)
     assert (free.choices, free.metric) == ((), "f1")
     reasons = [skip.reason for skip in dataset.skipped]
-    assert reasons[0] == "'choices' is ['a'], but must be two texts or more, one of 'answers' among them"
-    assert [reason.split(",")[0] for reason in reasons[1:3]] == ["'choices' is ['a'", "'choices' is ['b'"]
+    assert (
+        reasons[0]
+        == "'choices' is ['a'], but must be two texts or more, one of 'answers' among them"
+    )
+    assert [reason.split(",")[0] for reason in reasons[1:3]] == [
+        "'choices' is ['a'",
+        "'choices' is ['b'",
+    ]
     assert reasons[3] == "'choices' is empty"
     assert reasons[4].endswith("but an answer ends with its first line ('first_line')")
 
 
 def test_a_choice_is_right_or_wrong_and_may_have_several_lines(write):
-    record = {"passages": ["one"], "question": "Q", "answers": ["a"], "choices": ["a", "b\nc"], "first_line": False}
+    record = {
+        "passages": ["one"],
+        "question": "Q",
+        "answers": ["a"],
+        "choices": ["a", "b\nc"],
+        "first_line": False,
+    }
     (question,) = questions_of(load_dataset(write("mine.jsonl", record), SEMANTIC))
     assert (question.choices, question.metric) == (("a", "b\nc"), "exact_match")
 
@@ -100,7 +120,9 @@ def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):
 
 
 def test_fixed_windows_cut_across_given_passages(write):
-    path = write("mine.jsonl", {"passages": ["12345678", "abcdefgh"], "question": "Q", "answers": ["a"]})
+    path = write(
+        "mine.jsonl", {"passages": ["12345678", "abcdefgh"], "question": "Q", "answers": ["a"]}
+    )
     (example,) = load_dataset(path, FIXED).examples
     assert example.passages == ("12345678ab", "cdefgh")
 
@@ -111,20 +133,32 @@ def test_longbench_tasks_are_asked_and_measured_each_in_its_way(write):
         "lb.jsonl",
         {"input": "Who?", "context": context, "answers": ["x"], "dataset": "hotpotqa", "_id": "h1"},
         {"input": "", "context": context, "answers": ["a summary"], "dataset": "multi_news"},
-        {"input": "Dialogue: x\nSummary:", "context": context, "answers": ["s"], "dataset": "samsum_e"},
+        {
+            "input": "Dialogue: x\nSummary:",
+            "context": context,
+            "answers": ["s"],
+            "dataset": "samsum_e",
+        },
         {"input": "", "context": context, "answers": ["x"], "dataset": "hotpotqa"},
         {"input": "Who?", "context": context, "answers": ["x"], "dataset": "of-mine"},
     )
     dataset = load_dataset(path, SEMANTIC)
     question, summary, shots, own = questions_of(dataset)
-    assert (question.id, question.task, question.metric, question.max_tokens) == ("h1", "hotpotqa", "f1", 32)
+    assert (question.id, question.task, question.metric, question.max_tokens) == (
+        "h1",
+        "hotpotqa",
+        "f1",
+        32,
+    )
     assert "Question: Who?" in question.question
     assert (summary.metric, summary.first_line) == ("rouge_l", False)
     assert shots.question == "Dialogue: x\nSummary:"
     assert own.metric == "f1"
     assert "".join(question.passages) == context
     assert all(len(passage) <= 100 for passage in question.passages)
-    assert [(skip.where, skip.reason) for skip in dataset.skipped] == [("record 4", "'input' is empty")]
+    assert [(skip.where, skip.reason) for skip in dataset.skipped] == [
+        ("record 4", "'input' is empty")
+    ]
 
 
 def test_cacheblend_passages_have_their_title_before_them(write):
@@ -144,7 +178,11 @@ def test_cacheblend_passages_have_their_title_before_them(write):
 def test_key_value_pairs_stand_in_passages_of_five(write, tmp_path):
     pairs = [[f"k{i}", f"v{i}"] for i in range(7)]
     path = tmp_path / "kv.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps({"ordered_kv_records": pairs, "key": "k6", "value": "v6"}).encode()))
+    path.write_bytes(
+        gzip.compress(
+            json.dumps({"ordered_kv_records": pairs, "key": "k6", "value": "v6"}).encode()
+        )
+    )
     (example,) = questions_of(load_dataset(str(path), SEMANTIC))
     assert [passage.count("\n") for passage in example.passages] == [5, 2]
     assert '"k6": "v6"\n' in example.passages[1]
@@ -152,9 +190,14 @@ def test_key_value_pairs_stand_in_passages_of_five(write, tmp_path):
 
 
 def test_few_shot_examples_come_from_records_that_are_not_asked(write):
-    path = write("sam.jsonl", *({"question": f"A: {i}\r\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 3)))
+    path = write(
+        "sam.jsonl",
+        *({"question": f"A: {i}\r\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 3)),
+    )
     dataset = load_dataset(path, SEMANTIC)
-    assert [example.answers for example in questions_of(dataset)] == [(f"sum {i}",) for i in range(POOL, POOL + 3)]
+    assert [example.answers for example in questions_of(dataset)] == [
+        (f"sum {i}",) for i in range(POOL, POOL + 3)
+    ]
     assert dataset == load_dataset(path, SEMANTIC)
     for example in questions_of(dataset):
         assert len(set(example.passages)) == SHOTS
@@ -164,7 +207,10 @@ def test_few_shot_examples_come_from_records_that_are_not_asked(write):
 
 def test_questions_with_an_answer_are_no_dialogues_to_summarise(write):
     """They have SAMSum's fields, and were once asked as if they were dialogues."""
-    path = write("quiz.jsonl", *({"question": f"What is {i}?", "answer": "a number"} for i in range(POOL + 3)))
+    path = write(
+        "quiz.jsonl",
+        *({"question": f"What is {i}?", "answer": "a number"} for i in range(POOL + 3)),
+    )
     with pytest.raises(InvalidRequestError, match="no known format") as caught:
         load_dataset(path, SEMANTIC)
     message = caught.value.message
@@ -182,9 +228,13 @@ def test_few_dialogues_leave_none_to_ask(write):
 
 def test_a_record_that_is_no_dialogue_is_left_out(write):
     dialogues = [{"question": f"A: {i}\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 2)]
-    dataset = load_dataset(write("sam.jsonl", *dialogues, {"question": "Who?", "answer": "x"}), SEMANTIC)
+    dataset = load_dataset(
+        write("sam.jsonl", *dialogues, {"question": "Who?", "answer": "x"}), SEMANTIC
+    )
     assert len(dataset.examples) == 2
-    assert [skip.reason for skip in dataset.skipped] == ["'question' is no dialogue of lines 'Name: words'"]
+    assert [skip.reason for skip in dataset.skipped] == [
+        "'question' is no dialogue of lines 'Name: words'"
+    ]
 
 
 def test_the_format_is_the_one_of_most_records_and_is_named(write):
@@ -197,7 +247,9 @@ def test_the_format_is_the_one_of_most_records_and_is_named(write):
 
 def test_the_needle_goes_down_the_haystack(tmp_path):
     for name in ("b", "a"):
-        (tmp_path / f"{name}.txt").write_text(" ".join(f"Sentence {i} of {name}." for i in range(60)))
+        (tmp_path / f"{name}.txt").write_text(
+            " ".join(f"Sentence {i} of {name}." for i in range(60))
+        )
     dataset = load_dataset(str(tmp_path), SEMANTIC)
     assert dataset.format == "needle"
     tasks = {example.task for example in dataset.examples}
@@ -216,7 +268,11 @@ def test_the_needle_goes_down_the_haystack(tmp_path):
     assert places == sorted(places)
     assert places[0] == 0
     assert places[-1] > 450
-    assert [example.task for example in dataset.examples[:3]] == ["needle-500", "needle-1000", "needle-2000"]
+    assert [example.task for example in dataset.examples[:3]] == [
+        "needle-500",
+        "needle-1000",
+        "needle-2000",
+    ]
 
 
 def test_records_that_are_no_examples_are_counted_and_the_others_used(write):
@@ -258,12 +314,20 @@ def test_a_limit_counts_usable_examples(write):
     [
         ("none.jsonl", None, "there is no such file or folder"),
         ("empty.jsonl", "", "has no usable example"),
-        ("fields.jsonl", '{"text": "x"}\n', "of no known format: its first record has the fields text"),
+        (
+            "fields.jsonl",
+            '{"text": "x"}\n',
+            "of no known format: its first record has the fields text",
+        ),
         ("list.json", "{}", "holds no list of records"),
         ("bad.json", "[1, ", "not valid JSON"),
         ("bytes.jsonl", b"\xff\xfe\x00", "not UTF-8"),
         ("zip.jsonl.gz", b"no gzip", "Cannot read"),
-        ("bad.jsonl", '{"passages": [], "question": "Q", "answers": ["a"]}\n', "record 1: 'passages' is empty"),
+        (
+            "bad.jsonl",
+            '{"passages": [], "question": "Q", "answers": ["a"]}\n',
+            "record 1: 'passages' is empty",
+        ),
     ],
 )
 def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, content, message):
@@ -284,7 +348,9 @@ def test_tasks_are_chosen_before_the_limit(write):
     def record(task, answer):
         return {"task": task, "passages": ["p\n"], "question": "q", "answers": answer}
 
-    path = write("mine.jsonl", record("a", "1"), record("b", "2"), record("c", "3"), record("b", "4"))
+    path = write(
+        "mine.jsonl", record("a", "1"), record("b", "2"), record("c", "3"), record("b", "4")
+    )
     chosen = load_dataset(path, SEMANTIC, tasks=("b", "c"), limit=2)
     assert [example.answers for example in questions_of(chosen)] == [("2",), ("3",)]
     with pytest.raises(InvalidRequestError, match="no usable example of d"):

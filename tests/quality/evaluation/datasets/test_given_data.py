@@ -35,7 +35,9 @@ def test_every_file_is_read_without_a_loss(name, metric, passages, split):
     for example in questions_of(dataset):
         assert example.metric == metric
         if split is ContextSplit.FIXED:
-            assert all(len(passage.encode()) <= 2100 for passage in example.passages)  # 2000, and the needle
+            assert all(
+                len(passage.encode()) <= 2100 for passage in example.passages
+            )  # 2000, and the needle
         elif passages is not None:
             assert len(example.passages) == passages
         if name != "samsum.jsonl" and name != "musique_s.json":

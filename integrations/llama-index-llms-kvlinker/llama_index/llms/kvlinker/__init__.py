@@ -5,4 +5,10 @@ from llama_index.llms.kvlinker.content import context_cache
 from llama_index.llms.kvlinker.nodes import ContextCachePostprocessor, ContextCacheTransform
 from llama_index.llms.kvlinker.retriever import KVLinkerRetriever
 
-__all__ = ["ContextCachePostprocessor", "ContextCacheTransform", "KVLinker", "KVLinkerRetriever", "context_cache"]
+__all__ = [
+    "ContextCachePostprocessor",
+    "ContextCacheTransform",
+    "KVLinker",
+    "KVLinkerRetriever",
+    "context_cache",
+]

@@ -21,21 +21,36 @@ from llama_index.llms.openai_like import OpenAILike
 class KVLinker(OpenAILike):
     """A model behind a kvlinker server, by default the one at ``KVLINKER_BASE_URL``.
 
-    Messages may have chunks: elements of ``ContextCachePostprocessor``, blocks of ``context_cache``, ``CitableBlock``,
-    and text in front of a ``CachePoint``, which here means that text, not all that stands before it.
+    Messages may have chunks: elements of ``ContextCachePostprocessor``, blocks of
+    ``context_cache``, ``CitableBlock``, and text in front of a ``CachePoint``, which here means
+    that text, not all that stands before it.
     """
 
-    model: str = Field(default="default", description="The name that the server has for its model, or default.")
-    api_base: str = Field(default_factory=default_url, description="The server's address, with /v1.")
-    api_key: str = Field(default_factory=default_key, description="The API key; servers without keys take any.")
+    model: str = Field(
+        default="default", description="The name that the server has for its model, or default."
+    )
+    api_base: str = Field(
+        default_factory=default_url, description="The server's address, with /v1."
+    )
+    api_key: str = Field(
+        default_factory=default_key, description="The API key; servers without keys take any."
+    )
     is_chat_model: bool = Field(default=True, description="True: the server has the chat routes.")
-    is_function_calling_model: bool = Field(default=True, description="True: the server takes tools.")
-    should_use_structured_outputs: bool = Field(default=True, description="True: the server enforces JSON schemas.")
+    is_function_calling_model: bool = Field(
+        default=True, description="True: the server takes tools."
+    )
+    should_use_structured_outputs: bool = Field(
+        default=True, description="True: the server enforces JSON schemas."
+    )
     policy: str | None = Field(default=None, description="The linking policy, such as legolink-16.")
-    implicit: str | None = Field(default=None, description="The texts that become chunks without an id.")
+    implicit: str | None = Field(
+        default=None, description="The texts that become chunks without an id."
+    )
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"model": "default", "api_base": default_url(), "api_key": default_key(), **options})
+        super().__init__(
+            **{"model": "default", "api_base": default_url(), "api_key": default_key(), **options}
+        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -62,9 +77,13 @@ class KVLinker(OpenAILike):
         """Answer a conversation."""
         return await super().achat(without_chunks(messages), **_with_chunks(messages, kwargs))
 
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
         """Answer a conversation as a stream."""
-        return await super().astream_chat(without_chunks(messages), **_with_chunks(messages, kwargs))
+        return await super().astream_chat(
+            without_chunks(messages), **_with_chunks(messages, kwargs)
+        )
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         fields: dict[str, Any] = super()._get_model_kwargs(**kwargs)
@@ -76,10 +95,15 @@ class KVLinker(OpenAILike):
 
 
 def _with_chunks(messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with the messages as the server takes them, where they have chunks.
+    """Return the arguments of a call with the messages as the server takes them, where they have
+    chunks.
 
-    OpenAI's client lays ``extra_body`` over the body, and so over the messages that LlamaIndex's own class writes.
+    OpenAI's client lays ``extra_body`` over the body, and so over the messages that LlamaIndex's
+    own class writes.
     """
     if not has_chunks(messages):
         return kwargs
-    return {**kwargs, "extra_body": {**kwargs.get("extra_body", {}), "messages": body_messages(messages)}}
+    return {
+        **kwargs,
+        "extra_body": {**kwargs.get("extra_body", {}), "messages": body_messages(messages)},
+    }

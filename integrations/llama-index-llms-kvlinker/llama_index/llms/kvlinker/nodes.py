@@ -1,4 +1,5 @@
-"""Nodes of LlamaIndex as chunks of kvlinker: cached ahead of time, and marked when they have been retrieved."""
+"""Nodes of LlamaIndex as chunks of kvlinker: cached ahead of time, and marked when they have been
+retrieved."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ LONGEST_VALUE = 512
 class ContextCachePostprocessor(BaseNodePostprocessor):
     """Makes chunks of the nodes that were retrieved, for the model that ``KVLinker`` is.
 
-    Nodes that have a context cache are linked by its id; the texts of others are marked, and found by what they say, or
-    cached on the way. The nodes' own texts stay as they are: only what the model is shown of them changes.
+    Nodes that have a context cache are linked by its id; the texts of others are marked, and found
+    by what they say, or cached on the way. The nodes' own texts stay as they are: only what the
+    model is shown of them changes.
     """
 
     @classmethod
@@ -45,15 +47,23 @@ class ContextCachePostprocessor(BaseNodePostprocessor):
 
 
 class ContextCacheTransform(TransformComponent):
-    """Caches each node's text as one chunk, as a step of an ``IngestionPipeline`` behind a splitter.
+    """Caches each node's text as one chunk, as a step of an ``IngestionPipeline`` behind a
+    splitter.
 
-    The node has the id of its context cache in its metadata afterwards. Pairs of metadata that are text or numbers, and
-    short enough, are kept with the context cache, so that ``KVLinkerRetriever`` can filter by them.
+    The node has the id of its context cache in its metadata afterwards. Pairs of metadata that are
+    text or numbers, and short enough, are kept with the context cache, so that
+    ``KVLinkerRetriever`` can filter by them.
     """
 
-    api_base: str = Field(default_factory=default_url, description="The server's address, with /v1.")
-    api_key: str = Field(default_factory=default_key, description="The API key; servers without keys take any.")
-    ttl: float | None = Field(default=None, description="Seconds to live; None for as long as it is not deleted.")
+    api_base: str = Field(
+        default_factory=default_url, description="The server's address, with /v1."
+    )
+    api_key: str = Field(
+        default_factory=default_key, description="The API key; servers without keys take any."
+    )
+    ttl: float | None = Field(
+        default=None, description="Seconds to live; None for as long as it is not deleted."
+    )
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Cache the nodes' texts, and return the nodes with the ids."""
@@ -77,19 +87,24 @@ def name_context_cache(node: BaseNode, cache_id: str) -> None:
 
 
 def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the pairs that a context cache can have: the first sixteen that are text or numbers, and short."""
+    """Return the pairs that a context cache can have: the first sixteen that are text or numbers,
+    and short."""
     pairs = {
         key: str(value)
         for key, value in metadata.items()
-        if isinstance(value, str | int | float) and len(key) <= LONGEST_KEY and len(str(value)) <= LONGEST_VALUE
+        if isinstance(value, str | int | float)
+        and len(key) <= LONGEST_KEY
+        and len(str(value)) <= LONGEST_VALUE
     }
     return dict(list(pairs.items())[:MOST_PAIRS])
 
 
 def _as_chunk(node: BaseNode) -> BaseNode:
-    """Return a copy of a node that a model is shown as a chunk, behind the metadata that it is to see.
+    """Return a copy of a node that a model is shown as a chunk, behind the metadata that it is to
+    see.
 
-    A node's template counts only where there is metadata to be seen: without any, that is the id, or its absence.
+    A node's template counts only where there is metadata to be seen: without any, that is the id,
+    or its absence.
     """
     if not isinstance(node, TextNode):
         return node

@@ -11,10 +11,12 @@ from llama_index.llms.kvlinker.server import default_key, default_url, post
 
 
 class KVLinkerRetriever(BaseRetriever):
-    """Finds cached chunks, of documents that were ingested by ``kvlinker ingest`` or ``ContextCacheTransform``.
+    """Finds cached chunks, of documents that were ingested by ``kvlinker ingest`` or
+    ``ContextCacheTransform``.
 
-    ``similarity_top_k``: the most nodes that are returned. ``filters``: pairs of metadata that a context cache must
-    have, all of them. ``scope``: ``private`` for one's own context caches, ``shared`` for those of all tenants.
+    ``similarity_top_k``: the most nodes that are returned. ``filters``: pairs of metadata that a
+    context cache must have, all of them. ``scope``: ``private`` for one's own context caches,
+    ``shared`` for those of all tenants.
     """
 
     def __init__(

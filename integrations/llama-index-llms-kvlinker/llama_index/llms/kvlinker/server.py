@@ -1,4 +1,5 @@
-"""Where the server is, and the client that calls those of its routes which OpenAI's API does not have."""
+"""Where the server is, and the client that calls those of its routes which OpenAI's API does not
+have."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def default_key() -> str:
 
 
 def post(base_url: str, api_key: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer of a route, whose path may begin with ``../``. Raises the errors of OpenAI's client."""
+    """Return the answer of a route, whose path may begin with ``../``. Raises the errors of
+    OpenAI's client."""
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         answer: Any = client.post(str(client.base_url.join(path)), cast_to=object, body=dict(body))
     told: dict[str, Any] = answer

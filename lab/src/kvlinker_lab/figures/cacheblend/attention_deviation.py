@@ -1,4 +1,5 @@
-"""Measures CacheBlend's figure 6: the attention deviation that is left when some tokens are recomputed."""
+"""Measures CacheBlend's figure 6: the attention deviation that is left when some tokens are
+recomputed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ENDS = ("naive", "full")
 SHOWN_BY_LAYER = ("naive", "random-10", "cacheblend-10", "query-10", "oracle-10")
 
 Sample = tuple[float, tuple[float, ...]]
-"""Pairs the recomputed share of one example's cached tokens with its attention deviation by layer."""
+"""Pairs the recomputed share of one example's cached tokens with its attention deviation by
+layer."""
 
 
 class Chosen(Policy):
@@ -49,9 +51,9 @@ class Chosen(Policy):
 def most_deviating(prompt: Prompt, distance: NDArray[np.float32], percent: float) -> Chosen:
     """Choose the r percent of the inexact tokens whose KV really deviates most, over all layers.
 
-    No request could: it would have to compute them first. ``distance`` [layers, tokens] is as from ``kv_distance``, of
-    the prompt linked without repair. CacheBlend (section 4.2) chooses anew in every layer; here a token is computed in
-    all layers or in none.
+    No request could: it would have to compute them first. ``distance`` [layers, tokens] is as from
+    ``kv_distance``, of the prompt linked without repair. CacheBlend (section 4.2) chooses anew in
+    every layer; here a token is computed in all layers or in none.
     """
     deviation = np.linalg.norm(distance, axis=0)
     count = share(percent, int(prompt.inexact.sum()))
@@ -109,16 +111,28 @@ def _row(policy: str, samples: Mapping[str, Sequence[Sample]]) -> Row:
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     left, right = canvas.subplots(1, 2, width_ratios=(1.3, 1))
     swept = by_family([row for row in rows if row["policy"] not in ENDS])
-    colours = {family: f"C{index}" for index, family in enumerate(swept)} | dict.fromkeys(ENDS, "black")
-    for family, members in (swept | {end: [row for row in rows if row["policy"] == end] for end in ENDS}).items():
+    colours = {family: f"C{index}" for index, family in enumerate(swept)} | dict.fromkeys(
+        ENDS, "black"
+    )
+    for family, members in (
+        swept | {end: [row for row in rows if row["policy"] == end] for end in ENDS}
+    ).items():
         points = sorted(members, key=lambda row: row["recomputed_fraction"])
         centre = [row["attention_deviation"] for row in points]
         reach = [[row["attention_deviation"] - row["ci_low"] for row in points]]
         reach += [[row["ci_high"] - row["attention_deviation"] for row in points]]
         recomputed = [100 * row["recomputed_fraction"] for row in points]
-        style = {"marker": "s" if family in ENDS else "o", "markersize": 4, "elinewidth": 0.6, "capsize": 2}
+        style = {
+            "marker": "s" if family in ENDS else "o",
+            "markersize": 4,
+            "elinewidth": 0.6,
+            "capsize": 2,
+        }
         left.errorbar(recomputed, centre, reach, color=colours[family], label=family, **style)
-    left.set(xlabel="recomputed (% of cached tokens)", ylabel="attention deviation ‖A − A_full‖, mean over layers")
+    left.set(
+        xlabel="recomputed (% of cached tokens)",
+        ylabel="attention deviation ‖A − A_full‖, mean over layers",
+    )
     left.set_ylim(bottom=0)
     left.legend()
     for row in rows:

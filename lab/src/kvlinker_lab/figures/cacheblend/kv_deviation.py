@@ -1,6 +1,8 @@
-"""Measures CacheBlend's figures 7 and 8: the KV deviation over the tokens of a layer, and from layer to layer.
+"""Measures CacheBlend's figures 7 and 8: the KV deviation over the tokens of a layer, and from
+layer to layer.
 
-Figure 7 is its distribution, figure 8 whether the tokens that deviate in one layer also do in the next.
+Figure 7 is its distribution, figure 8 whether the tokens that deviate in one layer also do in the
+next.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ STRONG = 0.5
 
 @dataclass(frozen=True, eq=False)
 class ReusedTokens:
-    """Holds the tokens of one prompt under ``naive`` that come from chunks whose KV is not exact."""
+    """Holds the tokens of one prompt under ``naive`` that come from chunks whose KV is not
+    exact."""
 
     deviation: NDArray[np.float32]
     """KV deviation from a full prefill, [layers, tokens]."""
@@ -48,15 +51,20 @@ def reused_tokens(lab: Lab, *, limit: int) -> Iterator[ReusedTokens]:
             lab.progress("examples", done, len(reader.examples))
             messages = reader.messages(example)
             prompt = reader.llm.chat_prompt(messages)
-            full, naive = (reader.inspector.inspect(messages, policy) for policy in ("full", "naive"))
+            full, naive = (
+                reader.inspector.inspect(messages, policy) for policy in ("full", "naive")
+            )
             starts = np.zeros(len(prompt), dtype=np.bool_)
             starts[[span.start for span in prompt.spans]] = True
             if prompt.inexact.any():
-                yield ReusedTokens(kv_distance(full, naive)[:, prompt.inexact], starts[prompt.inexact])
+                yield ReusedTokens(
+                    kv_distance(full, naive)[:, prompt.inexact], starts[prompt.inexact]
+                )
 
 
 def top_share(values: NDArray[np.floating], percent: float) -> float:
-    """Return the share of the sum that the highest ``percent`` of the values [n], none negative, hold.
+    """Return the share of the sum that the highest ``percent`` of the values [n], none negative,
+    hold.
 
     Where all are 0, it is their share of n.
     """
@@ -66,11 +74,14 @@ def top_share(values: NDArray[np.floating], percent: float) -> float:
 
 
 def times_others(held: float, percent: float) -> float:
-    """Return the mean of the highest ``percent``, which hold ``held`` of the sum, over the mean of all others."""
+    """Return the mean of the highest ``percent``, which hold ``held`` of the sum, over the mean of
+    all others."""
     return held / percent * (100 - percent) / (1 - held) if held < 1 else math.inf
 
 
-def share_among_top(values: NDArray[np.floating], marked: NDArray[np.bool_], percent: float) -> float:
+def share_among_top(
+    values: NDArray[np.floating], marked: NDArray[np.bool_], percent: float
+) -> float:
     """Return the share of the highest ``percent`` of the values [n] that are ``marked`` [n]."""
     return float(marked[highest(values, share(percent, len(values)))].mean())
 
@@ -108,10 +119,20 @@ def _tail_row(layer: int, prompts: Sequence[ReusedTokens]) -> Row:
 def _draw_tail(canvas: Any, rows: Sequence[Row]) -> None:
     left, right = canvas.subplots(1, 2, width_ratios=(1.4, 1))
     for row in rows:
-        left.plot(row["quantiles"], np.linspace(0, 100, len(row["quantiles"])), label=f"layer {row['layer']}")
+        left.plot(
+            row["quantiles"],
+            np.linspace(0, 100, len(row["quantiles"])),
+            label=f"layer {row['layer']}",
+        )
     left.axhspan(100 - TOP, 100, color="grey", alpha=0.15)
-    left.set(xlabel="KV deviation of a token, ‖KV − KV_full‖", ylabel="tokens (%), cumulative", ylim=(0, 100))
-    left.set_xlim(0, max((row["quantiles"][-2] for row in rows), default=1) or 1)  # the last percent would flatten all
+    left.set(
+        xlabel="KV deviation of a token, ‖KV − KV_full‖",
+        ylabel="tokens (%), cumulative",
+        ylim=(0, 100),
+    )
+    left.set_xlim(
+        0, max((row["quantiles"][-2] for row in rows), default=1) or 1
+    )  # the last percent would flatten all
     layers = np.arange(len(rows))
     for shift, column, label in (
         (-0.2, "first_in_top_10", f"among the top {TOP}%"),
@@ -204,7 +225,9 @@ def _draw_ranks(canvas: Any, rows: Sequence[Row]) -> None:
         centre = [row["correlation"] for row in members]
         reach = [[row["correlation"] - row["ci_low"] for row in members]]
         reach += [[row["ci_high"] - row["correlation"] for row in members]]
-        axes.errorbar([row["second"] for row in members], centre, reach, marker="o", capsize=3, label=label)
+        axes.errorbar(
+            [row["second"] for row in members], centre, reach, marker="o", capsize=3, label=label
+        )
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set_xticks(sorted({row["second"] for row in rows}))
     axes.set(xlabel="layer", ylabel="Spearman's rank correlation of KV deviations")

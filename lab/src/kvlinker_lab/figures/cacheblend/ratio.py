@@ -12,7 +12,8 @@ from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import SEVERAL_PASSAGES, Lab
 
 RATIOS = (5, 15, 30, 50)
-"""CacheBlend's r in percent. It counts layer 0's pass over all tokens, which in few layers is more than a small r."""
+"""CacheBlend's r in percent. It counts layer 0's pass over all tokens, which in few layers is more
+than a small r."""
 CONTROL_RATIOS = (5, 20, 30, 50)
 EQUAL = 30
 """The ratio, in percent, at which policies are compared."""
@@ -31,7 +32,9 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
-    tasks = [task for task in (*SEVERAL_PASSAGES, ALL_TASKS) if any(row["task"] == task for row in rows)]
+    tasks = [
+        task for task in (*SEVERAL_PASSAGES, ALL_TASKS) if any(row["task"] == task for row in rows)
+    ]
     quality_over_recomputed(canvas, rows, tasks=tasks)
 
 

@@ -15,12 +15,15 @@ from kvlinker_lab.figures.serving import SHAPE, serving, value_at
 
 FULL, CACHEBLEND = "full", "cacheblend-15"
 POLICIES = (FULL, PLAIN, REORDERED, CACHEBLEND)
-TRAFFIC = TrafficShape(library=24, chunks=6, chunk_tokens=512, fresh_tokens=32, output_tokens=(8, 8))
+TRAFFIC = TrafficShape(
+    library=24, chunks=6, chunk_tokens=512, fresh_tokens=32, output_tokens=(8, 8)
+)
 """Six chunks of 512 tokens in random order and short answers, as in the paper."""
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 REQUESTS = 24
 TIMES_IDLE = 2
-"""How many times ``full``'s time to first token at the lowest rate a rate may take, to count as sustained."""
+"""How many times ``full``'s time to first token at the lowest rate a rate may take, to count as
+sustained."""
 
 
 def _measure(lab: Lab) -> list[Row]:
@@ -58,7 +61,9 @@ def _finding(rows: Sequence[Row]) -> str:
     told = ", ".join(f"{policy} {rate:g}" for policy, rate in sustained.items())
     missing = [policy for policy in (PLAIN, REORDERED) if policy not in measured]
     without = (
-        f" Prefix caching ({', '.join(missing)}) is not measured: the engine has no prefix cache." if missing else ""
+        f" Prefix caching ({', '.join(missing)}) is not measured: the engine has no prefix cache."
+        if missing
+        else ""
     )
     return (
         f"at the lowest rate, {lowest:g}, the median time to first token is {at_lowest}. The highest rate at which it "
@@ -68,9 +73,12 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _sustained(rows: Sequence[Row], policy: str, limit_ms: float) -> float:
-    """Return the highest relative rate up to which the median time to first token is within the limit; 0 for none."""
+    """Return the highest relative rate up to which the median time to first token is within the
+    limit; 0 for none."""
     highest = 0.0
-    for row in sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["relative_rate"]):
+    for row in sorted(
+        (row for row in rows if row["policy"] == policy), key=lambda row: row["relative_rate"]
+    ):
         if row["ttft_p50_ms"] is None or row["ttft_p50_ms"] > limit_ms:
             break
         highest = row["relative_rate"]
@@ -85,7 +93,15 @@ register(
         claim="with 6 chunks of 512 tokens per request, CacheBlend has a lower delay at a 2.8 to 5 times higher "
         "throughput than the baselines of its quality: at the same time to first token up to 5 times that of full "
         "recomputation, and 3.3 times that of prefix caching.",
-        columns=("policy", "relative_rate", "rate", "ttft_p50_ms", "ttft_p99_ms", "requests_per_s", "failed"),
+        columns=(
+            "policy",
+            "relative_rate",
+            "rate",
+            "ttft_p50_ms",
+            "ttft_p99_ms",
+            "requests_per_s",
+            "failed",
+        ),
         measure=_measure,
         draw=_draw,
         finding=_finding,

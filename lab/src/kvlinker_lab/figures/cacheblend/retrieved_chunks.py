@@ -26,11 +26,13 @@ EXAMPLES = 84
 DODGE = 0.08
 """The horizontal distance between the policies' points in the figure, in passages."""
 K1, B = 1.5, 0.75
-"""BM25's constants: how fast repeated words saturate, and how much long passages are held against."""
+"""BM25's constants: how fast repeated words saturate, and how much long passages are held
+against."""
 
 
 def retrieve(question: str, passages: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return the ``count`` passages that rank highest for the question by Okapi BM25, in their own order.
+    """Return the ``count`` passages that rank highest for the question by Okapi BM25, in their own
+    order.
 
     Words are compared in lower case. Of equal scores, the earlier passage is taken.
     """
@@ -55,12 +57,16 @@ def words_of(text: str) -> list[str]:
 def _measure(lab: Lab) -> list[Row]:
     rows: list[Row] = []
     with lab.open_reader(
-        limit=EXAMPLES, tasks=SEVERAL_PASSAGES, fits=lambda example: len(example.passages) >= max(COUNTS)
+        limit=EXAMPLES,
+        tasks=SEVERAL_PASSAGES,
+        fits=lambda example: len(example.passages) >= max(COUNTS),
     ) as reader:
         for count in COUNTS:
             examples = [_retrieved(example, count) for example in reader.examples]
             answered = []
-            for done, (example, results) in enumerate(evaluate(Examiner(reader.llm), examples, POLICIES)):
+            for done, (example, results) in enumerate(
+                evaluate(Examiner(reader.llm), examples, POLICIES)
+            ):
                 lab.progress(f"{count} passages", done, len(examples))
                 if isinstance(results, tuple):
                     answered.append((example, results))
@@ -87,8 +93,11 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _retrieved(example: Question, count: int) -> Question:
-    """Return the example with the ``count`` passages that fit its question best; all tasks become one."""
-    return replace(example, task="all", passages=retrieve(example.question, example.passages, count))
+    """Return the example with the ``count`` passages that fit its question best; all tasks become
+    one."""
+    return replace(
+        example, task="all", passages=retrieve(example.question, example.passages, count)
+    )
 
 
 def _holds_answer(example: Question) -> bool:
@@ -102,13 +111,22 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     for place, policy in enumerate(POLICIES):
         points = [row for row in rows if row["policy"] == policy]
         counts = [row["passages"] + DODGE * place for row in points]
-        reach = [[row["score"] - row["ci_low"] for row in points], [row["ci_high"] - row["score"] for row in points]]
+        reach = [
+            [row["score"] - row["ci_low"] for row in points],
+            [row["ci_high"] - row["score"] for row in points],
+        ]
         centre = [row["score"] for row in points]
-        axes.errorbar(counts, centre, reach, marker="o", markersize=4, elinewidth=0.6, capsize=2, label=policy)
+        axes.errorbar(
+            counts, centre, reach, marker="o", markersize=4, elinewidth=0.6, capsize=2, label=policy
+        )
     points = [row for row in rows if row["policy"] == POLICIES[0]]
     evidence = [row["evidence"] for row in points]
     axes.plot(
-        [row["passages"] for row in points], evidence, color="grey", linestyle=":", label="answer's words retrieved"
+        [row["passages"] for row in points],
+        evidence,
+        color="grey",
+        linestyle=":",
+        label="answer's words retrieved",
     )
     axes.set_xticks(COUNTS)
     axes.set(xlabel="retrieved chunks", ylabel="exact match", ylim=(0, 1.02))
@@ -127,9 +145,15 @@ def _finding(rows: Sequence[Row]) -> str:
         told += f", but {best['score']:.2f} with {best['passages']}"
     told += f"; the answer's words are then among the chunks for {100 * most['evidence']:.0f}% of the questions. "
     differences = [by_case["naive", count]["vs_full"] for count in COUNTS]
-    told += "naive differs from it by " + ", ".join(f"{difference:+.2f}" for difference in differences)
+    told += "naive differs from it by " + ", ".join(
+        f"{difference:+.2f}" for difference in differences
+    )
     told += f" with {', '.join(map(str, COUNTS))} chunks. With {max(COUNTS)}: "
-    return told + "; ".join(_beside_full(by_case[policy, max(COUNTS)]) for policy in POLICIES[1:]) + "."
+    return (
+        told
+        + "; ".join(_beside_full(by_case[policy, max(COUNTS)]) for policy in POLICIES[1:])
+        + "."
+    )
 
 
 def _beside_full(row: Row) -> str:
@@ -150,7 +174,17 @@ FIGURE = Figure(
     "without repair falls further behind a full prefill with every chunk, since it knows no attention between chunks. "
     f"Here, BM25 ranks the passages of questions with at least {max(COUNTS)} of them "
     f"({', '.join(SEVERAL_PASSAGES)}); one that continues another without naming its subject is seldom found.",
-    columns=("passages", "policy", "n", "score", "ci_low", "ci_high", "vs_full", "vs_full_low", "vs_full_high"),
+    columns=(
+        "passages",
+        "policy",
+        "n",
+        "score",
+        "ci_low",
+        "ci_high",
+        "vs_full",
+        "vs_full_low",
+        "vs_full_high",
+    ),
     measure=_measure,
     draw=_draw,
     finding=_finding,

@@ -22,7 +22,9 @@ EXAMPLES = 84
 ROUGE = "rouge_l_vs_full"
 
 DESIGNS: dict[str, tuple[Policy, ...]] = {
-    "Cache-Craft, α from 0.5 to 3": tuple(parse_policy(f"cachecraft-{alpha}-focus") for alpha in (0.5, 1, 2, 3)),
+    "Cache-Craft, α from 0.5 to 3": tuple(
+        parse_policy(f"cachecraft-{alpha}-focus") for alpha in (0.5, 1, 2, 3)
+    ),
     "α = 1 without β": (WithoutOverlap.parse("1-focus"),),
     "α = 1 without focus": (parse_policy("cachecraft-1"),),
     "α = 1 without β and focus": (WithoutOverlap.parse("1"),),
@@ -51,7 +53,14 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         for design, policies in DESIGNS.items():
             points = [shown[policy.name] for policy in policies]
             recomputed = [100 * row["recomputed_fraction"] for row in points]
-            style = {"marker": "o", "markersize": 5, "capsize": 2, "linestyle": ":", "linewidth": 1, "label": design}
+            style = {
+                "marker": "o",
+                "markersize": 5,
+                "capsize": 2,
+                "linestyle": ":",
+                "linewidth": 1,
+                "label": design,
+            }
             axes.errorbar(recomputed, [row["score"] for row in points], reaches(points), **style)
         axes.axhline(shown["full"]["score"], color="grey", linewidth=0.8, label="full")
         axes.set(xlabel="recomputed (% of cached tokens)", title=title, ylim=(0, 1.02))
@@ -100,7 +109,16 @@ FIGURE = Figure(
         "from 0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better "
         "quality; random tokens in place of CCI give 0.73."
     ),
-    columns=("design", "policy", "metric", "n", "score", "ci_low", "ci_high", "recomputed_fraction"),
+    columns=(
+        "design",
+        "policy",
+        "metric",
+        "n",
+        "score",
+        "ci_low",
+        "ci_high",
+        "recomputed_fraction",
+    ),
     measure=_measure,
     draw=_draw,
     finding=_finding,

@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 23 (d): time to first token of batches of requests that come at once."""
+"""Measures Cache-Craft's figure 23 (d): time to first token of batches of requests that come at
+once."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ FULL, H2O = "full", "h2o-60"
 CACHECRAFT = "cachecraft-0.5"
 """Recomputes 25%, as in the paper: chunks that were computed alone have a CCI of one half."""
 POLICIES = (FULL, PLAIN, H2O, CACHECRAFT)
-TRAFFIC = TrafficShape(library=24, chunks=4, chunk_tokens=512, fresh_tokens=32, output_tokens=(2, 2))
+TRAFFIC = TrafficShape(
+    library=24, chunks=4, chunk_tokens=512, fresh_tokens=32, output_tokens=(2, 2)
+)
 BATCHES = (1, 2, 4, 8)
 REPEAT = 3
 
 
 def _measure(lab: Lab) -> list[Row]:
-    """Measure all batches, each several times with other prompts; a lab's limit is the largest batch."""
+    """Measure all batches, each several times with other prompts; a lab's limit is the largest
+    batch."""
     batches = [batch for batch in BATCHES if lab.limit is None or batch <= lab.limit]
     taken: dict[tuple[str, int], list[Row]] = defaultdict(list)
     with serving(lab, TRAFFIC) as load:
@@ -55,7 +59,9 @@ def _median(values: Sequence[float | None]) -> float | None:
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
     draw_over_load(axes, rows, "batch", "ttft_ms")
-    axes.set(xlabel="batch size", ylabel="time to first token (ms), median of the batch", yscale="log")
+    axes.set(
+        xlabel="batch size", ylabel="time to first token (ms), median of the batch", yscale="log"
+    )
     axes.legend()
 
 

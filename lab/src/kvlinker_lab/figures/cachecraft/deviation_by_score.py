@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 12: how far reused chunks are off, against the scores that are to foretell it."""
+"""Measures Cache-Craft's figure 12: how far reused chunks are off, against the scores that are to
+foretell it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PANELS = {
     "1-beta": (PARTS, "1 − β", "behind some of the old chunks (γ = 0)"),
     "1-gamma": (ORDERS, "1 − γ", "behind the old chunks reordered (β = 1)"),
 }
-"""For each score, the kind of new contexts that it is looked at in, its label, and the panel's title."""
+"""For each score, the kind of new contexts that it is looked at in, its label, and the panel's
+title."""
 
 
 def _measure(lab: Lab) -> list[Row]:
@@ -44,9 +46,14 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     panels = canvas.subplots(1, len(PANELS), sharey=True)
     for axes, (score, (kind, label, title)) in zip(panels, PANELS.items(), strict=True):
         x, y = _points(rows, kind, score)
-        axes.scatter(x, y, 8, alpha=0.35, color="tab:blue", linewidths=0, label="a chunk in a new context")
+        axes.scatter(
+            x, y, 8, alpha=0.35, color="tab:blue", linewidths=0, label="a chunk in a new context"
+        )
         bins = binned(x, y, BINS)
-        reach = [[one.y - one.interval.low for one in bins], [one.interval.high - one.y for one in bins]]
+        reach = [
+            [one.y - one.interval.low for one in bins],
+            [one.interval.high - one.y for one in bins],
+        ]
         means = {"marker": "o", "capsize": 3, "color": "tab:red", "label": "mean"}
         axes.errorbar([one.x for one in bins], [one.y for one in bins], reach, **means)
         axes.set(xlabel=label, title=title, ylim=(0, None))

@@ -1,6 +1,8 @@
-"""Uses chunk caches as a server has them that has answered other questions before: computed behind other chunks.
+"""Uses chunk caches as a server has them that has answered other questions before: computed behind
+other chunks.
 
-With them come policies for the parts of Cache-Craft one by one, which no user needs, and the quality of answers.
+With them come policies for the parts of Cache-Craft one by one, which no user needs, and the
+quality of answers.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ VERSUS_FULL = ("rouge_l_vs_full", "jaccard_vs_full")
 class EarlierPrompts:
     """Makes chunk caches of prompts that came before.
 
-    Call it with an example and its prompt: every chunk gets the KV that it had in an earlier prompt. There were two, as
-    long as this one each: the example's passages and as many of the next example's were shuffled and cut in half. So a
-    chunk stood behind a random mixture, half of which stands in this prompt at all.
+    Call it with an example and its prompt: every chunk gets the KV that it had in an earlier
+    prompt. There were two, as long as this one each: the example's passages and as many of the next
+    example's were shuffled and cut in half. So a chunk stood behind a random mixture, half of which
+    stands in this prompt at all.
     """
 
     llm: LLM
@@ -50,7 +53,9 @@ class EarlierPrompts:
     def __call__(self, example: Question, prompt: Prompt) -> Prompt:
         generator = np.random.default_rng(int(example.digest[:15], 16))
         chunks = list(prompt.chunks)
-        foreign = [self.llm.builder.encode_chunk(text) for text in self._next(example).passages][: len(chunks)]
+        foreign = [self.llm.builder.encode_chunk(text) for text in self._next(example).passages][
+            : len(chunks)
+        ]
         mixed = [*enumerate(chunks), *((None, chunk) for chunk in foreign if chunk not in chunks)]
         order = [mixed[index] for index in generator.permutation(len(mixed))]
         half = -(-len(order) // 2)
@@ -82,16 +87,19 @@ def asked(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:
 
 
 def scores_of(llm: LLM, chunk: Chunk) -> ChunkScores:
-    """Return the scores that were stored with the chunk's KV. Raises InvalidRequestError where there are none."""
+    """Return the scores that were stored with the chunk's KV. Raises InvalidRequestError where
+    there are none."""
     kv = llm.store.get(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=DEFAULT_TENANT))
     if kv is None or kv.scores is None:
-        raise InvalidRequestError("The chunk's scores are not stored: it was not cached, or with chunk_scores off.")
+        raise InvalidRequestError(
+            "The chunk's scores are not stored: it was not cached, or with chunk_scores off."
+        )
     return kv.scores
 
 
 class ContextOrder(Policy):
-    """Recomputes the r percent of every inexact chunk's tokens that looked at earlier chunks most: Cache-Craft's order
-    (equation 14) without its CFO."""
+    """Recomputes the r percent of every inexact chunk's tokens that looked at earlier chunks most:
+    Cache-Craft's order (equation 14) without its CFO."""
 
     family = "inter"
     needs = Needs(scores=True)
@@ -116,7 +124,8 @@ class UnpositionedContextOrder(ContextOrder):
 
 
 class WithoutOverlap(CacheCraft):
-    """Recomputes as Cache-Craft does without β: CFO = α·CCI, whatever stands before the chunk now."""
+    """Recomputes as Cache-Craft does without β: CFO = α·CCI, whatever stands before the chunk
+    now."""
 
     family = "cachecraft-without-beta"
 
@@ -126,11 +135,14 @@ class WithoutOverlap(CacheCraft):
         return min(1.0, self.alpha * context_impact(self._known(prompt, evidence, index)))
 
 
-def quality_of_earlier_chunks(lab: Lab, what: str, policies: Sequence[str | Policy], *, limit: int) -> list[Row]:
-    """Ask with chunks of earlier prompts, see ``EarlierPrompts``, and make a row per policy, task and metric.
+def quality_of_earlier_chunks(
+    lab: Lab, what: str, policies: Sequence[str | Policy], *, limit: int
+) -> list[Row]:
+    """Ask with chunks of earlier prompts, see ``EarlierPrompts``, and make a row per policy, task
+    and metric.
 
-    The metrics are ``VERSUS_FULL``, and as ``TASK`` the one that the task is measured by. ``what`` is told while it
-    runs.
+    The metrics are ``VERSUS_FULL``, and as ``TASK`` the one that the task is measured by. ``what``
+    is told while it runs.
     """
     names = [REFERENCE, *(str(policy) for policy in policies)]
     with lab.open_reader(limit=limit) as reader:

@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 13: how much of a reused chunk must be recomputed, against CCI·(1 − β′)."""
+"""Measures Cache-Craft's figure 13: how much of a reused chunk must be recomputed, against CCI·(1 −
+β′)."""
 
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def needed_share(percents: Sequence[int], deviations: Sequence[float], threshold: float) -> float:
-    """Return the smallest share of a chunk's tokens, 0 to 1, that brings its deviation down to ``threshold``.
+    """Return the smallest share of a chunk's tokens, 0 to 1, that brings its deviation down to
+    ``threshold``.
 
-    ``deviations`` are by ``percents`` recomputed, ascending; between these a straight line is assumed, and none is left
-    at 100%.
+    ``deviations`` are by ``percents`` recomputed, ascending; between these a straight line is
+    assumed, and none is left at 100%.
     """
     measured = [*zip(percents, deviations, strict=True), (100, 0.0)]
     if measured[0][1] <= threshold:
@@ -58,9 +60,20 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
     x, needed = _points(rows, SHOWN)
     y = [100 * share for share in needed]
-    axes.scatter(x, y, 8, alpha=0.35, color="tab:blue", linewidths=0, label=f"a chunk in a new context, for {SHOWN}")
+    axes.scatter(
+        x,
+        y,
+        8,
+        alpha=0.35,
+        color="tab:blue",
+        linewidths=0,
+        label=f"a chunk in a new context, for {SHOWN}",
+    )
     bins = binned(x, y, BINS)
-    reach = [[one.y - one.interval.low for one in bins], [one.interval.high - one.y for one in bins]]
+    reach = [
+        [one.y - one.interval.low for one in bins],
+        [one.interval.high - one.y for one in bins],
+    ]
     axes.errorbar(
         [one.x for one in bins],
         [one.y for one in bins],
@@ -73,8 +86,15 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     for threshold, style in zip(THRESHOLDS, (":", "-", "--"), strict=True):
         alpha = line_through_zero(*_points(rows, threshold)).slope
         label = f"α = {alpha:.2f}, for a deviation of {threshold}"
-        axes.plot((0, 1), (0, 100 * alpha), linestyle=style, color="black", linewidth=1, label=label)
-    axes.set(xlabel="CCI·(1 − β′)", ylabel="needed recomputation (% of the chunk)", xlim=(0, 1), ylim=(-2, 102))
+        axes.plot(
+            (0, 1), (0, 100 * alpha), linestyle=style, color="black", linewidth=1, label=label
+        )
+    axes.set(
+        xlabel="CCI·(1 − β′)",
+        ylabel="needed recomputation (% of the chunk)",
+        xlim=(0, 1),
+        ylim=(-2, 102),
+    )
     axes.legend(loc="upper left")
 
 
@@ -93,7 +113,8 @@ def _finding(rows: Sequence[Row]) -> str:
         else "the line explains most of it"
     )
     slopes = ", ".join(
-        f"{line_through_zero(*_points(rows, threshold)).slope:.2f} for {threshold}" for threshold in THRESHOLDS
+        f"{line_through_zero(*_points(rows, threshold)).slope:.2f} for {threshold}"
+        for threshold in THRESHOLDS
     )
     return (
         f"to bring a reused chunk's relative KV deviation down to {SHOWN}, {sum(needed) / len(needed):.0%} of its "

@@ -1,4 +1,5 @@
-"""Reuses chunks behind other chunks than they were computed behind, and measures how far they are off then."""
+"""Reuses chunks behind other chunks than they were computed behind, and measures how far they are
+off then."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.policies.cachecraft import context_impact, order_penalty, prefix_overlap
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.inspection import relative_kv_distance
-from kvlinker_lab.figures.cachecraft.earlier_prompts import ContextOrder, asked, cached_together, scores_of
+from kvlinker_lab.figures.cachecraft.earlier_prompts import (
+    ContextOrder,
+    asked,
+    cached_together,
+    scores_of,
+)
 from kvlinker_lab.figures.lab import Lab, OpenReader
 
 MOST_CHUNKS = 10
@@ -22,8 +28,8 @@ SHUFFLES = (1, 4, 64)
 LAST = 2
 
 OTHERS, PARTS, ORDERS = "others", "parts", "orders"
-"""The kinds of new contexts: other chunks only (β = 0); some of the old ones among others, in their order (γ = 0); all
-of the old ones in another order (β = 1)."""
+"""The kinds of new contexts: other chunks only (β = 0); some of the old ones among others, in their
+order (γ = 0); all of the old ones in another order (β = 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,11 @@ class ReusedChunk:
     beta: float
     gamma: float
     outside: float
-    """The share of earlier chunks in all the attention that the chunk gave to chunks, itself included."""
+    """The share of earlier chunks in all the attention that the chunk gave to chunks, itself
+    included."""
     deviations: tuple[float, ...]
-    """‖KV − KV_full‖ / ‖KV_full‖, the mean over the chunk's tokens and all layers, by the percentage of its tokens that
-    was computed again, in the order of their inter attention."""
+    """‖KV − KV_full‖ / ‖KV_full‖, the mean over the chunk's tokens and all layers, by the
+    percentage of its tokens that was computed again, in the order of their inter attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +63,18 @@ class _Case:
 
 
 def reuses(lab: Lab, *, limit: int, percents: Sequence[int] = (0,)) -> list[ReusedChunk]:
-    """Put chunks of ``limit`` examples into new contexts of all kinds, and recompute each of ``percents`` of them.
+    """Put chunks of ``limit`` examples into new contexts of all kinds, and recompute each of
+    ``percents`` of them.
 
-    Every example's chunks (the first 10 at most; 4 at least, or it is left out) are computed behind one another in one
-    prompt first. Only chunks that stood behind others there are looked at.
+    Every example's chunks (the first 10 at most; 4 at least, or it is left out) are computed behind
+    one another in one prompt first. Only chunks that stood behind others there are looked at.
     """
     found: list[ReusedChunk] = []
     with lab.open_reader(limit=limit) as reader:
         olds = [
-            old for example in reader.examples if len(old := _old_chunks(reader, example.passages, example.question))
+            old
+            for example in reader.examples
+            if len(old := _old_chunks(reader, example.passages, example.question))
         ]
         for index in range(len(olds)):
             lab.progress("new contexts", index, len(olds))
@@ -95,25 +105,32 @@ def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) ->
     others = [chunk for chunk in olds[(index + 1) % len(olds)] if chunk not in old]
     for share in KEPT if others else ():
         kept = generator.random(len(old)) < share
-        mixed = [chunk if kept[place] else others[place % len(others)] for place, chunk in enumerate(old)]
+        mixed = [
+            chunk if kept[place] else others[place % len(others)] for place, chunk in enumerate(old)
+        ]
         yield case(PARTS, mixed, [(int(place), index) for place in np.flatnonzero(kept) if place])
     for swaps in SHUFFLES:
         order = list(range(len(old)))
         for first in generator.integers(0, len(old) - LAST - 1, swaps).tolist():
             order[first], order[first + 1] = order[first + 1], order[first]
-        yield case(ORDERS, [old[place] for place in order], [(place, index) for place in order[-LAST:]])
+        yield case(
+            ORDERS, [old[place] for place in order], [(place, index) for place in order[-LAST:]]
+        )
 
 
 def _measured(reader: OpenReader, case: _Case, percents: Sequence[int]) -> list[ReusedChunk]:
     """Measure the chunks of a case; those whose KV happens to be exact there are left out."""
     prompt = case.prompt
-    looked_at = [(place, example) for place, example in case.chunks if not prompt.spans[place].exact]
+    looked_at = [
+        (place, example) for place, example in case.chunks if not prompt.spans[place].exact
+    ]
     if not looked_at:
         return []
     full = reader.inspector.inspect_prompt(prompt, "full")
     distances = [
         relative_kv_distance(
-            full, reader.inspector.inspect_prompt(prompt, ContextOrder(percent) if percent else "naive")
+            full,
+            reader.inspector.inspect_prompt(prompt, ContextOrder(percent) if percent else "naive"),
         )
         for percent in percents
     ]
@@ -130,7 +147,9 @@ def _measured(reader: OpenReader, case: _Case, percents: Sequence[int]) -> list[
                 beta=prefix_overlap(known, before),
                 gamma=order_penalty(known, before),
                 outside=_outside(known),
-                deviations=tuple(float(distance[:, span.start : span.end].mean()) for distance in distances),
+                deviations=tuple(
+                    float(distance[:, span.start : span.end].mean()) for distance in distances
+                ),
             )
         )
     return found

@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's table 3: what fixing positions and fixing causality give, alone and together."""
+"""Measures Cache-Craft's table 3: what fixing positions and fixing causality give, alone and
+together."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def _measure(lab: Lab) -> list[Row]:
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     shown = {metric: [overall(rows, metric)[policy] for policy in CASES] for metric in METRICS}
-    grouped_bars(canvas.subplots(), shown, [f"{fixed}\n{policy}" for policy, fixed in CASES.items()])
+    grouped_bars(
+        canvas.subplots(), shown, [f"{fixed}\n{policy}" for policy, fixed in CASES.items()]
+    )
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -65,7 +68,11 @@ def _finding(rows: Sequence[Row]) -> str:
         or rouge["causality"]["ci_low"] > rouge["positions"]["ci_high"]
     )
     better = max("positions", "causality", key=lambda fixed: float(rouge[fixed]["score"]))
-    verdict = f"fixing {better} alone gives more" if apart else "which of the two gives more cannot be told"
+    verdict = (
+        f"fixing {better} alone gives more"
+        if apart
+        else "which of the two gives more cannot be told"
+    )
     return (
         f"ROUGE-L against full's own answers is {scores('rouge_l_vs_full')}; the tasks' own metric is {scores(TASK)} "
         f"(full: {overall(rows, TASK)['full']['score']:.2f}). By the intervals, {verdict}. Every chunk's KV comes from "

@@ -45,13 +45,19 @@ def _finding(rows: Sequence[Row]) -> str:
     rouge, own = overall(rows, ROUGE), overall(rows, TASK)
 
     def reached(policy: str) -> str:
-        return f"{rouge[policy]['score']:.2f} at {rouge[policy]['recomputed_fraction']:.0%} ({policy})"
+        return (
+            f"{rouge[policy]['score']:.2f} at {rouge[policy]['recomputed_fraction']:.0%} ({policy})"
+        )
 
     crafted = ", ".join(reached(f"cachecraft-{alpha}") for alpha in ALPHAS)
     controls = ", ".join(reached(f"{control}-30") for control in ("h2o", "random"))
     alone = rouge["naive"]
     gains = [alpha for alpha in ALPHAS if rouge[f"cachecraft-{alpha}"]["ci_low"] > alone["ci_high"]]
-    clear = f"from α = {gains[0]} on its interval lies above naive's" if gains else "no α's interval lies above naive's"
+    clear = (
+        f"from α = {gains[0]} on its interval lies above naive's"
+        if gains
+        else "no α's interval lies above naive's"
+    )
     return (
         f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed (naive), and with "
         f"Cache-Craft {crafted}; {clear}. The controls: {controls}. Prefix caching recomputes "

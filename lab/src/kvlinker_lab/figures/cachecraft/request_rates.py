@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 22: throughput and response latency under low, medium and high load."""
+"""Measures Cache-Craft's figure 22: throughput and response latency under low, medium and high
+load."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ FULL, NAIVE = "full", "naive"
 CACHECRAFT = "cachecraft-0.6"
 """Recomputes 30%: chunks that were computed alone have a CCI of one half."""
 POLICIES = (FULL, PLAIN, CACHECRAFT, NAIVE)
-TRAFFIC = TrafficShape(library=24, chunks=5, chunk_tokens=512, fresh_tokens=32, output_tokens=(16, 64))
+TRAFFIC = TrafficShape(
+    library=24, chunks=5, chunk_tokens=512, fresh_tokens=32, output_tokens=(16, 64)
+)
 """The top 5 chunks of a retriever, as in the paper's production workload."""
 LOADS = (0.5, 1.0, 2.0)
 REQUESTS = 24
@@ -48,7 +51,11 @@ def _finding(rows: Sequence[Row]) -> str:
         sooner = ratios(rows, baseline, policy, "relative_rate", "latency_p50_ms")
         return f"{policy}'s throughput is {told_ratios(more)}, its response latency lower by {told_ratios(sooner)}"
 
-    named = "prefix caching (plain)" if baseline == PLAIN else "full, for the engine has no prefix cache"
+    named = (
+        "prefix caching (plain)"
+        if baseline == PLAIN
+        else "full, for the engine has no prefix cache"
+    )
     return f"beside {named}, by load: {beside(CACHECRAFT)}; {beside(NAIVE)}."
 
 

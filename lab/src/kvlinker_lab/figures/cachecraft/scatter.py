@@ -27,7 +27,8 @@ class Bin:
 
 
 def binned(x: Sequence[float], y: Sequence[float], bins: int) -> list[Bin]:
-    """Make at most ``bins`` bins of about equally many points, ascending in ``x``; equal x are never parted."""
+    """Make at most ``bins`` bins of about equally many points, ascending in ``x``; equal x are
+    never parted."""
     across, up = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if not len(across):
         return []
@@ -37,7 +38,14 @@ def binned(x: Sequence[float], y: Sequence[float], bins: int) -> list[Bin]:
     for index in np.unique(place):
         mine = place == index
         values = up[mine].tolist()
-        found.append(Bin(float(across[mine].mean()), float(up[mine].mean()), mean_interval(values), len(values)))
+        found.append(
+            Bin(
+                float(across[mine].mean()),
+                float(up[mine].mean()),
+                mean_interval(values),
+                len(values),
+            )
+        )
     return found
 
 
@@ -47,7 +55,8 @@ class Line:
 
     slope: float
     r2: float | None
-    """1 - Σ(y - slope·x)² / Σ(y - ȳ)²: below 0, the mean alone fits better; None where y never changes."""
+    """1 - Σ(y - slope·x)² / Σ(y - ȳ)²: below 0, the mean alone fits better; None where y never
+    changes."""
 
 
 def line_through_zero(x: Sequence[float], y: Sequence[float]) -> Line:
@@ -60,7 +69,8 @@ def line_through_zero(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 def cumulative_share(values: NDArray[np.floating], shares: Sequence[float]) -> NDArray[np.float64]:
-    """Return what the highest ``shares`` (0 to 1) of the ``values`` [n], none negative, hold of their sum.
+    """Return what the highest ``shares`` (0 to 1) of the ``values`` [n], none negative, hold of
+    their sum.
 
     Between whole values it is in proportion. Where all are 0, it is their share of n.
     """
@@ -68,5 +78,7 @@ def cumulative_share(values: NDArray[np.floating], shares: Sequence[float]) -> N
     held = np.concatenate([[0.0], np.cumsum(ordered)])
     if not held[-1]:
         return np.asarray(shares, dtype=np.float64)
-    reached: NDArray[np.float64] = np.interp(np.asarray(shares) * len(values), np.arange(len(held)), held / held[-1])
+    reached: NDArray[np.float64] = np.interp(
+        np.asarray(shares) * len(values), np.arange(len(held)), held / held[-1]
+    )
     return reached

@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 15: deviation against the share recomputed, by the order in which tokens are taken."""
+"""Measures Cache-Craft's figure 15: deviation against the share recomputed, by the order in which
+tokens are taken."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def _measure(lab: Lab) -> list[Row]:
             naive = reader.inspector.inspect_prompt(prompt, "naive")
             for order, policy_of in ORDERS.items():
                 for percent in (0, *PERCENTS):
-                    views = reader.inspector.inspect_prompt(prompt, policy_of(percent)) if percent else naive
+                    views = (
+                        reader.inspector.inspect_prompt(prompt, policy_of(percent))
+                        if percent
+                        else naive
+                    )
                     kv = float(relative_kv_distance(full, views)[:, prompt.inexact].mean())
                     found.setdefault((KV, order, percent), []).append(kv)
                     attention = fmean(attention_deviation(full, views))
@@ -53,9 +58,15 @@ def _measure(lab: Lab) -> list[Row]:
     return [_row(*key, values, found[key[0], "random", key[2]]) for key, values in found.items()]
 
 
-def _row(of: str, order: str, percent: int, values: Sequence[float], random: Sequence[float]) -> Row:
-    """Make a row; ``vs_random`` is the mean of the paired differences from the random order at the same share."""
-    interval, differences = mean_interval(values), [a - b for a, b in zip(values, random, strict=True)]
+def _row(
+    of: str, order: str, percent: int, values: Sequence[float], random: Sequence[float]
+) -> Row:
+    """Make a row; ``vs_random`` is the mean of the paired differences from the random order at the
+    same share."""
+    interval, differences = (
+        mean_interval(values),
+        [a - b for a, b in zip(values, random, strict=True)],
+    )
     return {
         "deviation_of": of,
         "order": order,
@@ -73,14 +84,22 @@ def _row(of: str, order: str, percent: int, values: Sequence[float], random: Seq
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     panels = canvas.subplots(1, 2)
     for axes, of, label in zip(
-        panels, (KV, ATTENTION), ("relative KV deviation", "deviation of the question's attention"), strict=True
+        panels,
+        (KV, ATTENTION),
+        ("relative KV deviation", "deviation of the question's attention"),
+        strict=True,
     ):
         for order, title in TITLES.items():
             points = [row for row in rows if (row["deviation_of"], row["order"]) == (of, order)]
             means = [row["deviation"] for row in points]
-            reach = [[r["deviation"] - r["ci_low"] for r in points], [r["ci_high"] - r["deviation"] for r in points]]
+            reach = [
+                [r["deviation"] - r["ci_low"] for r in points],
+                [r["ci_high"] - r["deviation"] for r in points],
+            ]
             shares = [row["percent"] for row in points]
-            axes.errorbar(shares, means, reach, marker="o", markersize=4, capsize=2, linewidth=1, label=title)
+            axes.errorbar(
+                shares, means, reach, marker="o", markersize=4, capsize=2, linewidth=1, label=title
+            )
         axes.set(xlabel="recomputed (% of each chunk's tokens)", ylabel=label, ylim=(0, None))
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
@@ -90,7 +109,9 @@ def _finding(rows: Sequence[Row]) -> str:
         return "no chunk had anything to recompute."
     of = {(row["deviation_of"], row["order"], row["percent"]): row for row in rows}
     start = of[KV, "inter", 0]["deviation"]
-    falling = ", ".join(f"{of[KV, 'inter', percent]['deviation']:.3f} at {percent}%" for percent in PERCENTS)
+    falling = ", ".join(
+        f"{of[KV, 'inter', percent]['deviation']:.3f} at {percent}%" for percent in PERCENTS
+    )
     verdicts = {order: _verdict(of[KV, order, 30]) for order in ORDERS if order != "random"}
     attention = {order: _verdict(of[ATTENTION, order, 30]) for order in ("inter", "query")}
     return (
@@ -116,11 +137,22 @@ FIGURE = Figure(
     title="Deviation against the share recomputed",
     source="Cache-Craft, figure 15",
     claim="the more of its most contextualised tokens are recomputed, the less a reused chunk's output deviates.",
-    columns=("deviation_of", "order", "percent", "n", "deviation", "ci_low", "ci_high", "vs_random"),
+    columns=(
+        "deviation_of",
+        "order",
+        "percent",
+        "n",
+        "deviation",
+        "ci_low",
+        "ci_high",
+        "vs_random",
+    ),
     measure=_measure,
     draw=_draw,
     finding=_finding,
-    table=lambda rows: [row for row in rows if row["percent"] in (0, 10, 30, 70) and row["deviation_of"] == KV],
+    table=lambda rows: [
+        row for row in rows if row["percent"] in (0, 10, 30, 70) and row["deviation_of"] == KV
+    ],
     size=(11.0, 4.5),
 )
 register(FIGURE)

@@ -1,4 +1,5 @@
-"""Measures Cache-Craft's figure 14: how much of a chunk's attention on earlier chunks its top tokens have."""
+"""Measures Cache-Craft's figure 14: how much of a chunk's attention on earlier chunks its top
+tokens have."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def _measure(lab: Lab) -> list[Row]:
             lab.progress("scores", done, len(reader.examples))
             chunks = [reader.llm.builder.encode_chunk(passage) for passage in example.passages]
             for chunk in cached_together(reader.llm, chunks, example.question).chunks[1:]:
-                curves.append(cumulative_share(scores_of(reader.llm, chunk).inter, [p / 100 for p in PERCENTS]))
+                curves.append(
+                    cumulative_share(
+                        scores_of(reader.llm, chunk).inter, [p / 100 for p in PERCENTS]
+                    )
+                )
     if not curves:
         return []
     low, middle, high = np.quantile(curves, [0.1, 0.5, 0.9], axis=0)
@@ -49,7 +54,9 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         return [100 * row[column] for row in rows]
 
     axes.plot(percents, shares("mean_share"), marker="o", markersize=4, label="mean over chunks")
-    axes.fill_between(percents, shares("low_share"), shares("high_share"), alpha=0.2, label="four in five chunks")
+    axes.fill_between(
+        percents, shares("low_share"), shares("high_share"), alpha=0.2, label="four in five chunks"
+    )
     axes.plot((0, 100), (0, 100), color="grey", linestyle=":", label="all tokens alike")
     axes.set(
         xlabel="top tokens, in the order of recomputation (% of the chunk)",
@@ -64,10 +71,16 @@ def _finding(rows: Sequence[Row]) -> str:
     if not rows:
         return "no chunk stood behind another one."
     held = {row["percent"]: row["mean_share"] for row in rows}
-    shown = ", ".join(f"the top {percent}% have {held[percent]:.0%}" for percent in (10, 20, 30, 50))
+    shown = ", ".join(
+        f"the top {percent}% have {held[percent]:.0%}" for percent in (10, 20, 30, 50)
+    )
     excess = held[30] / 0.3
     verdict = (
-        "concentrated as in the paper" if held[30] >= 0.5 else "only weakly concentrated" if excess > 1.1 else "even"
+        "concentrated as in the paper"
+        if held[30] >= 0.5
+        else "only weakly concentrated"
+        if excess > 1.1
+        else "even"
     )
     return (
         f"of the inter attention of {rows[0]['chunks']} chunks, {shown} on average; at 30% that is {excess:.1f} times "

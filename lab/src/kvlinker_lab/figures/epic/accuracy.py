@@ -32,7 +32,9 @@ EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 def _measure(lab: Lab) -> list[Row]:
     asked = lab.examine("accuracy", POLICIES, limit=EXAMPLES, datasets=(DATASET,))
     examples = timed([example for example, _ in asked.answered if isinstance(example, Question)])
-    seconds = lab.first_token_times("time to first token", [{FORM: example} for example in examples], POLICIES)
+    seconds = lab.first_token_times(
+        "time to first token", [{FORM: example} for example in examples], POLICIES
+    )
     return with_pareto(with_ttft(main_rows(asked.report.rows), examples, seconds, FORM))
 
 
@@ -57,7 +59,11 @@ def _finding(rows: Sequence[Row]) -> str:
     best = front(list(of.values()))
     families = {family_of(row["policy"]) for row in best}
     epics = {"legolink", "attnlink"} & families
-    on_kind = f"at worst {points(worst['vs_full'])} on {worst['task']}" if worst["vs_full"] < 0 else "on no kind less"
+    on_kind = (
+        f"at worst {points(worst['vs_full'])} on {worst['task']}"
+        if worst["vs_full"] < 0
+        else "on no kind less"
+    )
     return " ".join(
         [
             f"over {full['n']} questions, full scores {full['score']:.2f} in {full['ttft_ms']:.0f} ms, naive "

@@ -1,4 +1,5 @@
-"""Measures EPIC's figure 9: accuracy and time to first token with chunks cut by meaning and by length."""
+"""Measures EPIC's figure 9: accuracy and time to first token with chunks cut by meaning and by
+length."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ WINDOW = 64
 """The tokens of a chunk of fixed size: two or three of the data's passages."""
 EXAMPLES = 105
 KINDS = ("single", "anaphora")
-"""Tasks that are shown beside all together: windows cut sentences of the first, and join passages of the second."""
+"""Tasks that are shown beside all together: windows cut sentences of the first, and join passages
+of the second."""
 EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 
 
 def _measure(lab: Lab) -> list[Row]:
     asked = {
         split: lab.examine(
-            f"accuracy, {split} chunks", POLICIES, limit=EXAMPLES, datasets=(DATASET,), split=split, chunk_tokens=WINDOW
+            f"accuracy, {split} chunks",
+            POLICIES,
+            limit=EXAMPLES,
+            datasets=(DATASET,),
+            split=split,
+            chunk_tokens=WINDOW,
         )
         for split in SPLITS
     }
@@ -45,7 +52,9 @@ def _measure(lab: Lab) -> list[Row]:
     seconds = lab.first_token_times("time to first token", forms, POLICIES)
     rows: list[Row] = []
     for split in SPLITS:
-        measured = with_ttft(main_rows(asked[split].report.rows), [form[split] for form in forms], seconds, split)
+        measured = with_ttft(
+            main_rows(asked[split].report.rows), [form[split] for form in forms], seconds, split
+        )
         for row in measured:
             chunks = _chunks(asked[split].answered, row["task"])
             change = _change(pairs, row) if split is FIXED else {}
@@ -56,14 +65,17 @@ def _measure(lab: Lab) -> list[Row]:
 _UNCHANGED: Row = dict.fromkeys(("vs_semantic", "vs_semantic_low", "vs_semantic_high"))
 
 
-def _pairs(semantic: Sequence[Examined], fixed: Sequence[Examined]) -> list[tuple[Examined, Examined]]:
+def _pairs(
+    semantic: Sequence[Examined], fixed: Sequence[Examined]
+) -> list[tuple[Examined, Examined]]:
     """Pair the same examples, cut in both ways; those that were asked one way only are left out."""
     other = {example.id: (example, results) for example, results in fixed}
     return [(answered, other[answered[0].id]) for answered in semantic if answered[0].id in other]
 
 
 def _change(pairs: Sequence[tuple[Examined, Examined]], row: Row) -> Row:
-    """Measure what fixed windows add to the score of the row's policy, with the interval of the paired differences."""
+    """Measure what fixed windows add to the score of the row's policy, with the interval of the
+    paired differences."""
     differences = [
         _score(fixed, row["policy"]) - _score(semantic, row["policy"])
         for semantic, fixed in pairs
@@ -80,12 +92,18 @@ def _score(answered: Examined, policy: str) -> float:
 
 def _chunks(answered: Sequence[Examined], task: str) -> float:
     """Return the mean number of chunks in a prompt of the task."""
-    return fmean(len(example.passages) for example, _ in answered if task in (example.task, ALL_TASKS))
+    return fmean(
+        len(example.passages) for example, _ in answered if task in (example.task, ALL_TASKS)
+    )
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     whole = overall(rows)
-    tasks = list(dict.fromkeys(row["task"] for row in [*whole, *rows] if row in whole or row["task"] in KINDS))
+    tasks = list(
+        dict.fromkeys(
+            row["task"] for row in [*whole, *rows] if row in whole or row["task"] in KINDS
+        )
+    )
     panels = canvas.subplots(len(tasks), len(SPLITS), squeeze=False, sharex="row", sharey=True)
     for line, task in zip(panels, tasks, strict=True):
         for axes, split in zip(line, SPLITS, strict=True):
@@ -100,7 +118,11 @@ def _finding(rows: Sequence[Row]) -> str:
     fixed = {policy: of[FIXED, policy] for policy in POLICIES}
     ours, theirs = of[SEMANTIC, EPIC], fixed[CACHEBLEND]
     best = ", ".join(f"{row['policy']} ({row['split']})" for row in front(list(of.values())))
-    by_kind = [row for row in rows if row["task"] in KINDS and (row["split"], row["policy"]) == (FIXED, "naive")]
+    by_kind = [
+        row
+        for row in rows
+        if row["task"] in KINDS and (row["split"], row["policy"]) == (FIXED, "naive")
+    ]
     return " ".join(
         [
             f"windows of {WINDOW} tokens make {fixed['full']['chunks']:.0f} chunks of a prompt, its own passages "
@@ -117,7 +139,8 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _changed(row: Row) -> str:
-    """Say by how much the score changed, and whether that is more than chance (by the 95% interval)."""
+    """Say by how much the score changed, and whether that is more than chance (by the 95%
+    interval)."""
     low, high = row["vs_semantic_low"], row["vs_semantic_high"]
     unclear = "; no clear effect" if low <= 0 <= high else ""
     return f"{points(row['vs_semantic'])} ({100 * low:+.0f} to {100 * high:+.0f}{unclear})"

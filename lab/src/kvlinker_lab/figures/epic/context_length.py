@@ -1,4 +1,5 @@
-"""Measures EPIC's figure 8: time to first token against context length, chunks being of one size."""
+"""Measures EPIC's figure 8: time to first token against context length, chunks being of one
+size."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ REPEAT = 3
 def _measure(lab: Lab) -> list[Row]:
     """Time all lengths; a lab's limit is the most chunks of a prompt."""
     chunks = [number for number in CHUNKS if lab.limit is None or number <= lab.limit]
-    steps, total = count(), sum(1 + (REPEAT + 1) * (len(POLICIES) - (number > FULL_CHUNKS)) for number in chunks)
+    steps, total = (
+        count(),
+        sum(1 + (REPEAT + 1) * (len(POLICIES) - (number > FULL_CHUNKS)) for number in chunks),
+    )
 
     def told(what: str, _done: int = 0, _total: int | None = None, /) -> None:
         lab.progress(what, next(steps), total)
@@ -48,11 +52,18 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     axes = canvas.subplots()
     exponents = _exponents(rows)
     for policy in POLICIES:
-        points = [(row["context_tokens"], row["ttft_ms"]) for row in rows if row["policy"] == policy]
+        points = [
+            (row["context_tokens"], row["ttft_ms"]) for row in rows if row["policy"] == policy
+        ]
         label = f"{policy} ($N^{{{exponents[policy]:.2f}}}$)" if policy in exponents else policy
         axes.plot(*zip(*points, strict=True), marker="o", markersize=5, label=label)
     lengths = sorted({row["context_tokens"] for row in rows})
-    axes.set(xscale="log", yscale="log", xlabel="prompt length N (tokens)", ylabel="time to first token (ms)")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="prompt length N (tokens)",
+        ylabel="time to first token (ms)",
+    )
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -74,7 +85,9 @@ def _finding(rows: Sequence[Row]) -> str:
     ]
     if longest > lengths[-1]:
         growth = ", ".join(
-            f"{policy} {_power(rows, policy, lengths[-1], longest):.2f}" for policy in POLICIES if policy != "full"
+            f"{policy} {_power(rows, policy, lengths[-1], longest):.2f}"
+            for policy in POLICIES
+            if policy != "full"
         )
         said += [f"From there to {longest} tokens the powers are: {growth}.", _at(rows, longest)]
     return " ".join(said)
@@ -95,14 +108,16 @@ def _power(rows: Sequence[Row], policy: str, shorter: int, longer: int) -> float
 
 
 def _common(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of prompts that ``full`` was measured on; those of one chunk only if there are no others."""
+    """Return the rows of prompts that ``full`` was measured on; those of one chunk only if there
+    are no others."""
     lengths = {row["context_tokens"] for row in rows if row["policy"] == "full"}
     common = [row for row in rows if row["context_tokens"] in lengths]
     return [row for row in common if row["chunks"] > 1] or common
 
 
 def _exponents(rows: Sequence[Row]) -> dict[str, float]:
-    """Return exponents by policy, over the lengths that all were measured on; none where these are fewer than three."""
+    """Return exponents by policy, over the lengths that all were measured on; none where these are
+    fewer than three."""
     return {policy: exponent for (policy, _), exponent in scaling_exponents(_common(rows)).items()}
 
 

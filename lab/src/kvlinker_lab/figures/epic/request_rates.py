@@ -1,4 +1,5 @@
-"""Measures EPIC's figure 7: time to first token and throughput against the rate of requests (its RQ2)."""
+"""Measures EPIC's figure 7: time to first token and throughput against the rate of requests (its
+RQ2)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
 
 ATTNLINK, LEGOLINK, CACHEBLEND = "attnlink-16", "legolink-16", "cacheblend-15"
 POLICIES = (ATTNLINK, LEGOLINK, CACHEBLEND)
-TRAFFIC = TrafficShape(library=24, chunks=4, chunk_tokens=512, fresh_tokens=32, output_tokens=(32, 32))
+TRAFFIC = TrafficShape(
+    library=24, chunks=4, chunk_tokens=512, fresh_tokens=32, output_tokens=(32, 32)
+)
 RATES = (1.0, 2.0, 4.0, 8.0)
 REQUESTS = 24
 

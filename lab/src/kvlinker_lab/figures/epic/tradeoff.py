@@ -11,7 +11,8 @@ from kvlinker.quality.evaluation.examples import Example
 from kvlinker.quality.evaluation.task_scores import ALL_TASKS
 
 TIMED_SHARE = 5
-"""One in so many examples is timed. It divides no number of kinds, which come in turn: so all kinds are timed."""
+"""One in so many examples is timed. It divides no number of kinds, which come in turn: so all kinds
+are timed."""
 
 Asked = TypeVar("Asked")
 
@@ -22,12 +23,15 @@ def timed(examples: Sequence[Asked]) -> Sequence[Asked]:
 
 
 def with_ttft(
-    rows: Sequence[Row], examples: Sequence[Example], seconds: Sequence[Mapping[tuple[str, str], float]], form: str
+    rows: Sequence[Row],
+    examples: Sequence[Example],
+    seconds: Sequence[Mapping[tuple[str, str], float]],
+    form: str,
 ) -> list[Row]:
     """Add ``ttft_ms`` to quality rows: the mean over the ``timed`` examples of the row's task.
 
-    ``seconds`` are by (form, policy) for each of ``examples``; those of ``form`` count. Tasks without an example are
-    left out.
+    ``seconds`` are by (form, policy) for each of ``examples``; those of ``form`` count. Tasks
+    without an example are left out.
     """
     joined: list[Row] = []
     for row in rows:
@@ -42,8 +46,12 @@ def with_ttft(
 
 
 def with_pareto(rows: Sequence[Row]) -> list[Row]:
-    """Add ``pareto`` to rows: yes where no other row of the same task is as good and as fast, and better in one."""
-    return [{**row, "pareto": "no" if any(_beats(other, row) for other in rows) else "yes"} for row in rows]
+    """Add ``pareto`` to rows: yes where no other row of the same task is as good and as fast, and
+    better in one."""
+    return [
+        {**row, "pareto": "no" if any(_beats(other, row) for other in rows) else "yes"}
+        for row in rows
+    ]
 
 
 def _beats(one: Row, other: Row) -> bool:

@@ -1,5 +1,5 @@
-"""Turns one answer, as it comes, into a series of blocks: reasoning, text, and calls of tools; for APIs that tell
-answers so."""
+"""Turns one answer, as it comes, into a series of blocks: reasoning, text, and calls of tools; for
+APIs that tell answers so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class BlockStep(NamedTuple):
 
 
 class BlockReader:
-    """Reads one answer by an ``AnswerReader``. One block at a time is open; a call is told whole."""
+    """Reads one answer by an ``AnswerReader``. One block at a time is open; a call is told
+    whole."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.blocks: list[AnswerBlock] = []
@@ -71,7 +72,9 @@ class BlockReader:
         self._open.text += text
         yield BlockStep("go on", self._open, text)
 
-    def _begin(self, kind: Literal["reasoning", "text", "call"], call: ToolCall | None = None) -> Iterator[BlockStep]:
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], call: ToolCall | None = None
+    ) -> Iterator[BlockStep]:
         self._open = AnswerBlock(len(self.blocks), kind, call=call)
         self.blocks.append(self._open)
         yield BlockStep("begin", self._open)

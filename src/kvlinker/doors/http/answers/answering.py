@@ -1,7 +1,8 @@
 """Answers of both completion routes: from prompts to a response, whole or as server-sent events.
 
-An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The routes of other APIs
-(``kvlinker.doors.http.answers.dialects``) share how choices begin and how events are sent.
+An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The
+routes of other APIs (``kvlinker.doors.http.answers.dialects``) share how choices begin and how
+events are sent.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ LEAST_LOGPROB = -9999.0
 
 
 class PromptTokensDetails(ResponseBody):
-    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed again; all others were
-    fresh. ``exact_cached_tokens`` are those of the former that an earlier request computed in just this sequence."""
+    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed
+    again; all others were fresh. ``exact_cached_tokens`` are those of the former that an earlier
+    request computed in just this sequence."""
 
     cached_tokens: int
     exact_cached_tokens: int
@@ -64,8 +66,8 @@ class UsedCacheBody(ResponseBody):
 
 
 class LinkBody(ResponseBody):
-    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there.
-    ``explanation`` is there where the request asked for it."""
+    """How the prompt was linked: the policy, and the context caches in it in the order in which
+    they stand there. ``explanation`` is there where the request asked for it."""
 
     policy: str
     context_caches: list[UsedCacheBody]
@@ -73,7 +75,8 @@ class LinkBody(ResponseBody):
 
 
 class PreparedRequest(NamedTuple):
-    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how to answer them."""
+    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how
+    to answer them."""
 
     prompts: Mapping[str, ReadPrompt]
     sampling: SamplingParams
@@ -82,7 +85,8 @@ class PreparedRequest(NamedTuple):
 
 
 class AnswerFormat(Protocol):
-    """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
+    """The bodies of one route; one instance serves one request. What is not set in a chunk is not
+    sent."""
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Take note of the prompts, before any other call."""
@@ -110,10 +114,13 @@ class AnswerFormat(Protocol):
 
 
 def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events. ``ignores``: they
-    may tell of fields without effect."""
+    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events.
+    ``ignores``: they may tell of fields without effect."""
     events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
-    timing = {"description": "Milliseconds: queue, load, link, decode.", "schema": {"type": "string"}}
+    timing = {
+        "description": "Milliseconds: queue, load, link, decode.",
+        "schema": {"type": "string"},
+    }
     headers: dict[str, Any] = {"Server-Timing": timing}
     if ignores:
         headers[IGNORED_HEADER] = {
@@ -140,8 +147,8 @@ async def respond(
     ignored: Sequence[str] = (),
     tenant: str,
 ) -> Response:
-    """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the paths of fields
-    that have no effect.
+    """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the
+    paths of fields that have no effect.
 
     ``build`` makes the prompts; like all that takes long, it runs in a thread.
     """
@@ -153,7 +160,9 @@ async def respond(
 
     choices = await begin_choices(served, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
-        events = _chunks(served.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
+        events = _chunks(
+            served.llm, choices, answer_format, request.scope, include_usage=body.include_usage
+        )
         return EventStream(choices, events, ignored_header(ignored))
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
@@ -161,7 +170,9 @@ async def respond(
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
 
     def tell() -> dict[str, Any]:
-        link = explained_body(served.llm, choices, answers[0].explanation) or link_body(choices.prompts.values())
+        link = explained_body(served.llm, choices, answers[0].explanation) or link_body(
+            choices.prompts.values()
+        )
         answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
         return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
 
@@ -171,7 +182,12 @@ async def respond(
 
 
 async def begin_choices(
-    served: ServedModel, request: Request, build: Callable[[], PreparedRequest], *, n: int, tenant: str
+    served: ServedModel,
+    request: Request,
+    build: Callable[[], PreparedRequest],
+    *,
+    n: int,
+    tenant: str,
 ) -> Choices:
     """Build the prompts and queue their choices, in a thread. Raises what both raise."""
     loop = asyncio.get_running_loop()
@@ -197,14 +213,18 @@ async def begin_choices(
 
 
 class EventStream(EventSourceResponse):
-    """Sends the events of choices as they go, and cancels the choices as soon as the client is gone.
+    """Sends the events of choices as they go, and cancels the choices as soon as the client is
+    gone.
 
-    A comment every few seconds keeps the connection open while nothing is said. A server that shuts down lets streams
-    go on for as long as it waits for requests.
+    A comment every few seconds keeps the connection open while nothing is said. A server that shuts
+    down lets streams go on for as long as it waits for requests.
     """
 
     def __init__(
-        self, choices: Choices, events: AsyncIterator[str | dict[str, str]], headers: Mapping[str, str]
+        self,
+        choices: Choices,
+        events: AsyncIterator[str | dict[str, str]],
+        headers: Mapping[str, str],
     ) -> None:
         """``events`` are texts, or have a name (``event``) beside it (``data``)."""
         super().__init__(events, sep="\n", headers=headers, shutdown_grace_period=math.inf)
@@ -238,7 +258,9 @@ async def _chunks(
         async for index, event in choices.events():
             if isinstance(event, Finished):
                 finished[index] = event.usage
-                link = await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
+                link = (
+                    await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
+                )
                 yield chunk(answer_format.closing(index, event))
             elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
                 yield chunk(choice)
@@ -252,7 +274,8 @@ async def _chunks(
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
-    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its first choice."""
+    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its
+    first choice."""
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     output_tokens = sum(usage.output_tokens for usage in usages)
@@ -269,29 +292,38 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
 
 
 def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
-    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
+    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of
+    once."""
     linked = [prompt for prompt in prompts if prompt.linked]
     caches: dict[str, UsedCacheBody] = {}
     for cache in (each for prompt in linked for each in prompt.linked):
         body = UsedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
         caches.setdefault(cache.id, body)
-    return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
+    return (
+        LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values()))
+        if linked
+        else None
+    )
 
 
 def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
-    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It may take a while."""
+    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It
+    may take a while."""
     if explanation is None:
         return None
     (read,) = choices.prompts.values()
     explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
     caches = link_body([read])
     return LinkBody(
-        policy=read.policy.name, context_caches=[] if caches is None else caches.context_caches, explanation=explained
+        policy=read.policy.name,
+        context_caches=[] if caches is None else caches.context_caches,
+        explanation=explained,
     )
 
 
 def created_tokens(read: ReadPrompt, usage: Usage) -> int:
-    """Return the number of a prompt's tokens that its request cached as chunks of their own, and that were not read."""
+    """Return the number of a prompt's tokens that its request cached as chunks of their own, and
+    that were not read."""
     created = sum(cache.tokens for cache in read.linked if cache.created)
     return min(created, usage.prompt_tokens - usage.cached_tokens)
 
@@ -302,8 +334,8 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def server_timing(timings: Sequence[Timing]) -> str:
-    """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
-    choice."""
+    """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the
+    longest time of any choice."""
     phases = ("queue", "load", "link", "decode")
     longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
     return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())

@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: conversations as OpenAI's API has them, with context caches in the content."""
+"""POST /v1/chat/completions: conversations as OpenAI's API has them, with context caches in the
+content."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 
 class ChatCompletionRequest(ReasoningFields):
-    """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
+    """A conversation to answer. OpenAI's fields that would change the answer and are not supported
+    are refused."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = ReasoningFields.refused | {
         "functions": ([],),
@@ -87,7 +89,8 @@ class ChatCompletionRequest(ReasoningFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: JsonObject | None = Field(
-        default=None, description="Variables of the model's chat template, such as `enable_thinking`."
+        default=None,
+        description="Variables of the model's chat template, such as `enable_thinking`.",
     )
 
     @model_validator(mode="after")
@@ -103,7 +106,9 @@ class ChatCompletionRequest(ReasoningFields):
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+            raise InvalidRequestError(
+                "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
+            )
         return self
 
     @model_validator(mode="after")
@@ -118,14 +123,19 @@ class ChatCompletionRequest(ReasoningFields):
                 )
         return self
 
-    def read(self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str) -> ReadPrompt:
+    def read(
+        self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str
+    ) -> ReadPrompt:
         """Make the prompt, which shows ``tools``. Raises what ``LLM.read_chat`` does."""
         return llm.read_chat(
             [message.message() for message in self.messages],
             documents=[document.document() for document in self.documents or ()],
             options=TemplateOptions(
                 tools=tuple(tools),
-                variables={**self.reasoning_effect(llm).variables, **(self.chat_template_kwargs or {})},
+                variables={
+                    **self.reasoning_effect(llm).variables,
+                    **(self.chat_template_kwargs or {}),
+                },
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
             ),
@@ -136,18 +146,25 @@ class ChatCompletionRequest(ReasoningFields):
         )
 
     def request_tools(self, llm: LLM) -> RequestTools:
-        """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools that are not
-        offered."""
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedToolBody) else self.tool_choice
+        """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools
+        that are not offered."""
+        choice = (
+            self.tool_choice.model_dump()
+            if isinstance(self.tool_choice, NamedToolBody)
+            else self.tool_choice
+        )
         tools = [tool.tool() for tool in self.tools or ()]
         return llm.request_tools(tools, choice, several=self.parallel_tool_calls is not False)
 
     def asked(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
-        """Return the prompt, which shows the tools, and how to answer it. It takes long for long conversations: call it
-        in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
+        """Return the prompt, which shows the tools, and how to answer it. It takes long for long
+        conversations: call it in a thread. Raises InvalidRequestError, and what ``LLM.read_chat``
+        does."""
         read = self.read(llm, request_tools.tools, tenant=tenant)
         fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
-        return PreparedRequest({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
+        return PreparedRequest(
+            {"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention
+        )
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -181,8 +198,8 @@ class ChatLogprobs(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
-    """The message that the model answers with. Its reasoning and calls of tools are told apart from ``content``, which
-    is null where there are calls alone."""
+    """The message that the model answers with. Its reasoning and calls of tools are told apart from
+    ``content``, which is null where there are calls alone."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -232,8 +249,9 @@ class ChatChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
-    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
+    but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
+    explanation that was asked for."""
 
     id: str
     created: int
@@ -260,7 +278,9 @@ async def create_chat_completion(
     with blaming("messages", length=length):
         build = partial(body.asked, served.llm, request_tools, tenant=tenant)
         ignored = body.reasoning_effect(served.llm).ignored
-        return await respond(served, request, body, build, answer_format, ignored=ignored, tenant=tenant)
+        return await respond(
+            served, request, body, build, answer_format, ignored=ignored, tenant=tenant
+        )
 
 
 class ChatFormat:
@@ -287,18 +307,28 @@ class ChatFormat:
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
         piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
-        return _choice(index, self._delta(index, piece), logprobs=logprobs) if piece or logprobs else None
+        return (
+            _choice(index, self._delta(index, piece), logprobs=logprobs)
+            if piece or logprobs
+            else None
+        )
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
         delta = self._delta(index, AnswerPiece.joined(self._reader(index).finish()))
-        return _choice(index, delta, finish_reason=finish_reason(finished.reason, self._calls[index]))
+        return _choice(
+            index, delta, finish_reason=finish_reason(finished.reason, self._calls[index])
+        )
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
+        return ChatCompletionChunk(
+            **self._head, object="chat.completion.chunk", choices=list(choices)
+        )
 
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
         choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
-        scored = prompt_logprobs_body(self._prompt, answers[0].prompt_logprobs, self._llm.token_text)
+        scored = prompt_logprobs_body(
+            self._prompt, answers[0].prompt_logprobs, self._llm.token_text
+        )
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
@@ -337,17 +367,27 @@ class ChatFormat:
         if not self._logprobs:
             return None
         content = [
-            ChatLogprob(**_entry(entry), top_logprobs=[TopLogprob(**_entry(other)) for other in entry.top])
+            ChatLogprob(
+                **_entry(entry), top_logprobs=[TopLogprob(**_entry(other)) for other in entry.top]
+            )
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
 
 
 def _choice(
-    index: int, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
+    index: int,
+    delta: ChatDelta,
+    *,
+    logprobs: ChatLogprobs | None = None,
+    finish_reason: str | None = None,
 ) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
 
 
 def _entry(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.text.encode())}
+    return {
+        "token": entry.text,
+        "logprob": finite(entry.logprob),
+        "bytes": list(entry.text.encode()),
+    }

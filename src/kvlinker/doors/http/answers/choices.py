@@ -1,4 +1,5 @@
-"""The choices of one HTTP request while they are generated: events pass from the engine's thread to the event loop."""
+"""The choices of one HTTP request while they are generated: events pass from the engine's thread to
+the event loop."""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ class Choices:
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
     ) -> None:
-        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what ``LLM.submit`` raises.
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what
+        ``LLM.submit`` raises.
 
-        ``prompts`` are by the request's fields that they come from, which errors name. With ``explains``, the first
-        choice of each tells how it was linked.
+        ``prompts`` are by the request's fields that they come from, which errors name. With
+        ``explains``, the first choice of each tells how it was linked.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -54,7 +56,13 @@ class Choices:
                 sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
                     handle = llm.submit(
-                        prompt, sampling, sink, n=n, explains=explains, shows_attention=shows_attention, tenant=tenant
+                        prompt,
+                        sampling,
+                        sink,
+                        n=n,
+                        explains=explains,
+                        shows_attention=shows_attention,
+                        tenant=tenant,
                     )
                     self._handles.append(handle)
 
@@ -72,7 +80,8 @@ class Choices:
         self.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """Yield the choice's number and its next event, until all are finished. Raises the error of one that failed."""
+        """Yield the choice's number and its next event, until all are finished. Raises the error of
+        one that failed."""
         missing = self._count
         with self._cancelled_on_error():
             while missing:
@@ -91,7 +100,9 @@ class Choices:
                 finished[index] = event
             else:
                 deltas[index].append(event)
-        return tuple(Answer.from_events(deltas[index], finished[index]) for index in range(self._count))
+        return tuple(
+            Answer.from_events(deltas[index], finished[index]) for index in range(self._count)
+        )
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
@@ -117,7 +128,8 @@ class Choices:
             raise
 
     def _sink(self, first: int, prompt: ReadPrompt, trace: RequestTrace | None) -> ChoiceSink:
-        """Return a sink for the events of one prompt's choices, the first of which has the number ``first``."""
+        """Return a sink for the events of one prompt's choices, the first of which has the number
+        ``first``."""
 
         def take(index: int, event: GenerationEvent) -> None:
             self._events.put_nowait((first + index, event))

@@ -1,4 +1,5 @@
-"""POST /v1/completions: texts, token ids, or parts of text and context caches to be continued; no chat template."""
+"""POST /v1/completions: texts, token ids, or parts of text and context caches to be continued; no
+chat template."""
 
 from __future__ import annotations
 
@@ -10,12 +11,26 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, PromptLogprobs, TokenLogprob
 from kvlinker.base.types.limits import MAX_CHOICES, MOST_PARTS
-from kvlinker.base.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
+from kvlinker.base.types.messages import (
+    CachedPart,
+    CompletionPrompt,
+    ContextCacheReference,
+    MarkedText,
+    TokenIds,
+)
 from kvlinker.doors.http.answers.answering import (
     LinkBody,
     PreparedRequest,
@@ -30,7 +45,11 @@ from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody, Text, TokenId
 from kvlinker.doors.http.fields.decoding import DecodingBody
 from kvlinker.doors.http.fields.parts import Part, content_of
-from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
+from kvlinker.doors.http.fields.prompt_logprobs import (
+    PromptLogprobsBody,
+    prompt_logprobs_body,
+    scored_tokens,
+)
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
@@ -46,7 +65,12 @@ _PromptText = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})
 """A text of a prompt; the prompt's maker refuses an empty one."""
 
 ONE_PROMPT: dict[str, JsonValue] = {
-    "properties": {"prompt": {"if": {"type": "array", "items": {"type": ["string", "array"]}}, "then": {"maxItems": 1}}}
+    "properties": {
+        "prompt": {
+            "if": {"type": "array", "items": {"type": ["string", "array"]}},
+            "then": {"maxItems": 1},
+        }
+    }
 }
 """The rule of routes that take only one prompt."""
 
@@ -79,12 +103,15 @@ PromptBody = Annotated[
 
 
 def prompts_of(body: PromptBody) -> list[CompletionPrompt[CachedPart]]:
-    """Return the prompts as the library takes them: one, unless it is a list of texts or a list of lists of token
-    ids."""
+    """Return the prompts as the library takes them: one, unless it is a list of texts or a list of
+    lists of token ids."""
     if isinstance(body, str):
         return [(body,)]
     if has_several(body):
-        return [(one,) if isinstance(one, str) else TokenIds(tuple(cast(list[int], one))) for one in body]
+        return [
+            (one,) if isinstance(one, str) else TokenIds(tuple(cast(list[int], one)))
+            for one in body
+        ]
     if isinstance(body[0], int):
         return [TokenIds(tuple(body))]
     return [content_of(cast(list[Part], body))]
@@ -138,7 +165,9 @@ class CompletionRequest(DecodingBody):
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.stream and self.logprobs is not None:
-            raise InvalidRequestError("'logprobs' of an 'echo' are not told in streams.", param="echo")
+            raise InvalidRequestError(
+                "'logprobs' of an 'echo' are not told in streams.", param="echo"
+            )
         return self
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -153,8 +182,8 @@ class CompletionRequest(DecodingBody):
 
 
 class CompletionLogprobs(ResponseBody):
-    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the choice's beginning. Null
-    stands for tokens of an echoed prompt that are not scored."""
+    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the
+    choice's beginning. Null stands for tokens of an echoed prompt that are not scored."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -163,7 +192,8 @@ class CompletionLogprobs(ResponseBody):
 
 
 class CompletionChoice(ResponseBody):
-    """A continuation, or a piece of one; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``, null before."""
+    """A continuation, or a piece of one; ``finish_reason`` is ``stop``, ``length`` or
+    ``cancelled``, null before."""
 
     index: int
     text: str
@@ -185,8 +215,9 @@ class Completion(ResponseBody):
 
 
 class CompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
-    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
+    but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
+    explanation that was asked for."""
 
     id: str
     object: Literal["text_completion"]
@@ -197,7 +228,11 @@ class CompletionChunk(ResponseBody):
     link: LinkBody | None = None
 
 
-@router.post("/v1/completions", response_model=Completion, responses=completion_responses(CompletionChunk.__name__))
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses=completion_responses(CompletionChunk.__name__),
+)
 async def create_completion(
     body: CompletionRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
@@ -223,7 +258,9 @@ async def create_completion(
 class CompletionFormat:
     """Is the ``AnswerFormat`` of this route."""
 
-    def __init__(self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]) -> None:
+    def __init__(
+        self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]
+    ) -> None:
         self._head: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -261,7 +298,9 @@ class CompletionFormat:
                 entries = [*self._prompt_entries(index, scored), *entries]
             choice = self._choice(index, text, entries, answer.finish_reason)
             if (most := self._body.prompt_logprobs) is not None:
-                scores = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text, most=most)
+                scores = prompt_logprobs_body(
+                    self._prompt(index), scored, self._llm.token_text, most=most
+                )
                 choice = choice.model_copy(update={"prompt_logprobs": scores})
             choices.append(choice)
         return Completion(**self._head, choices=choices, usage=usage)
@@ -271,14 +310,20 @@ class CompletionFormat:
         return self._prompts[index // self._body.choices]
 
     def _echo(self, index: int) -> str:
-        """Return the text of a choice's prompt, as it was given, or decoded where that was not text alone."""
+        """Return the text of a choice's prompt, as it was given, or decoded where that was not text
+        alone."""
         given = self._given[index // self._body.choices]
-        if not isinstance(given, TokenIds) and not any(isinstance(part, ContextCacheReference) for part in given):
-            return "".join(part.text if isinstance(part, MarkedText) else cast(str, part) for part in given)
+        if not isinstance(given, TokenIds) and not any(
+            isinstance(part, ContextCacheReference) for part in given
+        ):
+            return "".join(
+                part.text if isinstance(part, MarkedText) else cast(str, part) for part in given
+            )
         return self._llm.text_of(self._prompt(index))
 
     def _prompt_entries(self, index: int, scored: PromptLogprobs | None) -> list[TokenLogprob]:
-        """Return an entry for each token of a choice's prompt, without a log probability (NaN) where none is known."""
+        """Return an entry for each token of a choice's prompt, without a log probability (NaN)
+        where none is known."""
         prompt = self._prompt(index)
         text_of = self._llm.token_text
         entries = scored_tokens(prompt, scored, text_of, most=self._body.logprobs)
@@ -291,12 +336,17 @@ class CompletionFormat:
         self, index: int, text: str, entries: Sequence[TokenLogprob], finish_reason: str | None
     ) -> CompletionChoice:
         return CompletionChoice(
-            index=index, text=text, logprobs=self._logprobs_body(index, entries), finish_reason=finish_reason
+            index=index,
+            text=text,
+            logprobs=self._logprobs_body(index, entries),
+            finish_reason=finish_reason,
         )
 
-    def _logprobs_body(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Return the log probabilities' body. Offsets count the characters of all tokens of the choice before, over all
-        chunks."""
+    def _logprobs_body(
+        self, index: int, entries: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs | None:
+        """Return the log probabilities' body. Offsets count the characters of all tokens of the
+        choice before, over all chunks."""
         if self._body.logprobs is None:
             return None
         offsets = []
@@ -307,7 +357,9 @@ class CompletionFormat:
             tokens=[entry.text for entry in entries],
             token_logprobs=[_json_logprob(entry) for entry in entries],
             top_logprobs=[
-                None if math.isnan(entry.logprob) else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                None
+                if math.isnan(entry.logprob)
+                else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
                 for entry in entries
             ],
             text_offset=offsets,

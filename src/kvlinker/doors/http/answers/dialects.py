@@ -1,5 +1,5 @@
-"""Answers conversations in the words of APIs other than chat completions: each is a translator from its bodies to a
-``ChatCompletionRequest``, and from the one answer to its own bodies and events."""
+"""Answers conversations in the words of APIs other than chat completions: each is a translator from
+its bodies to a ``ChatCompletionRequest``, and from the one answer to its own bodies and events."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Translation:
     """The chat request's fields."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Paths of fields of the chat request, with those of the caller's fields that they come from, where those have
-    other names; the longest beginning of a path counts."""
+    """Paths of fields of the chat request, with those of the caller's fields that they come from,
+    where those have other names; the longest beginning of a path counts."""
 
     cuts_max_tokens: bool = False
     """True if ``max_tokens``, which the caller has to give, is cut to what there is room for."""
@@ -63,12 +63,14 @@ class Translation:
         return message
 
     def add_result(self, call_id: str, *, origin: str) -> None:
-        """Add a message for the result of a call, with an empty content; ``origin`` is the path of the call's id."""
+        """Add a message for the result of a call, with an empty content; ``origin`` is the path of
+        the call's id."""
         self.add_message("tool", tool_call_id=call_id)
         self.fields[f"{self._last_path}.tool_call_id"] = origin
 
     def add_content(self, content: str | Sequence[Part], *, origin: str) -> None:
-        """Add a text, or parts, to the content of the last message; ``origin`` is the path that they come from."""
+        """Add a text, or parts, to the content of the last message; ``origin`` is the path that
+        they come from."""
         if isinstance(content, str):
             self.add_part(TextPart(type="text", text=content), origin=origin)
             return
@@ -76,16 +78,20 @@ class Translation:
             self.add_part(part, origin=f"{origin}.{index}")
 
     def add_part(self, part: Part, *, origin: str) -> None:
-        """Add a part to the content of the last message; ``origin`` is the path that it comes from."""
+        """Add a part to the content of the last message; ``origin`` is the path that it comes
+        from."""
         content = self.last["content"]
         self.fields[f"{self._last_path}.content.{len(content)}"] = origin
         content.append(part)
 
     def add_call(self, call_id: str, name: str, arguments: str, *, origin: str) -> None:
-        """Add a call to the last message, with its arguments as JSON; ``origin`` is the path that it comes from."""
+        """Add a call to the last message, with its arguments as JSON; ``origin`` is the path that
+        it comes from."""
         calls = self.last.setdefault("tool_calls", [])
         self.fields[f"{self._last_path}.tool_calls.{len(calls)}.function"] = origin
-        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        calls.append(
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        )
 
     def add_reasoning(self, text: str) -> None:
         """Add to the reasoning of the last message."""
@@ -146,11 +152,13 @@ class DialectAnswer(Protocol):
         ...
 
     def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        """Take note of the end, with all blocks; steps that end the last of them may yet be events_of."""
+        """Take note of the end, with all blocks; steps that end the last of them may yet be
+        events_of."""
         ...
 
     def closing(self) -> Iterable[EventBody]:
-        """Return the events with which a stream ends. It takes long for long answers: call it in a thread."""
+        """Return the events with which a stream ends. It takes long for long answers: call it in a
+        thread."""
         ...
 
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[EventBody]:
@@ -158,7 +166,8 @@ class DialectAnswer(Protocol):
         ...
 
     def whole(self) -> BaseModel:
-        """Return the whole answer, which has ended. It takes long for long answers: call it in a thread."""
+        """Return the whole answer, which has ended. It takes long for long answers: call it in a
+        thread."""
         ...
 
 
@@ -192,7 +201,9 @@ async def respond_in_dialect(
             reader = BlockReader(request_tools.reader(read.prompt))
             return asked
 
-        headers = ignored_header([translation.own_path(path) for path in chat.reasoning_effect(served.llm).ignored])
+        headers = ignored_header(
+            [translation.own_path(path) for path in chat.reasoning_effect(served.llm).ignored]
+        )
         choices = await begin_choices(served, request, build, n=1, tenant=tenant)
     (read,) = choices.prompts.values()
     if chat.stream:
@@ -210,7 +221,9 @@ async def respond_in_dialect(
     content = await run_in_threadpool(
         lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
     )
-    return JSONResponse(content, headers={"Server-Timing": server_timing([finished.timing]), **headers})
+    return JSONResponse(
+        content, headers={"Server-Timing": server_timing([finished.timing]), **headers}
+    )
 
 
 async def _events(
@@ -223,7 +236,9 @@ async def _events(
         async for _, output in choices.events():
             if isinstance(output, Finished):
                 note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
-                steps = list(reader.finish())  # all of them, so that the answer knows which block is its last
+                steps = list(
+                    reader.finish()
+                )  # all of them, so that the answer knows which block is its last
                 answer.ended(reader.blocks, output)
             else:
                 steps = list(reader.feed(output.text))

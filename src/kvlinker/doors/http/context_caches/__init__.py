@@ -1,4 +1,5 @@
-"""/v1/context_caches: a module for each thing that is asked of context caches, and one router for the application."""
+"""/v1/context_caches: a module for each thing that is asked of context caches, and one router for
+the application."""
 
 from fastapi import APIRouter
 

@@ -22,7 +22,16 @@ from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.fields.bodies import GIVEN, Metadata, Name, NonemptyText, Text, exactly_one, is_given, where
+from kvlinker.doors.http.fields.bodies import (
+    GIVEN,
+    Metadata,
+    Name,
+    NonemptyText,
+    Text,
+    exactly_one,
+    is_given,
+    where,
+)
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
@@ -61,9 +70,13 @@ class CreateContextCachesRequest(Lifetime):
         if self.input is not None:
             check_input(self.input)
         if self.split is not None and self.input is None:
-            raise InvalidRequestError("'split' applies to 'input'; 'chunks' are cached as they are.", param="split")
+            raise InvalidRequestError(
+                "'split' applies to 'input'; 'chunks' are cached as they are.", param="split"
+            )
         if isinstance(self.metadata, list) and self.chunks is None:
-            raise InvalidRequestError("A list of 'metadata' goes with 'chunks', one for each.", param="metadata")
+            raise InvalidRequestError(
+                "A list of 'metadata' goes with 'chunks', one for each.", param="metadata"
+            )
         return self
 
     @property
@@ -74,7 +87,10 @@ class CreateContextCachesRequest(Lifetime):
 
 @router.post("", responses=error_responses(400, 403, 404, 503))
 async def create_context_caches(
-    body: CreateContextCachesRequest, request: Request, served: ServedModelParam, caller: CallerParam
+    body: CreateContextCachesRequest,
+    request: Request,
+    served: ServedModelParam,
+    caller: CallerParam,
 ) -> ContextCacheList:
     """Create one context cache per chunk, in order; the answer comes once its KV is computed."""
     served.check_model(body.model)
@@ -110,12 +126,14 @@ def _texts(served: ServedModel, body: CreateContextCachesRequest) -> list[str]:
 
 @contextmanager
 def _blaming_split(body: CreateContextCachesRequest) -> Iterator[None]:
-    """Have an error about a chunk that is too long name what made it so long: where ``input`` was split, the limit."""
+    """Have an error about a chunk that is too long name what made it so long: where ``input`` was
+    split, the limit."""
     try:
         yield
     except ContextLengthError as error:
         if body.input is None:
             raise
         raise ContextLengthError(
-            f"{error.message.partition('.')[0]}. Allow fewer tokens in 'split.max_tokens'.", param="split.max_tokens"
+            f"{error.message.partition('.')[0]}. Allow fewer tokens in 'split.max_tokens'.",
+            param="split.max_tokens",
         ) from error

@@ -1,4 +1,5 @@
-"""Parts that several routes of context caches share: the object as answered, and the lifetime as requested."""
+"""Parts that several routes of context caches share: the object as answered, and the lifetime as
+requested."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ END_OF_TIME = 253_402_300_799.0
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
 _TTL_PATTERN = r"[0-2]?[0-9]{1,9}(\.[0-9]{1,9})?s"
-"""Text such as "600s". Its ten digits stay below ``MAX_TTL``, so that the pattern is all that there is to know."""
+"""Text such as "600s". Its ten digits stay below ``MAX_TTL``, so that the pattern is all that there
+is to know."""
 
 
 def _seconds(value: Any) -> Any:
@@ -35,7 +37,9 @@ def _seconds(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if not re.fullmatch(_TTL_PATTERN, value):
-        raise PydanticCustomError("ttl_format", 'Input should be a number of seconds, or text such as "600s"')
+        raise PydanticCustomError(
+            "ttl_format", 'Input should be a number of seconds, or text such as "600s"'
+        )
     return float(value[:-1])
 
 
@@ -61,7 +65,9 @@ class Lifetime(RequestBody):
     expires_at: float | None = Field(default=None, le=END_OF_TIME)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         schema = super().__get_pydantic_json_schema__(core, handler)
         handler.resolve_ref_schema(schema)["not"] = is_given("ttl", "expires_at")
         return schema
@@ -72,7 +78,8 @@ class Lifetime(RequestBody):
             raise InvalidRequestError("Give 'ttl' or 'expires_at', not both.", param="expires_at")
         if self.expires_at is not None and self.expires_at <= time.time():
             raise InvalidRequestError(
-                f"'expires_at' is in the past: {self.expires_at:.0f}. It takes Unix seconds.", param="expires_at"
+                f"'expires_at' is in the past: {self.expires_at:.0f}. It takes Unix seconds.",
+                param="expires_at",
             )
         return self
 
@@ -82,10 +89,11 @@ class Lifetime(RequestBody):
 
 
 class ContextCacheObject(ResponseBody):
-    """A context cache. ``bytes`` and ``tier`` tell where its KV lies now: 0 and null while it was evicted.
+    """A context cache. ``bytes`` and ``tier`` tell where its KV lies now: 0 and null while it was
+    evicted.
 
-    ``usable`` is false where it was made with another model, or other weights, than are served now; ``implicit`` is
-    true for one that a prompt's text brought, which lives on with every use.
+    ``usable`` is false where it was made with another model, or other weights, than are served now;
+    ``implicit`` is true for one that a prompt's text brought, which lives on with every use.
     """
 
     id: str

@@ -21,15 +21,21 @@ from kvlinker.doors.http.context_caches.objects import (
 from kvlinker.doors.http.edge.access import CallerParam, TenantParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.fields.bodies import Metadata, MetadataParam, Name, ResponseBody, metadata_parameter
+from kvlinker.doors.http.fields.bodies import (
+    Metadata,
+    MetadataParam,
+    Name,
+    ResponseBody,
+    metadata_parameter,
+)
 from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
 
 class UpdateContextCacheRequest(Lifetime):
-    """Changes to a context cache: absent fields stay as they are. Null removes the end of life, the name, all pairs of
-    metadata, or the pin."""
+    """Changes to a context cache: absent fields stay as they are. Null removes the end of life, the
+    name, all pairs of metadata, or the pin."""
 
     name: Name | None = None
     metadata: Metadata | None = None
@@ -51,7 +57,8 @@ class UpdateContextCacheRequest(Lifetime):
 
 
 class ContextCachePage(ContextCacheList):
-    """A page of a listing. ``last_id`` is the next page's ``after``, where ``has_more`` says that there is one."""
+    """A page of a listing. ``last_id`` is the next page's ``after``, where ``has_more`` says that
+    there is one."""
 
     first_id: str | None
     last_id: str | None
@@ -85,7 +92,8 @@ async def list_context_caches(
 ) -> ContextCachePage:
     """List a page by time of creation; ``after`` is the last id of the page before.
 
-    Only context caches with all pairs of ``metadata``; the caller's own, or with ``scope=shared`` the shared ones.
+    Only context caches with all pairs of ``metadata``; the caller's own, or with ``scope=shared``
+    the shared ones.
     """
 
     def page() -> ContextCachePage:
@@ -94,7 +102,9 @@ async def list_context_caches(
                 tenant=tenant, limit=limit, after=after, order=order, metadata=metadata, scope=scope
             )
         except ContextCacheNotFoundError as error:
-            raise InvalidRequestError(f"'after' names no context cache: {after!r}.", param="after") from error
+            raise InvalidRequestError(
+                f"'after' names no context cache: {after!r}.", param="after"
+            ) from error
         return ContextCachePage(
             data=described(served, items),
             first_id=items[0].id if items else None,
@@ -105,7 +115,9 @@ async def list_context_caches(
     return await run_in_threadpool(page)
 
 
-@router.delete("", openapi_extra=metadata_parameter(required=True), responses=error_responses(400, 403))
+@router.delete(
+    "", openapi_extra=metadata_parameter(required=True), responses=error_responses(400, 403)
+)
 async def delete_context_caches(
     served: ServedModelParam,
     caller: CallerParam,
@@ -115,15 +127,21 @@ async def delete_context_caches(
     """Delete all context caches with all pairs of ``metadata``, of which there must be one."""
 
     def delete() -> int:
-        return served.llm.caches.delete_matching(metadata, tenant=caller.tenant, scope=scope, admin=caller.admin)
+        return served.llm.caches.delete_matching(
+            metadata, tenant=caller.tenant, scope=scope, admin=caller.admin
+        )
 
     return ContextCachesDeletion(deleted=await run_in_threadpool(delete))
 
 
 @router.get(f"/{CACHE_ID}", responses=error_responses(404))
-async def read_context_cache(cache_id: str, served: ServedModelParam, tenant: TenantParam) -> ContextCacheObject:
+async def read_context_cache(
+    cache_id: str, served: ServedModelParam, tenant: TenantParam
+) -> ContextCacheObject:
     """Read one: the caller's own, or a shared one."""
-    return await run_in_threadpool(lambda: describe(served, served.llm.caches.get(cache_id, tenant=tenant)))
+    return await run_in_threadpool(
+        lambda: describe(served, served.llm.caches.get(cache_id, tenant=tenant))
+    )
 
 
 @router.patch(f"/{CACHE_ID}", responses=error_responses(400, 403, 404))
@@ -133,12 +151,20 @@ async def update_context_cache(
     """Change what is given; null removes it. Shared ones are changed by admins only."""
     caches = served.llm.caches
     return await run_in_threadpool(
-        lambda: describe(served, caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()))
+        lambda: describe(
+            served,
+            caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()),
+        )
     )
 
 
 @router.delete(f"/{CACHE_ID}", responses=error_responses(403, 404))
-async def delete_context_cache(cache_id: str, served: ServedModelParam, caller: CallerParam) -> ContextCacheDeletion:
-    """Delete one. The KV goes when no other context cache holds it. Shared ones are deleted by admins only."""
-    await run_in_threadpool(served.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin)
+async def delete_context_cache(
+    cache_id: str, served: ServedModelParam, caller: CallerParam
+) -> ContextCacheDeletion:
+    """Delete one. The KV goes when no other context cache holds it. Shared ones are deleted by
+    admins only."""
+    await run_in_threadpool(
+        served.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin
+    )
     return ContextCacheDeletion(id=cache_id)

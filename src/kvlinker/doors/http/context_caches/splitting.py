@@ -1,4 +1,5 @@
-"""/v1/context_caches/split: see how a text would be split, which creation may also be asked to do."""
+"""/v1/context_caches/split: see how a text would be split, which creation may also be asked to
+do."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _list_splitters(schema: dict[str, Any]) -> None:
 
 
 class SplitOptions(RequestBody):
-    """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless they say otherwise."""
+    """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless
+    they say otherwise."""
 
     method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_PIECE_TOKENS)] | None = None
@@ -42,7 +44,8 @@ _NAMES = {"text": "input", "method": "split.method", "max_tokens": "split.max_to
 
 
 def pieces_of(served: ServedModel, text: str, split: SplitOptions | None) -> tuple[Piece, ...]:
-    """Cut the text of a body as its ``split`` says. Raises InvalidRequestError, which names the body's field."""
+    """Cut the text of a body as its ``split`` says. Raises InvalidRequestError, which names the
+    body's field."""
     options = (split or SplitOptions()).given()
     try:
         return served.llm.split_pieces(text, most_pieces=MAX_CHUNKS, **options)
@@ -90,7 +93,9 @@ async def split_text(body: SplitRequest, request: Request, served: ServedModelPa
 
     def split_input() -> tuple[int, dict[str, Any]]:
         pieces = pieces_of(served, body.input, body.split)
-        data = [PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces]
+        data = [
+            PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces
+        ]
         return sum(piece.tokens for piece in pieces), PieceList(data=data).model_dump()
 
     tokens, pieces = await served.encoding.run(request, split_input)

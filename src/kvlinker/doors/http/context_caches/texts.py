@@ -23,8 +23,8 @@ DEFAULT_HITS = 10
 
 
 class SearchRequest(RequestBody):
-    """Words to search for; only context caches with all pairs of ``metadata`` are found. Absent and null mean the
-    default."""
+    """Words to search for; only context caches with all pairs of ``metadata`` are found. Absent and
+    null mean the default."""
 
     query: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS)]
     limit: Annotated[int, Field(ge=1, le=100)] | None = None
@@ -50,7 +50,8 @@ class SearchHitList(ResponseBody):
 
 
 class ContextCacheContent(ResponseBody):
-    """The content of a context cache: ``text`` is what ``token_ids`` decode to, without special tokens."""
+    """The content of a context cache: ``text`` is what ``token_ids`` decode to, without special
+    tokens."""
 
     id: str
     object: Literal["context_cache.content"] = "context_cache.content"
@@ -60,10 +61,13 @@ class ContextCacheContent(ResponseBody):
 
 
 @router.post("/search", responses=error_responses(400))
-async def search_context_caches(body: SearchRequest, served: ServedModelParam, tenant: TenantParam) -> SearchHitList:
+async def search_context_caches(
+    body: SearchRequest, served: ServedModelParam, tenant: TenantParam
+) -> SearchHitList:
     """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
 
-    Any of the words may match; nothing in the query is syntax. What was made with another model is not found.
+    Any of the words may match; nothing in the query is syntax. What was made with another model is
+    not found.
     """
     found = await run_in_threadpool(
         lambda: served.llm.caches.search(
@@ -76,16 +80,27 @@ async def search_context_caches(body: SearchRequest, served: ServedModelParam, t
     )
     return SearchHitList(
         data=[
-            SearchHitObject(id=hit.id, score=hit.score, text=hit.text, tokens=hit.tokens, metadata=dict(hit.metadata))
+            SearchHitObject(
+                id=hit.id,
+                score=hit.score,
+                text=hit.text,
+                tokens=hit.tokens,
+                metadata=dict(hit.metadata),
+            )
             for hit in found
         ]
     )
 
 
 @router.get(f"/{CACHE_ID}/content", responses=error_responses(400, 404))
-async def read_content(cache_id: str, served: ServedModelParam, tenant: TenantParam) -> ContextCacheContent:
+async def read_content(
+    cache_id: str, served: ServedModelParam, tenant: TenantParam
+) -> ContextCacheContent:
     """Read the text and the token ids of one: the caller's own, or a shared one."""
     content = await run_in_threadpool(lambda: served.llm.caches.content(cache_id, tenant=tenant))
     return ContextCacheContent(
-        id=content.id, text=content.text, token_ids=list(content.token_ids), metadata=dict(content.metadata)
+        id=content.id,
+        text=content.text,
+        token_ids=list(content.token_ids),
+        metadata=dict(content.metadata),
     )

@@ -35,7 +35,8 @@ class TierShare(ResponseBody):
 
 
 class ContextCacheUsage(ResponseBody):
-    """Tells what context caches take up. ``tokens`` and ``bytes`` (of KV as computed) count each chunk once."""
+    """Tells what context caches take up. ``tokens`` and ``bytes`` (of KV as computed) count each
+    chunk once."""
 
     object: Literal["context_cache.usage"] = "context_cache.usage"
     scope: Scope

@@ -1,1 +1,2 @@
-"""Guards requests and answers of all routes: address, connections, hosts and keys, limits, errors, and the log."""
+"""Guards requests and answers of all routes: address, connections, hosts and keys, limits, errors,
+and the log."""

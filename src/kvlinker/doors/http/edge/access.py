@@ -1,10 +1,12 @@
-"""Access control: host names, API keys, the tenant that each key stands for, and whether it is an admin's; for the app
-and routes.
+"""Access control: host names, API keys, the tenant that each key stands for, and whether it is an
+admin's; for the app and routes.
 
-Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.doors.http.edge.address``).
-With keys, every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for probes, which have
-no keys (``/health``, ``/live``), the pages and their files (without any data in them: ``/`` asks its reader for a key)
-and ``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
+Without configured keys every caller is the default tenant, and an admin (see
+``kvlinker.doors.http.edge.address``). With keys, every route asks for ``Authorization: Bearer
+<key>`` or ``x-api-key: <key>``, but for probes, which have no keys (``/health``, ``/live``), the
+pages and their files (without any data in them: ``/`` asks its reader for a key) and
+``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all
+tenants and name none.
 """
 
 from __future__ import annotations
@@ -29,22 +31,24 @@ from kvlinker.doors.http.pages import PAGE_PATHS
 from kvlinker.settings import Settings
 
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::[0-9]*)?")
-"""Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a port."""
+"""Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a
+port."""
 
 OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Describes who sends a request: the ``tenant``, and whether it is an ``admin``, who may write shared caches."""
+    """Describes who sends a request: the ``tenant``, and whether it is an ``admin``, who may write
+    shared caches."""
 
     tenant: str
     admin: bool
 
 
 OPERATOR = Caller(DEFAULT_TENANT, admin=True)
-"""The caller of all requests where there are no keys: whoever reaches a loopback address is on the server's own
-machine."""
+"""The caller of all requests where there are no keys: whoever reaches a loopback address is on the
+server's own machine."""
 
 
 async def _caller(request: Request) -> Caller:
@@ -70,10 +74,11 @@ class UnknownHostError(KVLinkerError):
 
 
 class HostCheck:
-    """ASGI middleware: answers 421 to requests whose ``Host`` is neither loopback nor among ``names``.
+    """ASGI middleware: answers 421 to requests whose ``Host`` is neither loopback nor among
+    ``names``.
 
-    A page of any site may let its own name point to 127.0.0.1 (DNS rebinding); a browser then takes a server on the
-    reader's machine for that site's, and hands the page its answers.
+    A page of any site may let its own name point to 127.0.0.1 (DNS rebinding); a browser then takes
+    a server on the reader's machine for that site's, and hands the page its answers.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
@@ -100,8 +105,8 @@ class HostCheck:
 def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
     """Return the names that requests may call the server by beside loopback's; None for any.
 
-    Only those that are set, where any are; otherwise the bound host on a server without keys that is on loopback: any
-    other can be reached under names that it does not know, and asks for keys.
+    Only those that are set, where any are; otherwise the bound host on a server without keys that
+    is on loopback: any other can be reached under names that it does not know, and asks for keys.
     """
     if settings.allowed_hosts:
         return None if "*" in settings.allowed_hosts else (*settings.allowed_hosts, settings.host)
@@ -109,13 +114,16 @@ def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
 
 
 class KeyCheck:
-    """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's state."""
+    """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's
+    state."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        """``api_keys`` are all that are accepted; ``admin_keys`` are those of them that are admins'."""
+        """``api_keys`` are all that are accepted; ``admin_keys`` are those of them that are
+        admins'."""
         self._app = app
         self._callers = {
-            hashlib.sha256(key.encode()).digest(): Caller(tenant_of_key(key), key in admin_keys) for key in api_keys
+            hashlib.sha256(key.encode()).digest(): Caller(tenant_of_key(key), key in admin_keys)
+            for key in api_keys
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,8 +135,8 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """Return the caller by the key; None for a missing or unknown one. ``Authorization`` goes before
-        ``x-api-key``. Compares with every key, in constant time."""
+        """Return the caller by the key; None for a missing or unknown one. ``Authorization`` goes
+        before ``x-api-key``. Compares with every key, in constant time."""
         if not self._callers:
             return OPERATOR
         key = headers.get("x-api-key", "")

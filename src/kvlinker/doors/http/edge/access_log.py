@@ -1,4 +1,5 @@
-"""The access log: a line for each request, without any of its content; and the thread that writes a server's log."""
+"""The access log: a line for each request, without any of its content; and the thread that writes a
+server's log."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ FLUSH_SECONDS = 1.0
 
 
 def note_tokens(scope: Scope, prompt: int, output: int = 0) -> None:
-    """Note for the access log how many tokens a request brought, and how many it was answered with."""
+    """Note for the access log how many tokens a request brought, and how many it was answered
+    with."""
     scope["state"]["tokens"] = (prompt, output)
 
 
 class AccessLog:
-    """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once it is answered.
+    """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once
+    it is answered.
 
-    The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is none: paths are
-    callers' text. The status is ``-`` for clients that leave before the answer begins. ``JsonLines`` writes null there.
+    The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is
+    none: paths are callers' text. The status is ``-`` for clients that leave before the answer
+    begins. ``JsonLines`` writes null there.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -75,12 +79,16 @@ class AccessLog:
                 "id": request_id_of(scope),
             }
             text = ("-" if value is None else value for value in request.values())
-            logger.info("%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s", *text, extra={"request": request})
+            logger.info(
+                "%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s",
+                *text,
+                extra={"request": request},
+            )
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as a line of JSON: ``time`` (UTC), ``level``, ``logger`` and ``message``; for a request also
-    what the access log tells of it, each figure in a field of its own."""
+    """Formats a record as a line of JSON: ``time`` (UTC), ``level``, ``logger`` and ``message``;
+    for a request also what the access log tells of it, each figure in a field of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -94,7 +102,8 @@ class JsonLines(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr(level: str, form: Literal["text", "json"] = "text") -> Iterator[None]:
-    """Write the server's log to stderr, from ``level`` on, until the block ends: as lines of text, or of JSON.
+    """Write the server's log to stderr, from ``level`` on, until the block ends: as lines of text,
+    or of JSON.
 
     A thread writes it, so that nobody waits for a terminal or a pipe that takes no more.
     """

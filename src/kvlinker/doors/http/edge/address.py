@@ -26,9 +26,12 @@ def check_address(host: str, api_keys: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet: clients are refused until a server does. Raises AddressError."""
+    """Bind a socket that does not listen yet: clients are refused until a server does. Raises
+    AddressError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -46,7 +49,8 @@ def url_of(listener: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's own, which no other machine reaches."""
+    """Return whether a host name or address is this machine's own, which no other machine
+    reaches."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,8 @@
-"""Connections of clients that send slowly or not at all, which must not stay open for ever; uvicorn's settings, and how
-it ends: drained when it is told to stop, or when the engine has failed.
+"""Connections of clients that send slowly or not at all, which must not stay open for ever;
+uvicorn's settings, and how it ends: drained when it is told to stop, or when the engine has failed.
 
-Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works in any server.
+Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works
+in any server.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
-    """Return uvicorn's settings to serve ``app``; ``request_timeout`` is the time for a request's headers in seconds.
+    """Return uvicorn's settings to serve ``app``; ``request_timeout`` is the time for a request's
+    headers in seconds.
 
     Logging is left as it is: whoever starts the server sets it up.
     """
@@ -62,16 +64,21 @@ class EngineServer(uvicorn.Server):
 
     SIGTERM and SIGINT are the same: the first begins to drain, the second ends the process at once.
 
-    When the engine has failed, requests on open connections are answered for ``FAILED_SECONDS`` more, each with the end
-    of its connection, so that none is cut off without an answer. New connections are left to whoever listens next on
-    the socket.
+    When the engine has failed, requests on open connections are answered for ``FAILED_SECONDS``
+    more, each with the end of its connection, so that none is cut off without an answer. New
+    connections are left to whoever listens next on the socket.
     """
 
     def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, *, healthy: Callable[[], bool], drain: Drain
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        *,
+        healthy: Callable[[], bool],
+        drain: Drain,
     ) -> None:
-        """``listener`` is the socket that another server may take over, when the engine has failed; ``healthy`` returns
-        whether the engine serves; ``drain`` is the application's."""
+        """``listener`` is the socket that another server may take over, when the engine has failed;
+        ``healthy`` returns whether the engine serves; ``drain`` is the application's."""
         super().__init__(config)
         self.engine_failed = False
         self._listener = listener
@@ -86,7 +93,9 @@ class EngineServer(uvicorn.Server):
         self._drain.begin()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        super().run(sockets or [self._listener.dup()])  # which is closed at the end, whether another takes over or not
+        super().run(
+            sockets or [self._listener.dup()]
+        )  # which is closed at the end, whether another takes over or not
 
     async def on_tick(self, counter: int) -> bool:
         if self._drain.began:
@@ -103,10 +112,13 @@ class EngineServer(uvicorn.Server):
             for listening in self.servers:
                 listening.close()
             self.config.encoded_headers.append((b"connection", b"close"))
-        return await super().on_tick(0 if self.engine_failed else counter) or (self.engine_failed and now >= self._end)
+        return await super().on_tick(0 if self.engine_failed else counter) or (
+            self.engine_failed and now >= self._end
+        )
 
     async def _end_well(self) -> None:
-        """Finish the requests, have the application write what is to be written, and only then close the port."""
+        """Finish the requests, have the application write what is to be written, and only then
+        close the port."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._drain.timeout
         if self._drain.running:
@@ -123,18 +135,26 @@ class EngineServer(uvicorn.Server):
             listening.close()
         self._listener.close()
         soon = clock() + LAST_SECONDS
-        while (self._sending() and clock() < max(deadline, soon)) or (self._unanswered() and clock() < soon):
+        while (self._sending() and clock() < max(deadline, soon)) or (
+            self._unanswered() and clock() < soon
+        ):
             await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def _sending(self) -> bool:
         """Return whether clients have yet to take what was answered."""
-        return any(connection.transport.get_write_buffer_size() for connection in self.server_state.connections)
+        return any(
+            connection.transport.get_write_buffer_size()
+            for connection in self.server_state.connections
+        )
 
     def _unanswered(self) -> bool:
-        """Return whether there are connections whose first request is on its way, or not answered to its end."""
-        connections = [each for each in self.server_state.connections if isinstance(each, ReadTimedProtocol)]
+        """Return whether there are connections whose first request is on its way, or not answered
+        to its end."""
+        connections = [
+            each for each in self.server_state.connections if isinstance(each, ReadTimedProtocol)
+        ]
         return any(each.cycle is None or not each.cycle.response_complete for each in connections)
 
 
@@ -147,8 +167,8 @@ def _end_at_once(number: int) -> None:
 
 
 class BodyTimeout:
-    """ASGI middleware: answers 408 to a body that is not there within ``seconds``, and one more for every
-    ``LEAST_BYTES_PER_SECOND`` bytes that have come."""
+    """ASGI middleware: answers 408 to a body that is not there within ``seconds``, and one more for
+    every ``LEAST_BYTES_PER_SECOND`` bytes that have come."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self._app = app
@@ -166,11 +186,15 @@ class BodyTimeout:
             if complete:
                 return await receive()
             try:
-                async with asyncio.timeout_at(began + self._seconds + received / LEAST_BYTES_PER_SECOND):
+                async with asyncio.timeout_at(
+                    began + self._seconds + received / LEAST_BYTES_PER_SECOND
+                ):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(
-                    HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time", headers={"Connection": "close"}
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"{received} bytes came in time",
+                    headers={"Connection": "close"},
                 ) from None
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
@@ -180,8 +204,8 @@ class BodyTimeout:
 
 
 class _TimedProtocol(ReadTimedProtocol):
-    """Closes connections on which a request's headers do not arrive in time, however many bytes of them do, and those
-    whose body goes on when the answer has been sent."""
+    """Closes connections on which a request's headers do not arrive in time, however many bytes of
+    them do, and those whose body goes on when the answer has been sent."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -202,7 +226,8 @@ class _TimedProtocol(ReadTimedProtocol):
         self._stop_watching()
 
     def _watch(self) -> None:
-        """Begin to wait for the client where it owes the rest of a request, and end where it does not."""
+        """Begin to wait for the client where it owes the rest of a request, and end where it does
+        not."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering or self.transport.is_closing():
             self._stop_watching()

@@ -1,8 +1,9 @@
-"""The end of a server that is told to stop: it refuses new requests, finishes those under way, and cuts off what takes
-longer than ``drain_timeout``.
+"""The end of a server that is told to stop: it refuses new requests, finishes those under way, and
+cuts off what takes longer than ``drain_timeout``.
 
-``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes, ``/health`` tells of it, and
-streams register with it, so that each of them ends with an event of its API.
+``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes,
+``/health`` tells of it, and streams register with it, so that each of them ends with an event of
+its API.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FIGURES = frozenset({"/metrics", "/status"})
 """The routes that are answered as long as requests are being finished."""
 
 LAST_SECONDS = 1.0
-"""The time that is given to what is only a matter of sending: last events, and answers of refused requests."""
+"""The time that is given to what is only a matter of sending: last events, and answers of refused
+requests."""
 
 
 class OpenAnswer(Protocol):
@@ -46,8 +48,8 @@ class DrainReport(NamedTuple):
 
 
 class Drain:
-    """Counts the requests of one server, and ends them when it is told to stop. All methods but ``begin`` belong to the
-    server's event loop."""
+    """Counts the requests of one server, and ends them when it is told to stop. All methods but
+    ``begin`` belong to the server's event loop."""
 
     def __init__(self, timeout: float) -> None:
         """``timeout`` is the time in which requests may finish, in seconds."""
@@ -79,7 +81,8 @@ class Drain:
 
     @contextmanager
     def request(self) -> Iterator[asyncio.Future[None]]:
-        """Count a request as under way until the block ends; what is yielded is done when it is cut off."""
+        """Count a request as under way until the block ends; what is yielded is done when it is cut
+        off."""
         cut = asyncio.get_running_loop().create_future()
         self._running.add(cut)
         try:
@@ -91,7 +94,8 @@ class Drain:
                 self._idle.set()
 
     async def finish(self) -> DrainReport:
-        """Wait until all requests are finished, and cut off those that are not after ``timeout``."""
+        """Wait until all requests are finished, and cut off those that are not after
+        ``timeout``."""
         await self._wait_until_idle(self.timeout)
         left = list(self._running)
         self._cuts = True
@@ -111,8 +115,8 @@ class Drain:
 
 
 class Draining:
-    """ASGI middleware: counts requests, and while the server drains answers new ones 503, and those that are cut off,
-    where their answer has not begun.
+    """ASGI middleware: counts requests, and while the server drains answers new ones 503, and those
+    that are cut off, where their answer has not begun.
 
     Every answer that begins from then on is the last of its connection.
     """
@@ -138,9 +142,11 @@ class Draining:
         with self._drain.request() as cut:
             return await self._answer(scope, receive, closing, cut)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Future[None]) -> None:
-        """Let the application answer until ``cut`` is done, in a task of its own: what it waits for may end later than
-        the request does."""
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Future[None]
+    ) -> None:
+        """Let the application answer until ``cut`` is done, in a task of its own: what it waits for
+        may end later than the request does."""
         begun = refused = False
 
         async def noting(message: Message) -> None:
@@ -162,7 +168,8 @@ class Draining:
 
 
 async def _read(receive: Receive) -> None:
-    """Read a body to its end, for a client that is still sending does not see the answer of a closed connection."""
+    """Read a body to its end, for a client that is still sending does not see the answer of a
+    closed connection."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_SECONDS):
             while (await receive()).get("more_body", False):

@@ -1,8 +1,8 @@
-"""Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge of the server
-becomes one here.
+"""Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge
+of the server becomes one here.
 
-The middlewares that belong to errors are here, too: ids by which a request is found in the log, the limit of bodies,
-and the last resort for bugs.
+The middlewares that belong to errors are here, too: ids by which a request is found in the log, the
+limit of bodies, and the last resort for bugs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from kvlinker.base.errors import (
     in_words_of,
     shortened,
 )
-from kvlinker.base.types.limits import BYTES_PER_TOKEN, LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, MAX_MESSAGE_CHARACTERS
+from kvlinker.base.types.limits import (
+    BYTES_PER_TOKEN,
+    LEAST_PROMPT_BODY_BYTES,
+    MAX_BODY_BYTES,
+    MAX_MESSAGE_CHARACTERS,
+)
 from kvlinker.doors.http.edge.routing import allowed_methods
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError, messages_error, speaks_messages
@@ -40,9 +45,17 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
+_HTTP_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+}
 
-_RETRY_AFTER = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
+_RETRY_AFTER = {
+    "description": "Seconds to wait before trying again.",
+    "schema": {"type": "integer"},
+}
 
 _MEANINGS = {
     400: "The request is wrong: `param` names the field, `code` the mistake.",
@@ -59,7 +72,8 @@ _MEANINGS = {
 
 
 class ErrorDetails(ResponseBody):
-    """Tells what went wrong. ``param`` is the path of the field at fault, such as ``messages.0.content.1.id``."""
+    """Tells what went wrong. ``param`` is the path of the field at fault, such as
+    ``messages.0.content.1.id``."""
 
     message: str
     type: str
@@ -73,8 +87,11 @@ class ErrorBody(ResponseBody):
     error: ErrorDetails
 
 
-def error_responses(*statuses: int, model: type[ResponseBody] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """Describe the error answers that a route can give, for its ``responses``; the app adds those that all share."""
+def error_responses(
+    *statuses: int, model: type[ResponseBody] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers that a route can give, for its ``responses``; the app adds those
+    that all share."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"model": model, "description": _MEANINGS[status]}
@@ -84,7 +101,8 @@ def error_responses(*statuses: int, model: type[ResponseBody] = ErrorBody) -> di
 
 
 def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
-    """Make the body for an error. What is not the caller's fault is logged, and the body says only where to look."""
+    """Make the body for an error. What is not the caller's fault is logged, and the body says only
+    where to look."""
     if error.status == KVLinkerError.status:
         logger.error("Request %s failed: %s", request_id_of(scope), error.message)
         return _inner_body(error, scope)
@@ -92,8 +110,8 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def failure_of(error: Exception, scope: Scope) -> KVLinkerError:
-    """Return what a stream that failed half way is to tell: a bug is logged with its trace, and told as none of the
-    caller's business."""
+    """Return what a stream that failed half way is to tell: a bug is logged with its trace, and
+    told as none of the caller's business."""
     if isinstance(error, KVLinkerError):
         return error
     logger.error("The stream of request %s failed", request_id_of(scope), exc_info=error)
@@ -110,7 +128,9 @@ def error_model(path: str) -> type[ResponseBody]:
     return MessagesError if speaks_messages(path) else ErrorBody
 
 
-def as_invalid_request(error: ValidationError, rename: Callable[[str | None], str | None]) -> InvalidRequestError:
+def as_invalid_request(
+    error: ValidationError, rename: Callable[[str | None], str | None]
+) -> InvalidRequestError:
     """Return the error of a value that is wrong, with the path of its field renamed."""
     complaint = error.errors(include_url=False)[0]
     path = rename(_path(("body", *complaint["loc"])))
@@ -130,8 +150,8 @@ def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
 
 @contextmanager
 def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
-    """Have errors about a whole prompt name the request's ``field`` that the prompt comes from, and those about the
-    answer's length the field ``length``."""
+    """Have errors about a whole prompt name the request's ``field`` that the prompt comes from, and
+    those about the answer's length the field ``length``."""
     try:
         yield
     except InvalidRequestError as error:
@@ -156,7 +176,8 @@ def request_id_of(scope: Scope) -> str:
 
 
 class RequestIds:
-    """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and in the log."""
+    """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and
+    in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -176,9 +197,11 @@ class RequestIds:
 
 
 class UnexpectedErrors:
-    """ASGI middleware: bugs become a 500 that says nothing of the inside, with the traceback in the log.
+    """ASGI middleware: bugs become a 500 that says nothing of the inside, with the traceback in the
+    log.
 
-    The framework's own handler raises the error again, whereupon the connection is closed under the client.
+    The framework's own handler raises the error again, whereupon the connection is closed under the
+    client.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -197,18 +220,22 @@ class UnexpectedErrors:
         except Exception:
             if scope["type"] != "http" or started:
                 raise
-            logger.exception("Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"])
+            logger.exception(
+                "Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"]
+            )
             body = _inner_body(KVLinkerError(""), scope)
             await _response(body, KVLinkerError.status, scope)(scope, receive, send)
 
 
 def prompt_body_bytes(max_tokens: int) -> int:
-    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of ``max_tokens`` tokens."""
+    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of
+    ``max_tokens`` tokens."""
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to bodies that are too large, and reads none of one that announces it.
+    """ASGI middleware: answers 413 to bodies that are too large, and reads none of one that
+    announces it.
 
     ``limits`` are in bytes by path; those of other paths have ``MAX_BODY_BYTES``.
     """
@@ -232,7 +259,9 @@ class BodyLimit:
                 if received <= limit:
                     return message
             raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {limit:,} bytes", headers={"Connection": "close"}
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"over {limit:,} bytes",
+                headers={"Connection": "close"},
             )
 
         return await self._app(scope, limited, send)
@@ -244,7 +273,8 @@ async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer with the first complaint, and the path of its field, such as ``messages.0.content.1.id``."""
+    """Answer with the first complaint, and the path of its field, such as
+    ``messages.0.content.1.id``."""
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors()[0])
     return _invalid_request(400, message, request.scope, param=param, code=code)
@@ -266,7 +296,9 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         "body_too_large": f"The body is too large: {error.detail}. Send less at once.",
         "invalid_json": "The body is not JSON in UTF-8.",
     }
-    return _invalid_request(error.status_code, messages[code], request.scope, param=None, code=code, headers=headers)
+    return _invalid_request(
+        error.status_code, messages[code], request.scope, param=None, code=code, headers=headers
+    )
 
 
 def _invalid_request(
@@ -281,7 +313,9 @@ def _invalid_request(
     return _response(_body(message, "invalid_request_error", param, code), status, scope, headers)
 
 
-def _response(body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def _response(
+    body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """Return the answer for an error, in the words of the route's API."""
     content = as_messages_error(body, status, scope) if speaks_messages(scope["path"]) else body
     return JSONResponse(content.model_dump(), status_code=status, headers=headers)
@@ -304,7 +338,11 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
     match complaint["type"]:
         case "json_invalid":
             position = complaint["loc"][-1]
-            return f"The body is not valid JSON: {complaint['ctx']['error']} at {position}.", None, "invalid_json"
+            return (
+                f"The body is not valid JSON: {complaint['ctx']['error']} at {position}.",
+                None,
+                "invalid_json",
+            )
         case "missing" if param is None:
             return "The request needs a JSON body.", None, "missing_required_parameter"
         case "missing":
@@ -323,5 +361,8 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
 
 
 def _path(location: Sequence[str | int]) -> str | None:
-    """Return the field's path, without the source in front and without the tags of unions and keys."""
-    return ".".join(str(part) for part in location[1:] if not str(part).startswith(("<", "["))) or None
+    """Return the field's path, without the source in front and without the tags of unions and
+    keys."""
+    return (
+        ".".join(str(part) for part in location[1:] if not str(part).startswith(("<", "["))) or None
+    )

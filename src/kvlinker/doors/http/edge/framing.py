@@ -14,8 +14,9 @@ _SCHEMES = (b"http://", b"https://")
 
 
 class Framing:
-    """ASGI middleware: reads targets in absolute form as RFC 9112 wants it (3.2.2), and refuses requests that say their
-    body's length in two ways, which a proxy in front may read as two requests (6.1)."""
+    """ASGI middleware: reads targets in absolute form as RFC 9112 wants it (3.2.2), and refuses
+    requests that say their body's length in two ways, which a proxy in front may read as two
+    requests (6.1)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

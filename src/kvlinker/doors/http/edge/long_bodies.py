@@ -1,7 +1,8 @@
 """Long bodies, which are read beside the event loop, so that nobody else waits for them.
 
-Python's JSON parser holds the interpreter's lock until it is done, in whatever thread: so what a body holds is counted
-first, piece by piece, and one with far too much in it is refused without being parsed.
+Python's JSON parser holds the interpreter's lock until it is done, in whatever thread: so what a
+body holds is counted first, piece by piece, and one with far too much in it is refused without
+being parsed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Validate = Callable[[Any], tuple[Any, Any]]
 
 
 class BodyRoute(APIRoute):
-    """A route that parses and validates long bodies in a thread. All routes with a body are such."""
+    """A route that parses and validates long bodies in a thread. All routes with a body are
+    such."""
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -53,7 +55,8 @@ class BodyRoute(APIRoute):
 
 
 class _LongRequest(Request):
-    """A request whose body is there. Its ``json`` returns the validated body, which validates to itself at once.
+    """A request whose body is there. Its ``json`` returns the validated body, which validates to
+    itself at once.
 
     The framework takes any error of ``json`` for one of syntax: ``failure`` is the one that it was.
     """

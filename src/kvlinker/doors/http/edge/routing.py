@@ -1,4 +1,5 @@
-"""Handles what all routes share: HEAD requests, the methods that a path takes, and unknown query parameters."""
+"""Handles what all routes share: HEAD requests, the methods that a path takes, and unknown query
+parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class HeadRequests:
             return await self._app(scope, receive, send)
 
         async def bodiless(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+            await send(
+                {**message, "body": b""} if message["type"] == "http.response.body" else message
+            )
 
         read = {**scope, "method": "GET"}
         try:
@@ -40,14 +43,17 @@ def allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
     found = {
         method
         for method in _METHODS
-        if any(route.matches({**asked, "method": method})[0] is Match.FULL for route in app.router.routes)
+        if any(
+            route.matches({**asked, "method": method})[0] is Match.FULL
+            for route in app.router.routes
+        )
     }
     return tuple(sorted(found | {"HEAD"} if "GET" in found else found))
 
 
 async def refuse_unknown_query(request: Request) -> None:
-    """Check the query's parameters against those that the OpenAPI document has of the route, as a dependency of all
-    routes. Raises InvalidRequestError for the first unknown one."""
+    """Check the query's parameters against those that the OpenAPI document has of the route, as a
+    dependency of all routes. Raises InvalidRequestError for the first unknown one."""
     if not request.query_params:
         return
     operations = request.app.openapi()["paths"].get(request.scope["route"].path_format, {})

@@ -1,4 +1,5 @@
-"""Connections of clients that read their answers slowly or not at all, which must not keep memory for ever.
+"""Connections of clients that read their answers slowly or not at all, which must not keep memory
+for ever.
 
 ``server.edge.connections``, the only caller, does the same for clients that send slowly.
 """
@@ -15,11 +16,12 @@ LEAST_READ_BYTES_PER_SECOND = 10_000
 
 
 class ReadTimedProtocol(H11Protocol):
-    """Cuts off clients that do not read what was sent to them within ``timeout`` seconds, and one more for every
-    ``LEAST_READ_BYTES_PER_SECOND`` bytes of it.
+    """Cuts off clients that do not read what was sent to them within ``timeout`` seconds, and one
+    more for every ``LEAST_READ_BYTES_PER_SECOND`` bytes of it.
 
-    What the system does not take at once is one message of an answer at most: the next one is asked for when this one
-    has gone. So what a slow client keeps in memory is bounded, and nobody else waits for it.
+    What the system does not take at once is one message of an answer at most: the next one is asked
+    for when this one has gone. So what a slow client keeps in memory is bounded, and nobody else
+    waits for it.
     """
 
     timeout: float

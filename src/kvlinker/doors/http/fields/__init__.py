@@ -1,1 +1,2 @@
-"""Fields of requests and answers that several routes share, beside those in ``kvlinker.doors.http.fields.bodies``."""
+"""Fields of requests and answers that several routes share, beside those in
+``kvlinker.doors.http.fields.bodies``."""

@@ -1,8 +1,9 @@
-"""What bodies are made of: strict texts, bounded names and metadata, requests that refuse unknown fields, and rules of
-fields that go together.
+"""What bodies are made of: strict texts, bounded names and metadata, requests that refuse unknown
+fields, and rules of fields that go together.
 
-Requests are validated by these models and become plain values (``kvlinker.base.types.messages``, ``SamplingParams``);
-responses are made of them, so that the OpenAPI document describes what is sent.
+Requests are validated by these models and become plain values (``kvlinker.base.types.messages``,
+``SamplingParams``); responses are made of them, so that the OpenAPI document describes what is
+sent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def _require_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
+        raise PydanticCustomError(
+            "text_unicode", "Input should be valid Unicode, without lone surrogates"
+        ) from error
     return text
 
 
@@ -46,7 +49,8 @@ def _require_unicode_within(value: dict[str, JsonValue]) -> dict[str, JsonValue]
 
 
 Unicode = AfterValidator(_require_unicode)
-"""Stands last in the annotation of a text, so that the constraints before it speak of characters."""
+"""Stands last in the annotation of a text, so that the constraints before it speak of
+characters."""
 
 Text = Annotated[str, Unicode]
 
@@ -71,8 +75,8 @@ Metadata = Annotated[
 
 
 class RequestBody(BaseModel):
-    """Base of all request bodies: types are strict, unknown fields are refused unless they are null, which means
-    nothing.
+    """Base of all request bodies: types are strict, unknown fields are refused unless they are
+    null, which means nothing.
 
     The tags of unions stand in angle brackets, so that the path of an error can be told from them
     (see ``kvlinker.doors.http.edge.errors``).
@@ -84,11 +88,12 @@ class RequestBody(BaseModel):
     """OpenAI's fields that do not change the answer here."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """OpenAI's fields that would change the answer, with the values at which they have no effect."""
+    """OpenAI's fields that would change the answer, with the values at which they have no
+    effect."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
-    """JSON schemas that say how fields go together. They are for the OpenAPI document; validators are what refuses, in
-    words of their own."""
+    """JSON schemas that say how fields go together. They are for the OpenAPI document; validators
+    are what refuses, in words of their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,14 +101,20 @@ class RequestBody(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, harmless in cls.refused.items():
-            if not (data.get(name) is None or any(_is_same(data[name], value) for value in harmless)):
+            if not (
+                data.get(name) is None or any(_is_same(data[name], value) for value in harmless)
+            ):
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
                 error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
-                raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
+                raise ValidationError.from_exception_data(
+                    cls.__name__, [error]
+                )  # with the field's whole path
         cls._refuse_unknown(data)
         foreign = cls.ignored | cls.refused.keys()
         given = ((name, value) for name, value in data.items() if name not in foreign)
-        return {name: value for name, value in given if value is not None or name in cls.model_fields}
+        return {
+            name: value for name, value in given if value is not None or name in cls.model_fields
+        }
 
     @classmethod
     def _refuse_unknown(cls, data: dict[str, Any]) -> None:
@@ -115,14 +126,18 @@ class RequestBody(BaseModel):
         for name, value in data.items():
             if name not in known and value is not None:
                 meant = {"meant": did_you_mean(str(name), own)}
-                kind = PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", meant)
+                kind = PydanticCustomError(
+                    "extra_forbidden", "Extra inputs are not permitted", meant
+                )
                 error = InitErrorDetails(type=kind, loc=(name,), input=value)
                 raise ValidationError.from_exception_data(cls.__name__, [error])
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema with the fields that are ignored, the values that are accepted of refused ones, and the
-        rules."""
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema with the fields that are ignored, the values that are accepted of
+        refused ones, and the rules."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
@@ -152,11 +167,15 @@ def exactly_one(*names: str) -> ConfigDict:
 
 def is_given(*names: str) -> dict[str, JsonValue]:
     """Return a schema of objects that have all fields of these ``names``, none of them null."""
-    return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
+    return {
+        "required": list(names),
+        "properties": {name: {"not": {"type": "null"}} for name in names},
+    }
 
 
 def where(fields: dict[str, JsonValue], then: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a schema that holds objects to ``then`` whose ``fields`` are there and are valid under these schemas."""
+    """Return a schema that holds objects to ``then`` whose ``fields`` are there and are valid under
+    these schemas."""
     return {"if": {"required": list(fields), "properties": fields}, "then": then}
 
 
@@ -181,8 +200,13 @@ class ResponseBody(BaseModel):
 
 
 def metadata_parameter(*, required: bool) -> dict[str, Any]:
-    """Describe ``MetadataParam`` for a route's ``openapi_extra``; where it is ``required``, there must be a pair."""
-    pairs = {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_PAIRS}
+    """Describe ``MetadataParam`` for a route's ``openapi_extra``; where it is ``required``, there
+    must be a pair."""
+    pairs = {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+        "maxProperties": MOST_PAIRS,
+    }
     return {
         "parameters": [
             {
@@ -201,7 +225,8 @@ def metadata_parameter(*, required: bool) -> dict[str, Any]:
 async def _metadata(request: Request) -> dict[str, str]:
     """Read ``metadata[key]=value`` of the query string, as OpenAI's API and clients write pairs.
 
-    Raises InvalidRequestError for parameters that only look like pairs, and for one key with several values.
+    Raises InvalidRequestError for parameters that only look like pairs, and for one key with
+    several values.
     """
     pairs: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -209,12 +234,17 @@ async def _metadata(request: Request) -> dict[str, str]:
             continue
         match = re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)
         if match is None:
-            raise InvalidRequestError(f"{name!r} is no pair of metadata. Write metadata[project]=x.", param="metadata")
+            raise InvalidRequestError(
+                f"{name!r} is no pair of metadata. Write metadata[project]=x.", param="metadata"
+            )
         if pairs.setdefault(match[1], value) != value:
-            raise InvalidRequestError(f"{name!r} is given with two values; no context cache has both.", param=name)
+            raise InvalidRequestError(
+                f"{name!r} is given with two values; no context cache has both.", param=name
+            )
     if len(pairs) > MOST_PAIRS:
         raise InvalidRequestError(
-            f"{len(pairs)} pairs of metadata; no context cache has more than {MOST_PAIRS}.", param="metadata"
+            f"{len(pairs)} pairs of metadata; no context cache has more than {MOST_PAIRS}.",
+            param="metadata",
         )
     return pairs
 

@@ -1,4 +1,5 @@
-"""The body that explains how a prompt was linked, for /v1/link/explain and for answers that were asked to tell."""
+"""The body that explains how a prompt was linked, for /v1/link/explain and for answers that were
+asked to tell."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class ScoreBody(ResponseBody):
 
 
 class CostBody(ResponseBody):
-    """Tells what linking costs: tokens are averages over the layers; ``full_flops`` is a full prefill's."""
+    """Tells what linking costs: tokens are averages over the layers; ``full_flops`` is a full
+    prefill's."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -75,8 +77,9 @@ class CostBody(ResponseBody):
 class LinkExplanation(ResponseBody):
     """The link of a prompt; ``settled_policy`` replaced ``policy`` by the forecast.
 
-    A token is computed again in a layer where ``layers`` says so, else computed for the first time where it is
-    ``fresh`` (ranges [begin, end)), and else cached. ``attention`` has the last token's weights by layer and token.
+    A token is computed again in a layer where ``layers`` says so, else computed for the first time
+    where it is ``fresh`` (ranges [begin, end)), and else cached. ``attention`` has the last token's
+    weights by layer and token.
     """
 
     object: Literal["link.explanation"]

@@ -21,8 +21,9 @@ def unless_role(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]
 
 
 class MessageBody(RequestBody):
-    """One turn of a conversation; only an assistant's may have no content. The assistant's ``reasoning_content`` is
-    shown by chat templates that know it. A message of role ``tool`` is the result of the call ``tool_call_id``."""
+    """One turn of a conversation; only an assistant's may have no content. The assistant's
+    ``reasoning_content`` is shown by chat templates that know it. A message of role ``tool`` is the
+    result of the call ``tool_call_id``."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         unless_role("assistant", is_given("content")),
@@ -31,7 +32,10 @@ class MessageBody(RequestBody):
         unless_role("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
         where(
             {"role": {"const": "tool"}},
-            {"required": ["tool_call_id"], "properties": {"tool_call_id": {"minLength": 1, "type": "string"}}},
+            {
+                "required": ["tool_call_id"],
+                "properties": {"tool_call_id": {"minLength": 1, "type": "string"}},
+            },
         ),
     )
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -55,7 +59,11 @@ class MessageBody(RequestBody):
         """Refuse what belongs to another role, and a result without the id of its call."""
         if not isinstance(data, dict):
             return data
-        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("reasoning_content", "assistant"),
+            ("tool_call_id", "tool"),
+        ):
             if data.get(name) and data.get("role", role) != role:
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
                 error: InitErrorDetails = {"type": kind, "loc": (name,), "input": data[name]}
@@ -68,17 +76,25 @@ class MessageBody(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _require_content(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("content") is None and data.get("role", "assistant") != "assistant":
+        if (
+            isinstance(data, dict)
+            and data.get("content") is None
+            and data.get("role", "assistant") != "assistant"
+        ):
             kind = PydanticCustomError("content_type", "Input should be text or a list of parts")
             missing: InitErrorDetails = {"type": "missing", "loc": ("content",), "input": data}
             null: InitErrorDetails = {"type": kind, "loc": ("content",), "input": None}
-            raise ValidationError.from_exception_data(cls.__name__, [null if "content" in data else missing])
+            raise ValidationError.from_exception_data(
+                cls.__name__, [null if "content" in data else missing]
+            )
         return data
 
     def message(self) -> ChatMessage[CachedPart]:
-        """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
-        that newer role."""
-        content = (self.content,) if isinstance(self.content, str) else content_of(self.content or ())
+        """Return the message as the library takes it. ``developer`` becomes ``system``, since few
+        chat templates know that newer role."""
+        content = (
+            (self.content,) if isinstance(self.content, str) else content_of(self.content or ())
+        )
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role, content, self.name, self._fields())
 

@@ -35,7 +35,9 @@ def _check_ttl(text: str) -> str:
     try:
         ttl_seconds(text)
     except ValueError as error:
-        raise PydanticCustomError("ttl_format", "Input is wrong: {reason}", {"reason": str(error)}) from error
+        raise PydanticCustomError(
+            "ttl_format", "Input is wrong: {reason}", {"reason": str(error)}
+        ) from error
     return text
 
 
@@ -46,11 +48,14 @@ _UP_TO_A_DAY = (
 )
 """Matches what ``ttl_seconds`` takes."""
 
-_MarkTtl = Annotated[Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})]
+_MarkTtl = Annotated[
+    Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})
+]
 
 
 class CacheControl(RequestBody):
-    """Marks a text part as a chunk, in Anthropic's form; ``ttl`` is how long it lives from its last use: "5m", "1h"."""
+    """Marks a text part as a chunk, in Anthropic's form; ``ttl`` is how long it lives from its last
+    use: "5m", "1h"."""
 
     type: Literal["ephemeral"]
     ttl: _MarkTtl | None = None
@@ -74,8 +79,8 @@ class MarkableBody(RequestBody):
 
 
 class TextPart(MarkableBody):
-    """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is found by what it says
-    where one of the marks is given."""
+    """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is
+    found by what it says where one of the marks is given."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"id", "index", "logprobs"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "citations": ([],)}
@@ -108,7 +113,12 @@ class UnknownPart(BaseModel):
     type: Literal["text", "context_cache"]
 
 
-_PART_TAGS = {"text": "<text>", "input_text": "<text>", "output_text": "<text>", "context_cache": "<context_cache>"}
+_PART_TAGS = {
+    "text": "<text>",
+    "input_text": "<text>",
+    "output_text": "<text>",
+    "context_cache": "<context_cache>",
+}
 
 
 def _part_kind(value: Any) -> str:
@@ -145,8 +155,8 @@ def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
 
 
 class DocumentBody(RequestBody):
-    """A document that the conversation is about, which becomes a chunk. Chat templates that take documents also get
-    its other fields, such as ``title``."""
+    """A document that the conversation is about, which becomes a chunk. Chat templates that take
+    documents also get its other fields, such as ``title``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -156,4 +166,6 @@ class DocumentBody(RequestBody):
     def document(self) -> Document[CachedPart]:
         """Return the document as the library takes it."""
         title = {} if self.title is None else {"title": self.title}
-        return Document(MarkedText(self.text, source=TextSource.DOCUMENT), title | (self.model_extra or {}))
+        return Document(
+            MarkedText(self.text, source=TextSource.DOCUMENT), title | (self.model_extra or {})
+        )

@@ -18,15 +18,20 @@ class PromptLogprob(ResponseBody):
 
 
 PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id, itself and the likeliest ones in its place; null where none is told."""
+"""For each token of the prompt, by token id, itself and the likeliest ones in its place; null where
+none is told."""
 
 
 def scored_tokens(
-    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str], *, most: int | None = None
+    prompt: Prompt,
+    scored: PromptLogprobs | None,
+    text_of: Callable[[int], str],
+    *,
+    most: int | None = None,
 ) -> list[TokenLogprob | None]:
-    """Return an entry for each token of ``prompt``, with ``most`` alternatives or all that there are; None for those
-    that are not ``scored``: the ones up to its last context cache, and the first behind it. ``text_of`` decodes a token
-    alone."""
+    """Return an entry for each token of ``prompt``, with ``most`` alternatives or all that there
+    are; None for those that are not ``scored``: the ones up to its last context cache, and the
+    first behind it. ``text_of`` decodes a token alone."""
     if scored is None:
         return [None] * len(prompt)
     entries: list[TokenLogprob | None] = [None] * (len(prompt) - len(scored.token_ids))
@@ -39,17 +44,22 @@ def scored_tokens(
     )
     for token, logprob, top_ids, top_logprobs in rows:
         top = tuple(
-            TokenLogprob(other, text_of(other), value) for other, value in zip(top_ids, top_logprobs, strict=True)
+            TokenLogprob(other, text_of(other), value)
+            for other, value in zip(top_ids, top_logprobs, strict=True)
         )
         entries.append(TokenLogprob(token, text_of(token), logprob, top))
     return entries
 
 
 def prompt_logprobs_body(
-    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str], *, most: int | None = None
+    prompt: Prompt,
+    scored: PromptLogprobs | None,
+    text_of: Callable[[int], str],
+    *,
+    most: int | None = None,
 ) -> PromptLogprobsBody | None:
-    """Return the field ``prompt_logprobs`` of an answer, with the alternatives of ``scored_tokens``; None where it was
-    not asked for."""
+    """Return the field ``prompt_logprobs`` of an answer, with the alternatives of
+    ``scored_tokens``; None where it was not asked for."""
     if scored is None:
         return None
     return [

@@ -1,6 +1,8 @@
-"""Fields of chat requests that ask for more or less reasoning, or for shorter answers, and what becomes of them.
+"""Fields of chat requests that ask for more or less reasoning, or for shorter answers, and what
+becomes of them.
 
-They are wishes: clients send them along whatever the model is. What has no effect is told in the answer's headers.
+They are wishes: clients send them along whatever the model is. What has no effect is told in the
+answer's headers.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningBody(RequestBody):
-    """How much the model is to reason. Any ``effort`` but ``none`` turns reasoning on, where the chat template can;
-    ``max_tokens`` cannot be kept, so that it is refused for a model that reasons. There are no summaries."""
+    """How much the model is to reason. Any ``effort`` but ``none`` turns reasoning on, where the
+    chat template can; ``max_tokens`` cannot be kept, so that it is refused for a model that
+    reasons. There are no summaries."""
 
     effort: Effort | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
@@ -47,7 +50,8 @@ class ReasoningEffect(NamedTuple):
 
 
 class ReasoningFields(DecodingBody):
-    """Adds to ``DecodingBody`` how much the model is to reason and to say. What has no effect is told in a header."""
+    """Adds to ``DecodingBody`` how much the model is to reason and to say. What has no effect is
+    told in a header."""
 
     reasoning_effort: Effort | None = None
     reasoning: ReasoningBody | None = None
@@ -70,7 +74,11 @@ class ReasoningFields(DecodingBody):
         efforts = {path: effort for path, effort in given.items() if effort is not None}
         effort = next(iter(efforts.values()), None)
         values = {SWITCH_VARIABLE: effort != "none", EFFORT_VARIABLE: effort}
-        variables = {name: value for name, value in values.items() if effort and llm.builder.has_variable(name)}
+        variables = {
+            name: value
+            for name, value in values.items()
+            if effort and llm.builder.has_variable(name)
+        }
         is_met = bool(variables) or (effort == "none" and not reasons)
         ignored = [path for path, wanted in efforts.items() if wanted != effort or not is_met]
         beside = ("max_tokens", "summary", "generate_summary")

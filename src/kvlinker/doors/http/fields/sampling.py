@@ -21,15 +21,16 @@ from kvlinker.doors.http.fields.bodies import RequestBody, Text, Unicode, is_tru
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 
 _Stop = Annotated[
-    Annotated[StopText, Tag("<text>")] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 
 
 class LinkOptions(RequestBody):
-    """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which texts become chunks
-    without an id. With ``explain``, the answer tells how its prompt was linked, and with ``attention`` also the
-    question's attention in each layer."""
+    """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which
+    texts become chunks without an id. With ``explain``, the answer tells how its prompt was linked,
+    and with ``attention`` also the question's attention in each layer."""
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
     implicit: Literal["auto", "marked", "off"] | None = None
@@ -37,7 +38,9 @@ class LinkOptions(RequestBody):
     attention: bool | None = None
 
 
-_Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
+_Seed = Annotated[
+    int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
+]
 """Its bounds are no doubles, which are what an OpenAPI document has."""
 
 
@@ -57,13 +60,16 @@ ATTENTION_IS_EXPLAINED = where(
 
 
 NOTHING_EXPLAINED: dict[str, JsonValue] = {
-    "properties": {"link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}}
+    "properties": {
+        "link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}
+    }
 }
 """The rule of routes whose answers tell no explanation."""
 
 
 class SamplingBody(RequestBody):
-    """Fields that chat completions and completions share: sampling, stopping, streaming and linking.
+    """Fields that chat completions and completions share: sampling, stopping, streaming and
+    linking.
 
     Absent and null mean the default.
     """
@@ -108,7 +114,9 @@ class SamplingBody(RequestBody):
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+            raise InvalidRequestError(
+                "'stream_options' needs 'stream' to be true.", param="stream_options"
+            )
         return self
 
     @model_validator(mode="after")

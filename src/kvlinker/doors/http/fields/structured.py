@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.limits import MOST_GRAMMAR_CHOICES
-from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, Text, Unicode, is_given, is_true, where
+from kvlinker.doors.http.fields.bodies import (
+    JsonObject,
+    RequestBody,
+    Text,
+    Unicode,
+    is_given,
+    is_true,
+    where,
+)
 
 _Grammar = Annotated[str, StringConstraints(min_length=1), Unicode]
 _JsonSchema = Annotated[
@@ -19,7 +35,8 @@ _JsonSchema = Annotated[
 
 
 class JsonSchemaBody(RequestBody):
-    """A JSON schema with a name. It is enforced with and without ``strict``; a schema that cannot be is refused."""
+    """A JSON schema with a name. It is enforced with and without ``strict``; a schema that cannot
+    be is refused."""
 
     name: Text | None = None
     description: Text | None = None
@@ -32,7 +49,10 @@ class ResponseFormatBody(RequestBody):
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"type": {"const": "json_schema"}}, is_given("json_schema")),
-        where({"type": {"not": {"const": "json_schema"}}}, {"properties": {"json_schema": {"type": "null"}}}),
+        where(
+            {"type": {"not": {"const": "json_schema"}}},
+            {"properties": {"json_schema": {"type": "null"}}},
+        ),
     )
 
     type: Literal["text", "json_object", "json_schema"]
@@ -42,7 +62,9 @@ class ResponseFormatBody(RequestBody):
     def _check_schema(self) -> ResponseFormatBody:
         if (self.json_schema is None) == (self.type == "json_schema"):
             wrong = "needs" if self.json_schema is None else "takes no"
-            raise InvalidRequestError(f"Type {self.type!r} {wrong} 'json_schema'.", param="response_format.json_schema")
+            raise InvalidRequestError(
+                f"Type {self.type!r} {wrong} 'json_schema'.", param="response_format.json_schema"
+            )
         return self
 
     @property
@@ -52,12 +74,16 @@ class ResponseFormatBody(RequestBody):
 
 
 class StructuredOutputsBody(RequestBody):
-    """vLLM's ways to say it: one of a JSON schema, a regular expression that the whole answer matches, texts of which
-    it is one, a grammar in the notation of Lark or of GBNF, and any JSON object."""
+    """vLLM's ways to say it: one of a JSON schema, a regular expression that the whole answer
+    matches, texts of which it is one, a grammar in the notation of Lark or of GBNF, and any JSON
+    object."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [*map(is_given, ("json", "regex", "choice", "grammar")), is_true("json_object")],
+            "oneOf": [
+                *map(is_given, ("json", "regex", "choice", "grammar")),
+                is_true("json_object"),
+            ],
         }
     )
 
@@ -71,7 +97,9 @@ class StructuredOutputsBody(RequestBody):
 
     json_: _JsonSchema | None = Field(default=None, alias="json")
     regex: _Grammar | None = None
-    choice: Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_GRAMMAR_CHOICES)] | None = None
+    choice: (
+        Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_GRAMMAR_CHOICES)] | None
+    ) = None
     grammar: _Grammar | None = None
     json_object: bool | None = None
 
@@ -104,7 +132,8 @@ class StructuredOutputsBody(RequestBody):
 def answer_grammar(
     response_format: ResponseFormatBody | None, structured_outputs: StructuredOutputsBody | None
 ) -> AnswerGrammar | None:
-    """Return the grammar that a request asks for. Raises InvalidRequestError where both fields ask for one."""
+    """Return the grammar that a request asks for. Raises InvalidRequestError where both fields ask
+    for one."""
     asked = None if response_format is None else response_format.grammar
     if structured_outputs is None:
         return asked

@@ -18,8 +18,8 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,12
 
 
 class FunctionBody(RequestBody):
-    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called."""
+    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``,
+    arguments are enforced to be valid whenever it is called."""
 
     name: FunctionName
     description: Text | None = None
@@ -28,14 +28,19 @@ class FunctionBody(RequestBody):
 
 
 class ToolBody(MarkableBody):
-    """A tool that the model may use. With one of the marks, its definition is a chunk where the prompt shows it."""
+    """A tool that the model may use. With one of the marks, its definition is a chunk where the
+    prompt shows it."""
 
     type: Literal["function"]
     function: FunctionBody
 
     def tool(self) -> Tool:
         """Return the tool as the library takes it."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_none=True), **self.marks()}
+        return {
+            "type": self.type,
+            "function": self.function.model_dump(exclude_none=True),
+            **self.marks(),
+        }
 
 
 def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
@@ -57,7 +62,8 @@ class NamedToolBody(RequestBody):
 
 
 ToolChoiceBody = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedToolBody, Tag("<tool>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedToolBody, Tag("<tool>")],
     Discriminator(lambda value: "<tool>" if isinstance(value, dict | NamedToolBody) else "<word>"),
 ]
 
@@ -80,7 +86,9 @@ class CalledFunctionBody(RequestBody):
     """A function that was called, with its arguments as JSON."""
 
     name: FunctionName
-    arguments: Annotated[Text, StringConstraints(max_length=LONGEST_ARGUMENTS), AfterValidator(_check_arguments)]
+    arguments: Annotated[
+        Text, StringConstraints(max_length=LONGEST_ARGUMENTS), AfterValidator(_check_arguments)
+    ]
 
 
 class ToolCallBody(RequestBody):
@@ -105,7 +113,8 @@ class FunctionCall(ResponseBody):
 
 
 class ToolCallObject(ResponseBody):
-    """A call that the model asks for; its result comes back in a message of role ``tool`` with its id."""
+    """A call that the model asks for; its result comes back in a message of role ``tool`` with its
+    id."""
 
     id: str
     type: Literal["function"]
@@ -121,11 +130,18 @@ class ToolCallDelta(ToolCallObject):
 def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
     """Return calls as answers tell them."""
     return [
-        ToolCallObject(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+        ToolCallObject(
+            id=call.id,
+            type="function",
+            function=FunctionCall(name=call.name, arguments=call.arguments),
+        )
         for call in calls
     ]
 
 
 def call_deltas(calls: Sequence[ToolCall], *, first: int) -> list[ToolCallDelta]:
     """Return calls as streams tell them, numbered from ``first`` on."""
-    return [ToolCallDelta(**call.model_dump(), index=first + index) for index, call in enumerate(call_objects(calls))]
+    return [
+        ToolCallDelta(**call.model_dump(), index=first + index)
+        for index, call in enumerate(call_objects(calls))
+    ]

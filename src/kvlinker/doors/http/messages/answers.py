@@ -47,12 +47,15 @@ class ToolUseBlockBody(ResponseBody):
     input: dict[str, JsonValue]
 
 
-BlockBody = Annotated[TextBlockBody | ThinkingBlockBody | ToolUseBlockBody, Field(discriminator="type")]
+BlockBody = Annotated[
+    TextBlockBody | ThinkingBlockBody | ToolUseBlockBody, Field(discriminator="type")
+]
 
 
 class MessageUsage(ResponseBody):
-    """The tokens of a request: those of the prompt were read from caches, were cached by this request as chunks of
-    their own (``cache_creation_input_tokens``), or neither (``input_tokens``); the three add up to its length."""
+    """The tokens of a request: those of the prompt were read from caches, were cached by this
+    request as chunks of their own (``cache_creation_input_tokens``), or neither (``input_tokens``);
+    the three add up to its length."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -75,7 +78,8 @@ class MessageObject(ResponseBody):
 
 
 class MessageStart(ResponseBody):
-    """Begins a stream. Nothing is known yet of what is cached: all of the prompt is ``input_tokens`` here."""
+    """Begins a stream. Nothing is known yet of what is cached: all of the prompt is
+    ``input_tokens`` here."""
 
     type: Literal["message_start"]
     message: MessageObject
@@ -173,15 +177,22 @@ class MessageAnswer:
     def opening(self, read: ReadPrompt) -> Iterable[MessageStart]:
         self._read = read
         usage = MessageUsage(
-            input_tokens=len(read.prompt), cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+            input_tokens=len(read.prompt),
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=0,
+            output_tokens=0,
         )
         return [MessageStart(type="message_start", message=self._message([], None, None, usage))]
 
-    def events_of(self, step: BlockStep) -> Iterator[ContentBlockStart | ContentBlockDelta | ContentBlockStop]:
+    def events_of(
+        self, step: BlockStep
+    ) -> Iterator[ContentBlockStart | ContentBlockDelta | ContentBlockStop]:
         index = step.block.index
         match step.what:
             case "begin":
-                yield ContentBlockStart(type="content_block_start", index=index, content_block=_begun(step.block))
+                yield ContentBlockStart(
+                    type="content_block_start", index=index, content_block=_begun(step.block)
+                )
             case "go on":
                 yield ContentBlockDelta(type="content_block_delta", index=index, delta=_delta(step))
             case "end":
@@ -251,7 +262,9 @@ def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlo
 def _body(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block with its text."""
     field = {"reasoning": "thinking", "text": "text", "call": "input"}[block.kind]
-    return _begun(block).model_copy(update={field: json.loads(block.text) if block.call else block.text})
+    return _begun(block).model_copy(
+        update={field: json.loads(block.text) if block.call else block.text}
+    )
 
 
 def _delta(step: BlockStep) -> TextDelta | ThinkingDelta | InputJsonDelta:

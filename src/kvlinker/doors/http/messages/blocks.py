@@ -29,7 +29,10 @@ class ToolUseBlock(RequestBody):
     """A call of the assistant's, earlier in the conversation."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "caller": ({"type": "direct"},),
+        "toolset_name": (),
+    }
 
     type: Literal["tool_use"]
     id: Text
@@ -38,8 +41,8 @@ class ToolUseBlock(RequestBody):
 
 
 class ToolResultBlock(RequestBody):
-    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With ``cache_control``, those
-    of its texts that have no mark of their own are chunks, too."""
+    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With
+    ``cache_control``, those of its texts that have no mark of their own are chunks, too."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
 
@@ -64,7 +67,8 @@ class ToolResultBlock(RequestBody):
 
 
 class ThinkingBlock(RequestBody):
-    """The assistant's reasoning, earlier in the conversation; chat templates that know it show it."""
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show
+    it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"signature", "cache_control"})
 
@@ -108,7 +112,8 @@ class DocumentBlock(RequestBody):
 
 
 class UnknownBlock(BaseModel):
-    """The catch-all for blocks of other types, which are all invalid: its error lists the types that exist."""
+    """The catch-all for blocks of other types, which are all invalid: its error lists the types
+    that exist."""
 
     model_config = ConfigDict(strict=True)
 

@@ -29,7 +29,8 @@ class MessagesErrorDetails(ResponseBody):
 
 
 class MessagesError(ResponseBody):
-    """Every error of these routes is answered by this body, and a stream that fails has it as its last event."""
+    """Every error of these routes is answered by this body, and a stream that fails has it as its
+    last event."""
 
     type: Literal["error"]
     error: MessagesErrorDetails

@@ -14,7 +14,12 @@ from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, Text, has
 from kvlinker.doors.http.fields.messages import unless_role
 from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody
 from kvlinker.doors.http.fields.reasoning import Effort, ReasoningBody
-from kvlinker.doors.http.fields.sampling import ATTENTION_IS_EXPLAINED, NOTHING_EXPLAINED, LinkOptions, StopText
+from kvlinker.doors.http.fields.sampling import (
+    ATTENTION_IS_EXPLAINED,
+    NOTHING_EXPLAINED,
+    LinkOptions,
+    StopText,
+)
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.doors.http.messages.blocks import (
     Blocks,
@@ -29,7 +34,11 @@ from kvlinker.doors.http.messages.blocks import (
 
 def _without(*types: str) -> dict[str, JsonValue]:
     """Return a schema of messages that have no blocks of these types."""
-    return {"properties": {"content": {"items": {"properties": {"type": {"not": {"enum": list(types)}}}}}}}
+    return {
+        "properties": {
+            "content": {"items": {"properties": {"type": {"not": {"enum": list(types)}}}}}
+        }
+    }
 
 
 class MessageParam(RequestBody):
@@ -46,7 +55,11 @@ class MessageParam(RequestBody):
     @model_validator(mode="after")
     def _check_role(self) -> MessageParam:
         for block in () if isinstance(self.content, str) else self.content:
-            role = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user"}.get(type(block))
+            role = {
+                ToolUseBlock: "assistant",
+                ThinkingBlock: "assistant",
+                ToolResultBlock: "user",
+            }.get(type(block))
             if role not in (None, self.role):
                 raise InvalidRequestError(
                     f"A block of type {block.type!r} stands in messages of role {role!r}, not {self.role!r}.",
@@ -56,8 +69,9 @@ class MessageParam(RequestBody):
 
 
 class MessageTool(MarkableBody):
-    """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called. With ``cache_control``, its definition is a chunk where the prompt shows it."""
+    """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``,
+    arguments are enforced to be valid whenever it is called. With ``cache_control``, its definition
+    is a chunk where the prompt shows it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -74,7 +88,11 @@ class MessageTool(MarkableBody):
 
     def chat_tool(self) -> dict[str, Any]:
         """Return the definition as chat requests have it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
         return {"type": "function", "function": {**function, "strict": self.strict}, **self.marks()}
 
 
@@ -95,7 +113,11 @@ class NamedToolChoice(RequestBody):
 
 _ToolChoice = Annotated[
     Annotated[AnyToolChoice, Tag("<any>")] | Annotated[NamedToolChoice, Tag("<named>")],
-    Discriminator(lambda value: "<named>" if isinstance(value, dict) and value.get("type") == "tool" else "<any>"),
+    Discriminator(
+        lambda value: (
+            "<named>" if isinstance(value, dict) and value.get("type") == "tool" else "<any>"
+        )
+    ),
 ]
 
 
@@ -107,7 +129,8 @@ class ThinkingBody(RequestBody):
 
 
 class ThinkingBudget(RequestBody):
-    """Asks for reasoning of so many tokens at most, which cannot be kept: it is refused for a model that reasons."""
+    """Asks for reasoning of so many tokens at most, which cannot be kept: it is refused for a model
+    that reasons."""
 
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1, le=2**31 - 1)
@@ -117,7 +140,9 @@ class ThinkingBudget(RequestBody):
 _Thinking = Annotated[
     Annotated[ThinkingBody, Tag("<usual>")] | Annotated[ThinkingBudget, Tag("<enabled>")],
     Discriminator(
-        lambda value: "<enabled>" if isinstance(value, dict) and value.get("type") == "enabled" else "<usual>"
+        lambda value: (
+            "<enabled>" if isinstance(value, dict) and value.get("type") == "enabled" else "<usual>"
+        )
     ),
 ]
 
@@ -137,7 +162,13 @@ class OutputConfig(RequestBody):
 
 
 _CALLED_TOOL_IS_THERE = where(
-    {"tool_choice": {"required": ["type"], "properties": {"type": {"enum": ["any", "tool"]}}, "type": "object"}},
+    {
+        "tool_choice": {
+            "required": ["type"],
+            "properties": {"type": {"enum": ["any", "tool"]}},
+            "type": "object",
+        }
+    },
     has_entries("tools"),
 )
 
@@ -150,7 +181,10 @@ class CountTokensRequest(RequestBody):
         "mcp_servers": ([],),
         "speed": ("standard",),
     }
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, ATTENTION_IS_EXPLAINED)
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        _CALLED_TOOL_IS_THERE,
+        ATTENTION_IS_EXPLAINED,
+    )
 
     model: Text | None = None
     messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -160,7 +194,8 @@ class CountTokensRequest(RequestBody):
     thinking: _Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(
-        default=None, description="Means nothing: what begins as an earlier prompt did is reused in any case."
+        default=None,
+        description="Means nothing: what begins as an earlier prompt did is reused in any case.",
     )
     link: LinkOptions | None = None
 
@@ -182,7 +217,9 @@ class CountTokensRequest(RequestBody):
             made.add_content(self.system, origin="system")
         for index, message in enumerate(self.messages):
             _translate(message, made, f"messages.{index}")
-        made.values["continue_final_message"] = made.last["role"] == "assistant" and "tool_calls" not in made.last
+        made.values["continue_final_message"] = (
+            made.last["role"] == "assistant" and "tool_calls" not in made.last
+        )
         if self.tools:
             made.values["tools"] = [tool.chat_tool() for tool in self.tools]
         if self.tool_choice is not None:
@@ -202,10 +239,14 @@ class CountTokensRequest(RequestBody):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to answer. Fields that would change the answer and are not supported are refused."""
+    """A conversation to answer. Fields that would change the answer and are not supported are
+    refused."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "diagnostics"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {"container": (), "inference_geo": ()}
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {
+        "container": (),
+        "inference_geo": (),
+    }
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, NOTHING_EXPLAINED)
 
     max_tokens: int = Field(ge=1, le=2**31 - 1)
@@ -234,7 +275,9 @@ def _translate(message: MessageParam, made: Translation, path: str) -> None:
         _begin_turn(message.role, made)
         match block:
             case ToolUseBlock():
-                made.add_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), origin=origin)
+                made.add_call(
+                    block.id, block.name, json.dumps(block.input, ensure_ascii=False), origin=origin
+                )
             case ThinkingBlock():
                 made.add_reasoning(block.thinking)
             case DocumentBlock():
@@ -245,7 +288,8 @@ def _translate(message: MessageParam, made: Translation, path: str) -> None:
 
 
 def _begin_turn(role: str, made: Translation) -> None:
-    """Begin a message, unless the last one is of the same role; those of the system are never one."""
+    """Begin a message, unless the last one is of the same role; those of the system are never
+    one."""
     if not made.values["messages"] or not (made.last["role"] == role != "system"):
         made.add_message(role)
 

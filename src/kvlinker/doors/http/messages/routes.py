@@ -19,7 +19,9 @@ from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRe
 from kvlinker.doors.http.models import ServedModelParam
 
 
-async def _beta(beta: Annotated[str | None, Query(description="Means nothing; clients send it along.")] = None) -> None:
+async def _beta(
+    beta: Annotated[str | None, Query(description="Means nothing; clients send it along.")] = None,
+) -> None:
     """Take a parameter that clients send along."""
 
 
@@ -45,7 +47,8 @@ def _responses() -> dict[int | str, dict[str, Any]]:
 async def create_message(
     body: MessagesRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
-    """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
+    """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results
+    of tools."""
     answer = MessageAnswer(served.llm)
     return await respond_in_dialect(served, request, body.translated(), answer, tenant=tenant)
 
@@ -61,6 +64,8 @@ async def count_tokens(
         chat = await served.encoding.run(request, translation.request)
         served.check_model(chat.model)
         tools = chat.request_tools(llm).tools
-        read = await served.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
+        read = await served.encoding.run(
+            request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant)
+        )
     note_tokens(request.scope, len(read.prompt))
     return TokenCount(input_tokens=len(read.prompt))

@@ -75,7 +75,10 @@ class ResponseAnswer:
             case "begin":
                 item = self._item(block, "in_progress")
                 yield OutputItemEvent(
-                    type="response.output_item.added", output_index=block.index, item=item, **self._number()
+                    type="response.output_item.added",
+                    output_index=block.index,
+                    item=item,
+                    **self._number(),
                 )
                 if block.call is None:
                     yield self._part("response.content_part.added", block, place)
@@ -102,7 +105,9 @@ class ResponseAnswer:
 
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[AnyEvent]:
         details = error_body(error, scope).error
-        code = "server_error" if details.code == KVLinkerError.code else details.code  # OpenAI's word for it
+        code = (
+            "server_error" if details.code == KVLinkerError.code else details.code
+        )  # OpenAI's word for it
         failed = self._response("failed").model_copy(
             update={"error": ResponseFailure(code=code, message=details.message)}
         )
@@ -124,20 +129,33 @@ class ResponseAnswer:
         place = place | self._number()
         match block.kind:
             case "call":
-                return ArgumentsDelta(type="response.function_call_arguments.delta", delta=text, **place)
+                return ArgumentsDelta(
+                    type="response.function_call_arguments.delta", delta=text, **place
+                )
             case "reasoning":
-                return ReasoningTextDelta(type="response.reasoning_text.delta", content_index=0, delta=text, **place)
-        return OutputTextDelta(type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place)
+                return ReasoningTextDelta(
+                    type="response.reasoning_text.delta", content_index=0, delta=text, **place
+                )
+        return OutputTextDelta(
+            type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place
+        )
 
     def _done(self, block: AnswerBlock, place: dict[str, Any]) -> AnyEvent:
         place = place | self._number()
         if block.call is not None:
             return ArgumentsDone(
-                type="response.function_call_arguments.done", name=block.call.name, arguments=block.text, **place
+                type="response.function_call_arguments.done",
+                name=block.call.name,
+                arguments=block.text,
+                **place,
             )
         if block.kind == "reasoning":
-            return ReasoningTextDone(type="response.reasoning_text.done", content_index=0, text=block.text, **place)
-        return OutputTextDone(type="response.output_text.done", content_index=0, text=block.text, logprobs=[], **place)
+            return ReasoningTextDone(
+                type="response.reasoning_text.done", content_index=0, text=block.text, **place
+            )
+        return OutputTextDone(
+            type="response.output_text.done", content_index=0, text=block.text, logprobs=[], **place
+        )
 
     def _part(
         self,
@@ -166,9 +184,13 @@ class ResponseAnswer:
             )
         if block.kind == "reasoning":
             thoughts = [] if begins else [_reasoning(block.text)]
-            return ReasoningOutput(type="reasoning", id=item_id, status=status, summary=[], content=thoughts)
+            return ReasoningOutput(
+                type="reasoning", id=item_id, status=status, summary=[], content=thoughts
+            )
         texts = [] if begins else [_text(block.text)]
-        return MessageOutput(type="message", id=item_id, role="assistant", status=status, content=texts)
+        return MessageOutput(
+            type="message", id=item_id, role="assistant", status=status, content=texts
+        )
 
     def _response(self, status: Status) -> ResponseObject:
         body, params = self._body, self._llm.sampling_params(**self._body.sampling_fields())
@@ -181,7 +203,9 @@ class ResponseAnswer:
             status=status,
             background=False,
             error=None,
-            incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens")
+            if status == "incomplete"
+            else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
@@ -203,9 +227,14 @@ class ResponseAnswer:
         )
 
     def _status_of(self, block: AnswerBlock) -> Literal["completed", "incomplete"]:
-        """Return how a block ended: the last one of an answer that was cut is not complete, unless it is a call."""
+        """Return how a block ended: the last one of an answer that was cut is not complete, unless
+        it is a call."""
         cut = self._finished is not None and self._finished.reason != "stop"
-        return "incomplete" if cut and block is self._blocks[-1] and block.call is None else "completed"
+        return (
+            "incomplete"
+            if cut and block is self._blocks[-1] and block.call is None
+            else "completed"
+        )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
         thoughts = "".join(block.text for block in self._blocks if block.kind == "reasoning")
@@ -219,7 +248,9 @@ class ResponseAnswer:
                 cache_write_tokens=created_tokens(self._read, usage),
             ),
             output_tokens=usage.output_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=min(thought, usage.output_tokens)),
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=min(thought, usage.output_tokens)
+            ),
             total_tokens=usage.prompt_tokens + usage.output_tokens,
         )
 

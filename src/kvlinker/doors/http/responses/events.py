@@ -20,7 +20,11 @@ class ResponseEvent(Event):
     """The response as it is now: at its beginning, and at its end."""
 
     type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
     ]
     response: ResponseObject
 

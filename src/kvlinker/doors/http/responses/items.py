@@ -61,7 +61,8 @@ class ReasoningText(RequestBody):
 
 
 class ReasoningItem(RequestBody):
-    """The assistant's reasoning, earlier in the conversation; chat templates that know it show it."""
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show
+    it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"encrypted_content": ("",)}
@@ -71,7 +72,8 @@ class ReasoningItem(RequestBody):
 
 
 class UnknownItem(BaseModel):
-    """The catch-all for items of other types, which are all invalid: its error lists the types that exist."""
+    """The catch-all for items of other types, which are all invalid: its error lists the types that
+    exist."""
 
     model_config = ConfigDict(strict=True)
 
@@ -82,7 +84,9 @@ _TAGS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_kind(value: Any) -> str:
-    kind = value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
+    kind = (
+        value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
+    )
     return f"<{kind}>" if kind in _TAGS else "<unknown>"
 
 
@@ -97,8 +101,8 @@ Item = Annotated[
 
 
 def add_items(items: Sequence[Item], made: Translation) -> None:
-    """Add the messages that items stand for to a chat request: reasoning, text and calls of the assistant's that
-    follow one another are one message."""
+    """Add the messages that items stand for to a chat request: reasoning, text and calls of the
+    assistant's that follow one another are one message."""
     for index, item in enumerate(items):
         origin = f"input.{index}"
         match item:

@@ -52,7 +52,8 @@ class ReasoningOutput(ResponseBody):
 
 
 class CalledFunctionItem(ResponseBody):
-    """A call that the model asks for; its result comes back in a ``function_call_output`` with its ``call_id``."""
+    """A call that the model asks for; its result comes back in a ``function_call_output`` with its
+    ``call_id``."""
 
     type: Literal["function_call"]
     id: str
@@ -62,13 +63,16 @@ class CalledFunctionItem(ResponseBody):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-OutputItem = Annotated[MessageOutput | ReasoningOutput | CalledFunctionItem, Field(discriminator="type")]
+OutputItem = Annotated[
+    MessageOutput | ReasoningOutput | CalledFunctionItem, Field(discriminator="type")
+]
 
 
 class InputTokensDetails(ResponseBody):
-    """The prompt tokens whose KV was there and was kept, those of chunks that were computed again, and those that this
-    request cached as chunks of their own; all others were fresh. ``exact_cached_tokens`` are those of the first that
-    an earlier request computed in just this sequence."""
+    """The prompt tokens whose KV was there and was kept, those of chunks that were computed again,
+    and those that this request cached as chunks of their own; all others were fresh.
+    ``exact_cached_tokens`` are those of the first that an earlier request computed in just this
+    sequence."""
 
     cached_tokens: int
     exact_cached_tokens: int
@@ -106,8 +110,8 @@ class ResponseFailure(ResponseBody):
 
 
 class ResponseObject(ResponseBody):
-    """The whole answer, with the request's fields; ``link`` is there where chunks took part. It cannot be fetched
-    again."""
+    """The whole answer, with the request's fields; ``link`` is there where chunks took part. It
+    cannot be fetched again."""
 
     id: str
     object: Literal["response"]

@@ -9,7 +9,14 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import JsonObject, Metadata, RequestBody, Text, has_entries, where
+from kvlinker.doors.http.fields.bodies import (
+    JsonObject,
+    Metadata,
+    RequestBody,
+    Text,
+    has_entries,
+    where,
+)
 from kvlinker.doors.http.fields.parts import MarkableBody, TextOr
 from kvlinker.doors.http.fields.reasoning import ReasoningBody, Verbosity
 from kvlinker.doors.http.fields.sampling import NOTHING_EXPLAINED, LinkOptions, StreamOptions
@@ -18,8 +25,9 @@ from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
 
 
 class ResponseTool(MarkableBody):
-    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called. With one of the marks, its definition is a chunk where the prompt shows it."""
+    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``,
+    arguments are enforced to be valid whenever it is called. With one of the marks, its definition
+    is a chunk where the prompt shows it."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
 
@@ -38,8 +46,11 @@ class NamedFunction(RequestBody):
 
 
 _ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedFunction, Tag("<function>")],
-    Discriminator(lambda value: "<function>" if isinstance(value, dict | NamedFunction) else "<word>"),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedFunction, Tag("<function>")],
+    Discriminator(
+        lambda value: "<function>" if isinstance(value, dict | NamedFunction) else "<word>"
+    ),
 ]
 
 
@@ -62,7 +73,11 @@ class JsonSchemaFormat(RequestBody):
 _Format = Annotated[
     Annotated[TextFormat, Tag("<text>")] | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
     Discriminator(
-        lambda value: "<json_schema>" if isinstance(value, dict) and value.get("type") == "json_schema" else "<text>"
+        lambda value: (
+            "<json_schema>"
+            if isinstance(value, dict) and value.get("type") == "json_schema"
+            else "<text>"
+        )
     ),
 ]
 
@@ -75,11 +90,17 @@ class TextBody(RequestBody):
 
 
 class ResponsesRequest(RequestBody):
-    """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer and are not
-    supported are refused."""
+    """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer
+    and are not supported are refused."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
-        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+        {
+            "user",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+        }
         | {"max_tool_calls"}
     )
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -117,13 +138,22 @@ class ResponsesRequest(RequestBody):
     link: LinkOptions | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that answers tell of, as far as they are given."""
-        return {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        """Return the fields of ``SamplingParams`` that answers tell of, as far as they are
+        given."""
+        return {
+            name: value
+            for name in ("temperature", "top_p")
+            if (value := getattr(self, name)) is not None
+        }
 
     def text_settings(self) -> dict[str, Any]:
         """Return the form of the answer, as answers tell it."""
         asked = self.text.format if self.text else None
-        return {"format": {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)}
+        return {
+            "format": {"type": "text"}
+            if asked is None
+            else asked.model_dump(by_alias=True, exclude_none=True)
+        }
 
     def reasoning_settings(self) -> dict[str, str | None]:
         """Return what was asked for about reasoning, as answers tell it."""
@@ -147,8 +177,19 @@ class ResponsesRequest(RequestBody):
                 "verbosity": "text.verbosity",
             }
         )
-        names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "reasoning", "stream", "service_tier")
-        made.values |= {name: getattr(self, name) for name in names} | {"max_tokens": self.max_output_tokens}
+        names = (
+            "model",
+            "link",
+            "temperature",
+            "top_p",
+            "parallel_tool_calls",
+            "reasoning",
+            "stream",
+            "service_tier",
+        )
+        made.values |= {name: getattr(self, name) for name in names} | {
+            "max_tokens": self.max_output_tokens
+        }
         made.values["verbosity"] = self.text.verbosity if self.text else None
         if self.instructions is not None:
             made.add_message("system")
@@ -159,11 +200,18 @@ class ResponsesRequest(RequestBody):
             add_items(self.input, made)
         if self.tools:
             made.values["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type", *MARKS}), **tool.marks()}
+                {
+                    "type": "function",
+                    "function": tool.model_dump(exclude={"type", *MARKS}),
+                    **tool.marks(),
+                }
                 for tool in self.tools
             ]
         if isinstance(self.tool_choice, NamedFunction):
-            made.values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            made.values["tool_choice"] = {
+                "type": "function",
+                "function": {"name": self.tool_choice.name},
+            }
         else:
             made.values["tool_choice"] = self.tool_choice
         match self.text.format if self.text else None:

@@ -1,4 +1,5 @@
-"""Which views the native kernel computes together: sequences that see the same segments, a cascade over these."""
+"""Which views the native kernel computes together: sequences that see the same segments, a cascade
+over these."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from kvlinker.engines.embedded.attention.views import View
 
 MOST_SHARING_ROWS = 16
-"""The most queries of a sequence that are computed together with other sequences'. More than that fill the kernel's
-tiles alone, and would pay for partial results without gaining anything: with two query heads per key head, two to
-sixteen sequences took 0.40 to 0.95 of the time together with up to 16 queries each, and 0.98 to 1.09 with 32."""
+"""The most queries of a sequence that are computed together with other sequences'. More than that
+fill the kernel's tiles alone, and would pay for partial results without gaining anything: with two
+query heads per key head, two to sixteen sequences took 0.40 to 0.95 of the time together with up to
+16 queries each, and 0.98 to 1.09 with 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Bundle:
 def bundle_views(views: Sequence[View]) -> tuple[Bundle, ...]:
     """Group the segments by the sequences that see them.
 
-    A query's results in several bundles are to be merged. All that a sequence alone sees is one bundle. What it sees
-    twice counts as two segments.
+    A query's results in several bundles are to be merged. All that a sequence alone sees is one
+    bundle. What it sees twice counts as two segments.
     """
     visits: defaultdict[tuple[int, ...], list[View]] = defaultdict(list)
     occurrences: Counter[tuple[int, int, int]] = Counter()
@@ -44,5 +46,6 @@ def bundle_views(views: Sequence[View]) -> tuple[Bundle, ...]:
         visit.sort(key=lambda view: (view.rows.start, view.rows.stop))
         bundles[tuple((view.rows.start, view.rows.stop) for view in visit)].append(tuple(visit))
     return tuple(
-        Bundle(tuple(slice(*member) for member in members), tuple(found)) for members, found in bundles.items()
+        Bundle(tuple(slice(*member) for member in members), tuple(found))
+        for members, found in bundles.items()
     )

@@ -1,4 +1,5 @@
-"""Which queries share one call of PyTorch's kernels: all that see a segment, as far as masks do not cost more."""
+"""Which queries share one call of PyTorch's kernels: all that see a segment, as far as masks do not
+cost more."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class AttentionCall:
     """[queries, keys], true: not seen."""
 
     causal: bool = False
-    """Query i sees the first i + 1 of the keys, which are as many as the queries; there is no mask."""
+    """Query i sees the first i + 1 of the keys, which are as many as the queries; there is no
+    mask."""
 
 
 def group_queries(
@@ -46,9 +48,9 @@ def group_queries(
 ) -> tuple[AttentionCall, ...]:
     """Join queries until the masked-out work of a call costs as much as another call.
 
-    With tokens at even distances this is the size at which masked-out work and calls together cost least. With
-    ``long_runs``, more than QUERY_BLOCK neighbours that see one key more each are split into the keys before them and
-    their own, which takes no mask.
+    With tokens at even distances this is the size at which masked-out work and calls together cost
+    least. With ``long_runs``, more than QUERY_BLOCK neighbours that see one key more each are split
+    into the keys before them and their own, which takes no mask.
     """
     by_segment: defaultdict[int, list[View]] = defaultdict(list)
     for view in views:
@@ -56,8 +58,15 @@ def group_queries(
     calls: list[AttentionCall] = []
     for seeing in by_segment.values():
         group = _Group()
-        for piece in (piece for view in seeing for piece in _pieces(view, positions[view.rows], window)):
-            if long_runs and piece.rising and len(piece.rows) > QUERY_BLOCK and piece.view.hidden is None:
+        for piece in (
+            piece for view in seeing for piece in _pieces(view, positions[view.rows], window)
+        ):
+            if (
+                long_runs
+                and piece.rising
+                and len(piece.rows) > QUERY_BLOCK
+                and piece.view.hidden is None
+            ):
                 calls.extend(_long_run(piece, positions))
                 continue
             for part in piece.parts():
@@ -72,7 +81,8 @@ def group_queries(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Neighbouring queries that see keys [low, high) of a view: all the same, or each one key further than the last."""
+    """Neighbouring queries that see keys [low, high) of a view: all the same, or each one key
+    further than the last."""
 
     view: View
     rows: NDArray[np.int64]
@@ -87,7 +97,11 @@ class _Piece:
     @property
     def uniform(self) -> bool:
         """True if all queries see the same keys without a gap, so that no mask is needed."""
-        return bool(self.high[-1] == self.high[0] and self.low[-1] == self.low[0] and self.view.hidden is None)
+        return bool(
+            self.high[-1] == self.high[0]
+            and self.low[-1] == self.low[0]
+            and self.view.hidden is None
+        )
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -117,7 +131,9 @@ def _pieces(view: View, positions: NDArray[np.int64], window: int | None) -> Ite
         return
     steps = np.stack([np.diff(rows), np.diff(low), np.diff(high)])
     connected = (steps[0] == 1) & (steps[1] <= 1) & (steps[2] <= 1)
-    alike = np.concatenate([[True], ~connected[:-1] | (steps[:, 1:] == steps[:, :-1]).all(axis=0)])[: len(connected)]
+    alike = np.concatenate([[True], ~connected[:-1] | (steps[:, 1:] == steps[:, :-1]).all(axis=0)])[
+        : len(connected)
+    ]
     edges = [0, *(np.flatnonzero(~(connected & alike)) + 1).tolist(), len(rows)]
     for begin, end in pairwise(edges):
         yield _Piece(view, rows[begin:end], low[begin:end], high[begin:end])
@@ -140,7 +156,9 @@ class _Group:
         queries = self._queries + len(piece.rows)
         seen = self._seen + len(piece.rows) * (high - low)
         masked_out = queries * (last - first) - seen
-        if self.pieces and (queries > QUERY_BLOCK or masked_out > CALL_COST + KEY_COST * (last - first)):
+        if self.pieces and (
+            queries > QUERY_BLOCK or masked_out > CALL_COST + KEY_COST * (last - first)
+        ):
             return False
         self.pieces.append(piece)
         self._queries, self._seen, self._first, self._last = queries, seen, first, last
@@ -155,15 +173,20 @@ class _Group:
             masks = []
             for piece in self.pieces:
                 part = (keys < piece.low[:, None]) | (keys >= piece.high[:, None])
-                masks.append(part if piece.view.hidden is None else part | piece.view.hidden[first:last])
+                masks.append(
+                    part if piece.view.hidden is None else part | piece.view.hidden[first:last]
+                )
             mask = np.concatenate(masks)
         rows = np.concatenate([piece.rows for piece in self.pieces])
-        distances = np.concatenate([positions[piece.rows] - piece.view.offset for piece in self.pieces])
+        distances = np.concatenate(
+            [positions[piece.rows] - piece.view.offset for piece in self.pieces]
+        )
         return AttentionCall(self.pieces[0].view.segment, rows, distances, first, last, mask)
 
 
 def _long_run(piece: _Piece, positions: NDArray[np.int64]) -> Iterator[AttentionCall]:
-    """Yield the call over the keys before a rising piece's own, if any, and the one over its own."""
+    """Yield the call over the keys before a rising piece's own, if any, and the one over its
+    own."""
     segment, distances = piece.view.segment, positions[piece.rows] - piece.view.offset
     first, own, last = int(piece.low[0]), int(piece.high[0]) - 1, int(piece.high[-1])
     if first < own:

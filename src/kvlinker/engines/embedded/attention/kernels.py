@@ -1,4 +1,5 @@
-"""Chooses what computes attention: PyTorch's kernels, or one of our own where the CPU multiplies bf16."""
+"""Chooses what computes attention: PyTorch's kernels, or one of our own where the CPU multiplies
+bf16."""
 
 from __future__ import annotations
 
@@ -25,15 +26,24 @@ class AttentionKernel(Protocol):
     """Computes the attention of a step's queries over the segments that they see."""
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
-        """Prepare what is the same in all layers; ``positions`` [queries] are those of all queries of the step."""
+        """Prepare what is the same in all layers; ``positions`` [queries] are those of all queries
+        of the step."""
         ...
 
     def write(
-        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+        self,
+        plan: AttentionPlan,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        rotary: Rotary | None,
+        into: KeyValue,
     ) -> None:
-        """Write the step's new keys, which are rotated on the way, and values to ``slots`` [queries] of a pool.
+        """Write the step's new keys, which are rotated on the way, and values to ``slots``
+        [queries] of a pool.
 
-        ``key`` and ``value`` are [kv_heads, queries, dim], those of the pool, ``into``, [kv_heads, slots, dim].
+        ``key`` and ``value`` are [kv_heads, queries, dim], those of the pool, ``into``, [kv_heads,
+        slots, dim].
         """
         ...
 
@@ -47,19 +57,30 @@ class AttentionKernel(Protocol):
         *,
         output: Tensor,
     ) -> None:
-        """Compute one layer into ``output`` [queries, heads, value_dim], zero where a query sees nothing.
+        """Compute one layer into ``output`` [queries, heads, value_dim], zero where a query sees
+        nothing.
 
-        ``query`` [heads, queries, key_dim] has no rotary embedding; query heads share key heads in equal groups,
-        neighbours first. Without ``rotary``, the segments' keys have none either. The plan is one of this kernel.
+        ``query`` [heads, queries, key_dim] has no rotary embedding; query heads share key heads in
+        equal groups, neighbours first. Without ``rotary``, the segments' keys have none either. The
+        plan is one of this kernel.
         """
         ...
 
 
 def choose_kernel(
-    layers: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, use_native: bool = True
+    layers: Sequence[LayerShape],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    use_native: bool = True,
 ) -> AttentionKernel:
-    """Return the quickest kernel for a model with these layers. Native code is compiled when it is first wanted."""
-    fits = device.type == "cpu" and dtype == torch.bfloat16 and all(_fits_native(layer) for layer in layers)
+    """Return the quickest kernel for a model with these layers. Native code is compiled when it is
+    first wanted."""
+    fits = (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and all(_fits_native(layer) for layer in layers)
+    )
     kernel = native_attention() if fits and use_native else None
     return kernel or TorchAttention()
 
@@ -70,7 +91,8 @@ def _fits_native(layer: LayerShape) -> bool:
 
 @cache
 def native_attention() -> NativeAttention | None:
-    """Return the native kernel, compiled when first asked for; None where there is none, and the log says why."""
+    """Return the native kernel, compiled when first asked for; None where there is none, and the
+    log says why."""
     return native.or_fall_back(_checked, "Attention takes PyTorch's kernels")
 
 

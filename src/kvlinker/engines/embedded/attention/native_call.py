@@ -1,4 +1,5 @@
-"""The structures that the functions of ``native/attention.cpp`` take, field by field as in ``native/call.h``."""
+"""The structures that the functions of ``native/attention.cpp`` take, field by field as in
+``native/call.h``."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Rotation(ctypes.Structure):
         if rotary is None:
             return cls()
         cos, sin = rotary.tables(length)
-        rotation = cls(cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved")
+        rotation = cls(
+            cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved"
+        )
         rotation.tables = cos, sin
         return rotation
 

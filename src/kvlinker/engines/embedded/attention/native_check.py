@@ -17,43 +17,64 @@ from kvlinker.engines.embedded.model.rotary import Rotary
 HEAD_DIM = 64
 
 ROTATED = 40
-"""The dimensions of a head that are rotated: not a multiple of the vectors' 16 pairs, and not all."""
+"""The dimensions of a head that are rotated: not a multiple of the vectors' 16 pairs, and not
+all."""
 
 
 def require_right(kernel: NativeAttention) -> None:
-    """Compare attention, and the writing of new keys and values, with PyTorch's, with and without rotary embedding.
+    """Compare attention, and the writing of new keys and values, with PyTorch's, with and without
+    rotary embedding.
 
     Raises NativeUnavailableError where they differ.
     """
     generator = torch.Generator().manual_seed(0)
-    positions = np.concatenate([np.arange(3, 160, 7), np.arange(170, 211), [180], np.arange(150, 155)])
+    positions = np.concatenate(
+        [np.arange(3, 160, 7), np.arange(170, 211), [180], np.arange(150, 155)]
+    )
     alone, other, third = slice(0, 64), slice(64, 65), slice(65, 70)
     hidden = np.arange(130) % 9 == 4
     views = [View(0, alone, 0, 0, 0, 130, hidden), View(1, alone, 130, 130, 0, 81)]
-    views += [View(0, other, 20, 20, 5, 130), View(0, third, 30, 30, 0, 130, hidden), View(1, third, 70, 70, 3, 81)]
+    views += [
+        View(0, other, 20, 20, 5, 130),
+        View(0, third, 30, 30, 0, 130, hidden),
+        View(1, third, 70, 70, 3, 81),
+    ]
 
     def random(heads: int, rows: int) -> Tensor:
         return torch.randn(heads, rows, HEAD_DIM, generator=generator).bfloat16()
 
-    query, segments = random(6, len(positions)), [(random(2, rows), random(2, rows)) for rows in (130, 81)]
-    new, slots = (random(2, len(positions)), random(2, len(positions))), torch.arange(len(positions)).flip(0)
+    query, segments = (
+        random(6, len(positions)),
+        [(random(2, rows), random(2, rows)) for rows in (130, 81)],
+    )
+    new, slots = (
+        (random(2, len(positions)), random(2, len(positions))),
+        torch.arange(len(positions)).flip(0),
+    )
 
-    def computed(by: NativeAttention | TorchAttention, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    def computed(
+        by: NativeAttention | TorchAttention, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         output = query.new_empty(len(positions), 6, HEAD_DIM)
         plan = by.plan(views, positions)
         pool = new[0].new_empty(new[0].shape), new[1].new_empty(new[1].shape)
         by.write(plan, *new, slots, rotary, pool)
-        by.attend(plan, query, segments, rotary, AttentionOptions(scale=HEAD_DIM**-0.5), output=output)
+        by.attend(
+            plan, query, segments, rotary, AttentionOptions(scale=HEAD_DIM**-0.5), output=output
+        )
         return output, *pool
 
     for rotary in (None, _rotary(_turn_halves), _rotary(_turn_neighbours)):
         ours, expected = computed(kernel, rotary), computed(TorchAttention(), rotary)
-        for what, mine, theirs in zip(("attention", "writing keys", "writing values"), ours, expected, strict=True):
+        for what, mine, theirs in zip(
+            ("attention", "writing keys", "writing values"), ours, expected, strict=True
+        ):
             native.require_close(mine, theirs, what)
 
 
 class _Angles(nn.Module):
-    """Makes cos and sin of one angle per pair of dimensions and position, as a model's rotary module does."""
+    """Makes cos and sin of one angle per pair of dimensions and position, as a model's rotary
+    module does."""
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] / torch.arange(1, ROTATED // 2 + 1)

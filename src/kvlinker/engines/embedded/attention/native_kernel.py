@@ -13,24 +13,34 @@ from torch import Tensor
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
-from kvlinker.engines.embedded.attention.native_call import Heads, NativeCall, Rotation, Write, heads
+from kvlinker.engines.embedded.attention.native_call import (
+    Heads,
+    NativeCall,
+    Rotation,
+    Write,
+    heads,
+)
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.native import NativeUnavailableError
 
 
 class NativeAttention:
-    """Implements ``AttentionKernel`` with native code: keys of even width, rotary embedding whose pairing is known.
+    """Implements ``AttentionKernel`` with native code: keys of even width, rotary embedding whose
+    pairing is known.
 
-    Reads keys and values where they lie, and needs no mask however the queries are scattered. There is no fp32
-    variant: models run in fp32 where the CPU does not multiply bf16, and there this code does not run either.
+    Reads keys and values where they lie, and needs no mask however the queries are scattered. There
+    is no fp32 variant: models run in fp32 where the CPU does not multiply bf16, and there this code
+    does not run either.
     """
 
     def __init__(self) -> None:
         """Raises NativeUnavailableError."""
         if torch.cpu._is_amx_tile_supported():
             raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
-        functions = native.functions("attention.cpp", {"kvlinker_attention": NativeCall, "kvlinker_write": Write})
+        functions = native.functions(
+            "attention.cpp", {"kvlinker_attention": NativeCall, "kvlinker_write": Write}
+        )
         self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
@@ -45,7 +55,13 @@ class NativeAttention:
         )
 
     def write(
-        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+        self,
+        plan: AttentionPlan,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        rotary: Rotary | None,
+        into: KeyValue,
     ) -> None:
         assert isinstance(plan, NativePlan), plan
         rotation = Rotation.of(rotary, plan.last + 1)
@@ -117,9 +133,11 @@ def _farthest(view: View, positions: NDArray[np.int64]) -> int:
 
 
 class _Table:
-    """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64 bits.
+    """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64
+    bits.
 
-    It holds the memory that they point to; all attributes are addresses, but for the number of bundles.
+    It holds the memory that they point to; all attributes are addresses, but for the number of
+    bundles.
     """
 
     def __init__(self, bundles: Sequence[Bundle], positions: NDArray[np.int64]) -> None:
@@ -145,7 +163,9 @@ class _Table:
         """Return the ``View`` of call.h."""
         hidden = positions = 0
         if view.hidden is not None:
-            bits = np.zeros(len(view.hidden) // 64 * 8 + 16, np.uint8)  # a word more than there are keys
+            bits = np.zeros(
+                len(view.hidden) // 64 * 8 + 16, np.uint8
+            )  # a word more than there are keys
             packed = np.packbits(view.hidden, bitorder="little")
             bits[: len(packed)] = packed
             hidden = self._address(bits)

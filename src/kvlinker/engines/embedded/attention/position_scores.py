@@ -26,11 +26,13 @@ def position_scores(
     *,
     native: bool = True,
 ) -> Tensor:
-    """Return the logits before the softmax, without sinks: [heads, queries, length], fp32, -inf where not seen.
+    """Return the logits before the softmax, without sinks: [heads, queries, length], fp32, -inf
+    where not seen.
 
-    ``query`` [heads, queries, key_dim], without rotary embedding, are some of a sequence's queries, at ``positions``
-    [queries], ascending. ``views`` are the sequence's; their rows do not matter. It is meant for few queries.
-    With ``native``, native code multiplies queries by keys where there is one.
+    ``query`` [heads, queries, key_dim], without rotary embedding, are some of a sequence's queries,
+    at ``positions`` [queries], ascending. ``views`` are the sequence's; their rows do not matter.
+    It is meant for few queries. With ``native``, native code multiplies queries by keys where there
+    is one.
     """
     heads, queries, key_dim = query.shape
     scores = query.new_full((heads, queries, length), float("-inf"), dtype=torch.float32)
@@ -53,7 +55,9 @@ def position_scores(
             products = torch.matmul(folded, key.float().transpose(1, 2)).view(heads, queries, -1)
         found = scaled_scores(products, options)
         if not seen.all():
-            found = torch.where(torch.from_numpy(seen).to(query.device), found, scores[..., columns])
+            found = torch.where(
+                torch.from_numpy(seen).to(query.device), found, scores[..., columns]
+            )
         scores[..., columns] = found
     return scores
 
@@ -82,9 +86,11 @@ def position_weights(
     *,
     native: bool = True,
 ) -> Tensor:
-    """Return the attention weights, sinks taken into account, for what ``position_scores`` takes: [heads, queries,
-    length], fp32."""
-    scores = position_scores(views, positions, query, segments, rotary, options, length, native=native)
+    """Return the attention weights, sinks taken into account, for what ``position_scores`` takes:
+    [heads, queries, length], fp32."""
+    scores = position_scores(
+        views, positions, query, segments, rotary, options, length, native=native
+    )
     if options.sinks is None:
         return torch.softmax(scores, dim=-1)
     total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])

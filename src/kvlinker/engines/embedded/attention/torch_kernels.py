@@ -1,4 +1,5 @@
-"""Attention over segments by PyTorch's kernels: all devices and dtypes. Calls are merged by their log-sum-exp."""
+"""Attention over segments by PyTorch's kernels: all devices and dtypes. Calls are merged by their
+log-sum-exp."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, S
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 Partial = tuple[Tensor, Tensor]
-"""Attention over some of the keys: output [heads, queries, value_dim] and log-sum-exp [heads, queries]."""
+"""Attention over some of the keys: output [heads, queries, value_dim] and log-sum-exp [heads,
+queries]."""
 
 MASK_ALIGNMENT = 8
 """Keys to a multiple of which the rows of a mask lie apart, as CUDA's kernels want it."""
@@ -40,7 +42,13 @@ class TorchAttention:
         return TorchPlan.of(views, positions)
 
     def write(
-        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+        self,
+        plan: AttentionPlan,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        rotary: Rotary | None,
+        into: KeyValue,
     ) -> None:
         assert isinstance(plan, TorchPlan), plan
         if rotary is not None:
@@ -82,7 +90,8 @@ class TorchAttention:
 
 
 class PreparedCalls:
-    """Calls with all that they need beside keys, values and queries, on the device, for all layers of a kind."""
+    """Calls with all that they need beside keys, values and queries, on the device, for all layers
+    of a kind."""
 
     def __init__(self, calls: Sequence[AttentionCall], queries: int, device: torch.device) -> None:
         self.calls = tuple(PreparedCall(call, device) for call in calls)
@@ -100,14 +109,19 @@ class PreparedCall:
         self.causal = call.causal
         rows = call.rows
         neighbours = bool((np.diff(rows) == 1).all())
-        self._rows = slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else torch.from_numpy(rows).to(device)
+        self._rows = (
+            slice(int(rows[0]), int(rows[-1]) + 1)
+            if neighbours
+            else torch.from_numpy(rows).to(device)
+        )
         self._distances = torch.from_numpy(call.distances).to(device)
         self._hidden = None if call.mask is None else torch.from_numpy(call.mask).to(device)
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
     def rotated(self, query: Tensor, rotary: Rotary | None) -> Tensor:
-        """Return this call's part of the batch's ``query`` [heads, queries, key_dim], rotated and contiguous."""
+        """Return this call's part of the batch's ``query`` [heads, queries, key_dim], rotated and
+        contiguous."""
         mine = query[:, self._rows]
         if rotary is None:
             return mine.contiguous()
@@ -133,15 +147,21 @@ class PreparedCall:
 def merge(partials: Sequence[Partial], sources: Tensor | None, sinks: Tensor | None) -> Tensor:
     """Return attention over all keys [heads, queries, value_dim], zero where a query sees none.
 
-    Query i is in the partials' rows ``sources[i]`` [queries, most], counted through all partials; -1 stands for none.
-    Without ``sources``, there is one partial, of all queries. ``sinks`` [heads] are more logits in the softmax's
-    denominator.
+    Query i is in the partials' rows ``sources[i]`` [queries, most], counted through all partials;
+    -1 stands for none. Without ``sources``, there is one partial, of all queries. ``sinks`` [heads]
+    are more logits in the softmax's denominator.
     """
     if sources is None:
         output, lse = partials[0]
-        return output if sinks is None else output * torch.sigmoid(lse - sinks.float()[:, None])[..., None]
+        return (
+            output
+            if sinks is None
+            else output * torch.sigmoid(lse - sinks.float()[:, None])[..., None]
+        )
     outputs = torch.cat([output for output, _ in partials], dim=1)
-    lse = torch.cat([lse for _, lse in partials], dim=1)[:, sources].masked_fill_(sources < 0, float("-inf"))
+    lse = torch.cat([lse for _, lse in partials], dim=1)[:, sources].masked_fill_(
+        sources < 0, float("-inf")
+    )
     total = torch.logsumexp(lse, dim=-1)  # of [heads, queries, most]
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])
@@ -165,17 +185,26 @@ def _sources(calls: Sequence[AttentionCall], queries: int) -> NDArray[np.int64] 
 
 
 def _attend(
-    call: PreparedCall, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, plain: bool
+    call: PreparedCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    plain: bool,
 ) -> Partial:
     """Attention of ``query`` [heads, queries, key_dim] over a call's keys, without sinks."""
     heads, queries, key_dim = query.shape
     copies = heads // len(key)
     if call.causal:
-        # Query heads that share a key head are copies in a batch: kernels know which query is which.
+        # Query heads that share a key head are copies in a batch: kernels know which query is
+        # which.
         grouped = query.view(len(key), copies, queries, key_dim).transpose(0, 1)
         keys, values = (tensor[None].expand(copies, -1, -1, -1) for tensor in (key, value))
         output, lse = _kernel(grouped, keys, values, options.scale, causal=True)
-        return output.transpose(0, 1).reshape(heads, queries, -1), lse.transpose(0, 1).reshape(heads, queries)
+        return output.transpose(0, 1).reshape(heads, queries, -1), lse.transpose(0, 1).reshape(
+            heads, queries
+        )
     folded = query.view(len(key), copies * queries, key_dim)
     mask = call.mask(copies, torch.float32 if plain else query.dtype)
     if plain:
@@ -187,9 +216,16 @@ def _attend(
 
 
 def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Partial:
-    """Attention with its log-sum-exp, over [batch, heads, tokens, head_dim], by PyTorch's kernel for the device."""
+    """Attention with its log-sum-exp, over [batch, heads, tokens, head_dim], by PyTorch's kernel
+    for the device."""
     if query.device.type == "cpu":
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=causal, attn_mask=mask, scale=scale
@@ -203,12 +239,17 @@ def _kernel(
     return output, lse[..., : query.shape[2]]  # it is padded
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions) -> Partial:
-    """Attention written out, in fp32, for what no kernel offers; in blocks of queries, so that scores stay small."""
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
+) -> Partial:
+    """Attention written out, in fp32, for what no kernel offers; in blocks of queries, so that
+    scores stay small."""
     outputs, lses = [], []
     for begin in range(0, query.shape[1], QUERY_BLOCK):
         block = slice(begin, begin + QUERY_BLOCK)
-        scores = attention_scores(query[:, block].float(), key.float(), None if mask is None else mask[block], options)
+        scores = attention_scores(
+            query[:, block].float(), key.float(), None if mask is None else mask[block], options
+        )
         lse = torch.logsumexp(scores, dim=-1)
         outputs.append(torch.matmul(torch.exp(scores - lse[..., None]), value.float()))
         lses.append(lse)

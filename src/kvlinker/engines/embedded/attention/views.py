@@ -1,4 +1,5 @@
-"""Describes what the queries of a step see: views of segments, in which keys and values lie once for all queries."""
+"""Describes what the queries of a step see: views of segments, in which keys and values lie once
+for all queries."""
 
 from __future__ import annotations
 
@@ -13,15 +14,17 @@ from torch import Tensor
 KeyValue = tuple[Tensor, Tensor]
 
 Segments = Sequence[KeyValue]
-"""A layer's segments: key [kv_heads, keys, key_dim], with rotary embedding, and value [kv_heads, keys, value_dim]."""
+"""A layer's segments: key [kv_heads, keys, key_dim], with rotary embedding, and value [kv_heads,
+keys, value_dim]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
     """Tells what one sequence's queries see of one segment.
 
-    A query sees the keys [first, last) that are not hidden, and whose positions are not after its own and, in layers
-    with a window, less than the window before it. Values of all keys in [first, last) are finite, hidden ones too.
+    A query sees the keys [first, last) that are not hidden, and whose positions are not after its
+    own and, in layers with a window, less than the window before it. Values of all keys in [first,
+    last) are finite, hidden ones too.
     """
 
     segment: int
@@ -34,8 +37,8 @@ class View:
     """Position of the segment's key 0 in the sequence, where ``positions`` is None."""
 
     offset: int
-    """Position from which the keys' rotary embedding counts: the query at p is rotated by p - offset, which may be
-    negative."""
+    """Position from which the keys' rotary embedding counts: the query at p is rotated by p -
+    offset, which may be negative."""
 
     first: int
     """The segment's first key that may be seen."""
@@ -47,11 +50,12 @@ class View:
     """[keys], true: not seen, because the token is computed anew and lies elsewhere."""
 
     positions: NDArray[np.int64] | None = None
-    """[keys], ascending: every key's position in the sequence, where they do not follow one another."""
+    """[keys], ascending: every key's position in the sequence, where they do not follow one
+    another."""
 
     def trimmed(self) -> View | None:
-        """Return the view with hidden keys at its ends cut off, and without a mask where none is left in between; None
-        where it shows nothing."""
+        """Return the view with hidden keys at its ends cut off, and without a mask where none is
+        left in between; None where it shows nothing."""
         if self.hidden is None:
             return self if self.first < self.last else None
         seen = ~self.hidden[self.first : self.last]
@@ -59,18 +63,23 @@ class View:
             return None
         first, last = self.first + int(seen.argmax()), self.last - int(seen[::-1].argmax())
         hidden = None if np.count_nonzero(seen) == last - first else self.hidden
-        return View(self.segment, self.rows, self.start, self.offset, first, last, hidden, self.positions)
+        return View(
+            self.segment, self.rows, self.start, self.offset, first, last, hidden, self.positions
+        )
 
-    def bounds(self, positions: NDArray[np.int64], window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the range of keys [low, high) that each query sees but for hidden ones: [queries] each, low = high
-        where there is none. ``positions`` [queries] are the queries'."""
+    def bounds(
+        self, positions: NDArray[np.int64], window: int | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the range of keys [low, high) that each query sees but for hidden ones: [queries]
+        each, low = high where there is none. ``positions`` [queries] are the queries'."""
         high = self._before(positions + 1)
         if window is None:
             return np.minimum(self.first, high), high
         return np.minimum(self._before(positions - window + 1), high), high
 
     def _before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the segment's keys that stand before each position, none below ``first`` or above ``last``."""
+        """Count the segment's keys that stand before each position, none below ``first`` or above
+        ``last``."""
         if self.positions is None:
             found = positions - self.start
         else:

@@ -1,4 +1,5 @@
-"""Fetches the KV of chunks for the requests that link it, computes what the store lacks, and notes its use."""
+"""Fetches the KV of chunks for the requests that link it, computes what the store lacks, and notes
+its use."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class PromptLoader:
-    """Begins the links of requests and fetches the KV of their chunks. Methods may be called from any thread."""
+    """Begins the links of requests and fetches the KV of their chunks. Methods may be called from
+    any thread."""
 
     def __init__(
         self,
@@ -49,9 +51,10 @@ class PromptLoader:
         prefixes: SpilledPrefixes | None = None,
         restored: Callable[[int], object] = lambda tokens: None,
     ) -> None:
-        """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long computing takes. ``offer``
-        is given prompts, with their tenants, some of whose ``variants`` may be missing. ``prefixes`` has what the pool
-        gave up; ``restored`` is told how many tokens' KV came back from there."""
+        """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
+        computing takes. ``offer`` is given prompts, with their tenants, some of whose ``variants``
+        may be missing. ``prefixes`` has what the pool gave up; ``restored`` is told how many
+        tokens' KV came back from there."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._layers = len(loaded.layers)
@@ -70,9 +73,9 @@ class PromptLoader:
         return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
     def load(self, request: PromptRequest) -> None:
-        """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
-        layers still arrive, makes the plan and reports to the scheduler. For a request that has ended, nothing is begun
-        any more."""
+        """Begin the request's link and fetch the KV of its chunks. The thread that gets the last
+        chunk, maybe while layers still arrive, makes the plan and reports to the scheduler. For a
+        request that has ended, nothing is begun any more."""
         try:
             _check_wanted(request)
             link = self._begin(request)
@@ -88,8 +91,11 @@ class PromptLoader:
         else:
             done.add_done_callback(lambda done: self._fail(request, done.exception()))
 
-    def note_use(self, request: GenerationRequest, link: Link, refinement: Refinement | None) -> None:
-        """Tell the store what share of each chunk a request has computed again. To be called once per request."""
+    def note_use(
+        self, request: GenerationRequest, link: Link, refinement: Refinement | None
+    ) -> None:
+        """Tell the store what share of each chunk a request has computed again. To be called once
+        per request."""
         for use in link.uses(self._layers, refinement):
             key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
             self._store.note_use(key, use.recomputed)
@@ -117,16 +123,21 @@ class PromptLoader:
         if self._prefixes is None or not stored:
             return [resolved(None) for _ in stored]
         own = link.prompt.reused_own[-sum(map(len, stored)) :]
-        return self._prefixes.load([part.key for part in stored], compute_seconds(self._throughput.seconds, own))
+        return self._prefixes.load(
+            [part.key for part in stored], compute_seconds(self._throughput.seconds, own)
+        )
 
     def _fetch(self, request: PromptRequest, link: Link) -> list[Future[KV]]:
-        """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
-        plan computes instead, by its forecast, are read to memory for later prompts."""
+        """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading
+        pays. Chunks that the plan computes instead, by its forecast, are read to memory for later
+        prompts."""
         tenant, forecast = request.request.tenant, link.forecast
         keys = self._keys(link.chunks, tenant)
         if link.plan is not None and forecast is not None and forecast.load != 0:
             self._store.load_ahead(
-                self._keys([chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant)
+                self._keys(
+                    [chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant
+                )
             )
         found: list[Future[KV | None]]
         if request.resident_only:
@@ -135,39 +146,55 @@ class PromptLoader:
             decided = forecast is not None and forecast.worth_loading
             cached = sum(len(chunk) for chunk in link.chunks)
             alone = self._scheduler.is_alone(request)
-            urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
+            urgency = self._throughput.urgency(
+                link.computed, cached=cached, decided=decided, alone=alone
+            )
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, request, link, key, chunk), accepts=partial(self._is_enough, link))
+            or_else(
+                kv,
+                partial(self._build, request, link, key, chunk),
+                accepts=partial(self._is_enough, link),
+            )
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
     def _is_enough(self, link: Link, kv: KV) -> bool:
-        """Return whether the KV has what the link's policy needs. That of a text that nobody named may have been stored
-        without scores."""
-        return kv.scores is not None or not (link.policy.needs.scores and self._builder.collects_scores)
+        """Return whether the KV has what the link's policy needs. That of a text that nobody named
+        may have been stored without scores."""
+        return kv.scores is not None or not (
+            link.policy.needs.scores and self._builder.collects_scores
+        )
 
-    def _build(self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
-        """Have the chunk computed that the store lacks, or has without the scores that are needed. Raises KVLinkerError
-        where the request has ended while the store looked for it."""
+    def _build(
+        self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
+    ) -> Future[KV]:
+        """Have the chunk computed that the store lacks, or has without the scores that are needed.
+        Raises KVLinkerError where the request has ended while the store looked for it."""
         if isinstance(stored, ArrivingKV):
             stored.give_up()
         _check_wanted(request)
         with_scores = chunk.scored or link.policy.needs.scores
-        building = self._builder.build(key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores)
+        building = self._builder.build(
+            key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores
+        )
         if building.begun:
             request.made.add(chunk)
         return gather([building.kvs], lambda built: built[0][0])
 
-    def _complete(self, request: PromptRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
-        """Hand the request over to the scheduler with what was fetched. Where it does not take it, because it has ended
-        or its policy fails, the layers that still arrive are given up."""
+    def _complete(
+        self, request: PromptRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]
+    ) -> None:
+        """Hand the request over to the scheduler with what was fetched. Where it does not take it,
+        because it has ended or its policy fails, the layers that still arrive are given up."""
         kvs, restored = loaded
         taken = False
         try:
             request.link = link = begun.with_scores([kv.scores for kv in kvs])
             keys = self._keys(link.prompt.chunks, request.request.tenant)
-            taken = self._scheduler.loaded(request, request.make_sequence(link, kvs, keys, restored))
+            taken = self._scheduler.loaded(
+                request, request.make_sequence(link, kvs, keys, restored)
+            )
         finally:
             if not taken:
                 request.link = None
@@ -175,7 +202,9 @@ class PromptLoader:
                     arriving.give_up()
         if not taken:
             return
-        if tokens := sum(len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None):
+        if tokens := sum(
+            len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None
+        ):
             self._restored(tokens)
         if link.policy.needs.variants and not request.explains:
             self._offer(link.prompt, request.request.tenant)
@@ -189,7 +218,11 @@ class PromptLoader:
         self._scheduler.failed(request, error)
 
     def _forecast(self, tenant: str, prompt: Prompt, *, resident_only: bool) -> Forecast:
-        load = LoadTime() if resident_only else self._store.load_time(self._keys(prompt.chunks, tenant))
+        load = (
+            LoadTime()
+            if resident_only
+            else self._store.load_time(self._keys(prompt.chunks, tenant))
+        )
         prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))
         if load is None:
             return Forecast(None, prefill)

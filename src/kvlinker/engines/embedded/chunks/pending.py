@@ -34,17 +34,25 @@ class ChunkBuilder:
     """Has chunks computed by the engine, and stored. Methods may be called from any thread."""
 
     def __init__(
-        self, loaded: LoadedModel, store: ChunkStore, scheduler: Scheduler, *, longest: int, with_scores: bool
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        scheduler: Scheduler,
+        *,
+        longest: int,
+        with_scores: bool,
     ) -> None:
-        """``longest`` is the most tokens that a chunk and its generation context may have together. Without
-        ``with_scores``, attention scores are never collected, whoever asks for them."""
+        """``longest`` is the most tokens that a chunk and its generation context may have together.
+        Without ``with_scores``, attention scores are never collected, whoever asks for them."""
         self._loaded = loaded
         self._store = store
         self._scheduler = scheduler
         self._longest = longest
         self._with_scores = with_scores
         unrelated = loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
-        self._unrelated: tuple[int, ...] = tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
+        self._unrelated: tuple[int, ...] = (
+            tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
+        )
 
     @property
     def collects_scores(self) -> bool:
@@ -56,8 +64,9 @@ class ChunkBuilder:
     ) -> PendingChunks:
         """Have the chunk computed, and stored under ``key``.
 
-        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
-        the time, none are collected; and without ``chunk.scored``, no sensitivity is measured.
+        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which
+        take more than half of the time, none are collected; and without ``chunk.scored``, no
+        sensitivity is measured.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -74,9 +83,11 @@ class ChunkBuilder:
             measures=chunk.scored,
         )
 
-    def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
-        """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is computed and stored.
-        Their scores tell how much attention the chunks pay to one another.
+    def build_prompt(
+        self, keys: Sequence[str], prompt: Prompt, *, tenant: str
+    ) -> Future[tuple[ChunkKV, ...]]:
+        """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is
+        computed and stored. Their scores tell how much attention the chunks pay to one another.
 
         Raises ContextLengthError and EngineClosedError.
         """

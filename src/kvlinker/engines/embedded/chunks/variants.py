@@ -1,4 +1,5 @@
-"""Variants of chunks: KV computed behind the chunks of real prompts, when the engine has nothing else to do."""
+"""Variants of chunks: KV computed behind the chunks of real prompts, when the engine has nothing
+else to do."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ Background = Callable[[Callable[[], object]], object]
 
 
 class VariantLibrary:
-    """Keeps one model's variants, at most ``limit`` over all tenants. Methods may be called from any thread."""
+    """Keeps one model's variants, at most ``limit`` over all tenants. Methods may be called from
+    any thread."""
 
-    def __init__(self, index: VariantIndex, store: ChunkStore, *, fingerprint: str, limit: int) -> None:
+    def __init__(
+        self, index: VariantIndex, store: ChunkStore, *, fingerprint: str, limit: int
+    ) -> None:
         self._index = index
         self._store = store
         self._fingerprint = fingerprint
@@ -49,12 +53,13 @@ class VariantLibrary:
         return missing
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """Note that a request used the variant under ``key``, and computed this share of its tokens again."""
+        """Note that a request used the variant under ``key``, and computed this share of its tokens
+        again."""
         self._index.note_use(key, recomputed)
 
     def put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
-        """Store variants with their scores, unless no context cache holds their chunks any more; the least reusable
-        variants are removed to make room."""
+        """Store variants with their scores, unless no context cache holds their chunks any more;
+        the least reusable variants are removed to make room."""
         records = []
         for chunk, kv in computed:
             assert kv.scores is not None, "a variant is computed with scores"
@@ -69,7 +74,9 @@ class VariantLibrary:
 class TenantVariants:
     """The ``Library`` of one tenant's stored variants."""
 
-    def __init__(self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str) -> None:
+    def __init__(
+        self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str
+    ) -> None:
         self._index = index
         self._store = store
         self._fingerprint = fingerprint
@@ -77,7 +84,9 @@ class TenantVariants:
 
     def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
         found = []
-        for stored in self._index.find(VariantOwner(self._fingerprint, self._tenant, chunk.content)):
+        for stored in self._index.find(
+            VariantOwner(self._fingerprint, self._tenant, chunk.content)
+        ):
             if self._store.tier_of(stored.key) is None:
                 self._index.forget(stored.key)
                 continue
@@ -86,7 +95,8 @@ class TenantVariants:
 
 
 class VariantRequest(CaptureRequest):
-    """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their scores."""
+    """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their
+    scores."""
 
     kind = ResultKind.VARIANT
 
@@ -99,9 +109,12 @@ class VariantRequest(CaptureRequest):
         tenant: str,
         missing: Sequence[int],
     ) -> None:
-        """``missing`` are the indices of the chunks of which the ``library`` lacks an exact variant."""
+        """``missing`` are the indices of the chunks of which the ``library`` lacks an exact
+        variant."""
         spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
-        super().__init__(loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True)
+        super().__init__(
+            loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True
+        )
         self.identity = (prompt, tenant)
         self._library = library
         self._background = background
@@ -141,7 +154,8 @@ class VariantBuilder:
         self._longest = longest
 
     def offer(self, prompt: Prompt, tenant: str) -> None:
-        """Have the missing variants of this prompt computed, if any, for later requests. Returns at once."""
+        """Have the missing variants of this prompt computed, if any, for later requests. Returns at
+        once."""
         self._background(partial(self._offer, prompt, tenant))
 
     def _offer(self, prompt: Prompt, tenant: str) -> None:
@@ -149,7 +163,9 @@ class VariantBuilder:
             missing = self.library.missing(prompt, tenant)
             if missing and prompt.spans[missing[-1]].end <= self._longest:
                 self._scheduler.enter(
-                    VariantRequest(self._loaded, self.library, self._background, prompt, tenant, missing)
+                    VariantRequest(
+                        self._loaded, self.library, self._background, prompt, tenant, missing
+                    )
                 )
         except EngineClosedError:
             pass

@@ -1,1 +1,2 @@
-"""Turns what the last layer gives into log probabilities and next tokens, within a grammar where there is one."""
+"""Turns what the last layer gives into log probabilities and next tokens, within a grammar where
+there is one."""

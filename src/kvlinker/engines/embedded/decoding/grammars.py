@@ -28,7 +28,8 @@ MOST_COMPILED = 32
 """The number of grammars that are kept compiled, for requests that bring the same one again."""
 
 Mask = Tensor | None
-"""The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is complete."""
+"""The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is
+complete."""
 
 
 class GrammarGuides:
@@ -43,8 +44,8 @@ class GrammarGuides:
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
         """Compile a grammar, and return what makes a guide for one answer that follows it.
 
-        Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot be enforced; and
-        EngineClosedError.
+        Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot
+        be enforced; and EngineClosedError.
         """
         check_enforceable(grammar)
         matcher = self._compiled(grammar)
@@ -58,8 +59,12 @@ class GrammarGuides:
     def _tokenizer(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, which takes up to a second to make."""
         backend = self._loaded.tokenizer.backend_tokenizer
-        size = max(self._loaded.vocabulary, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
-        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self._loaded.eos_token_ids))
+        size = max(
+            self._loaded.vocabulary, 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        )
+        return LLTokenizer(
+            backend.to_str(), n_vocab=size, eos_token=sorted(self._loaded.eos_token_ids)
+        )
 
     def _compile(self, grammar: AnswerGrammar) -> LLMatcher:
         with self._preparing:
@@ -92,7 +97,10 @@ class GrammarGuide:
     """Follows one answer through its grammar. Only the engine's thread uses it, once it is made."""
 
     def __init__(
-        self, matcher: LLMatcher, vocabulary: int, submit: Callable[[Callable[[], Mask]], Future[Mask]]
+        self,
+        matcher: LLMatcher,
+        vocabulary: int,
+        submit: Callable[[Callable[[], Mask]], Future[Mask]],
     ) -> None:
         """``submit`` has the masks computed in another thread, one after the other."""
         self._matcher = matcher
@@ -108,7 +116,8 @@ class GrammarGuide:
         return self._next.result()
 
     def accept(self, token: int) -> None:
-        """Note the token that came, which must be one of those allowed, and have the next mask computed."""
+        """Note the token that came, which must be one of those allowed, and have the next mask
+        computed."""
         self._next = self._submit(partial(self._follow, token))
 
     def _follow(self, token: int) -> Mask:
@@ -118,7 +127,9 @@ class GrammarGuide:
     def _mask(self) -> Mask:
         mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise InvalidRequestError(f"The grammar cannot be followed any further: {self._matcher.get_error()}")
+            raise InvalidRequestError(
+                f"The grammar cannot be followed any further: {self._matcher.get_error()}"
+            )
         if self._matcher.is_stopped():
             return None
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")

@@ -19,26 +19,29 @@ from kvlinker.engines.embedded.model.interception import Interceptor, active_int
 from kvlinker.prompting.segments import Prompt
 
 ROWS_AT_ONCE = 128
-"""The number of tokens whose logits are in memory at a time; with a large vocabulary, each takes a megabyte."""
+"""The number of tokens whose logits are in memory at a time; with a large vocabulary, each takes a
+megabyte."""
 
 
 def first_scored(prompt: Prompt) -> int:
-    """Return the position of the first token of a linked prompt that can be scored: the second one behind its last
-    chunk, since predicting the first needs the chunk's last token, which a policy may not compute."""
+    """Return the position of the first token of a linked prompt that can be scored: the second one
+    behind its last chunk, since predicting the first needs the chunk's last token, which a policy
+    may not compute."""
     return max((span.end for span in prompt.spans), default=0) + 1
 
 
 class LogprobCollector:
-    """Collects the log probability, in nats, of each token from a position on, given all tokens before it.
+    """Collects the log probability, in nats, of each token from a position on, given all tokens
+    before it.
 
-    ``token_ids`` and ``logprobs`` are [scored], ``top_ids`` and ``top_logprobs`` [scored, top] with the most likely
-    token first; complete once the tokens that predict them are computed. Tokens that are computed again are collected
-    again.
+    ``token_ids`` and ``logprobs`` are [scored], ``top_ids`` and ``top_logprobs`` [scored, top] with
+    the most likely token first; complete once the tokens that predict them are computed. Tokens
+    that are computed again are collected again.
     """
 
     def __init__(self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int) -> None:
-        """Score ``tokens`` [length] from position ``first`` (at least 1) on. ``head`` computes logits; ``top``
-        alternatives are kept per token, at most the vocabulary."""
+        """Score ``tokens`` [length] from position ``first`` (at least 1) on. ``head`` computes
+        logits; ``top`` alternatives are kept per token, at most the vocabulary."""
         self._head = head
         self._first = first - 1
         self.token_ids: NDArray[np.int64] = tokens[first:]
@@ -50,7 +53,9 @@ class LogprobCollector:
     def collect(self, start: int, hidden: Tensor) -> None:
         """Take the last hidden states [tokens, width] of the tokens from position ``start`` on."""
         begin = max(start, self._first)
-        end = min(start + len(hidden), self._first + len(self.token_ids))  # nothing follows the prompt's last token
+        end = min(
+            start + len(hidden), self._first + len(self.token_ids)
+        )  # nothing follows the prompt's last token
         for position in range(begin, end, ROWS_AT_ONCE):
             rows = hidden[position - start : min(position + ROWS_AT_ONCE, end) - start]
             self._record(position - self._first, self._head.logits(rows))
@@ -60,8 +65,8 @@ class LogprobCollector:
         return PromptLogprobs(self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, usage)
 
     def _record(self, begin: int, logits: Tensor) -> None:
-        """Store the log probabilities from ``logits`` [rows, vocabulary], which predict the scored tokens from
-        ``begin`` on."""
+        """Store the log probabilities from ``logits`` [rows, vocabulary], which predict the scored
+        tokens from ``begin`` on."""
         taken = slice(begin, begin + len(logits))
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         following = torch.from_numpy(self.token_ids[taken]).to(logits.device)
@@ -72,8 +77,8 @@ class LogprobCollector:
 
 
 class _OnlyHidden(BaseModelOutput):  # type: ignore[misc]
-    """A decoder's output with the last hidden states alone; every other field is None, whatever the model's family
-    adds."""
+    """A decoder's output with the last hidden states alone; every other field is None, whatever the
+    model's family adds."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -87,8 +92,8 @@ class _Given(nn.Module):
 
 
 class Head:
-    """Computes what a causal language model computes behind its decoder: the head, and any scaling or capping of its
-    logits.
+    """Computes what a causal language model computes behind its decoder: the head, and any scaling
+    or capping of its logits.
 
     It is the model's own code, in a copy of its outermost module that shares all weights.
     """
@@ -111,11 +116,14 @@ class Head:
 
     @contextmanager
     def watching(self, interceptor: Interceptor) -> Iterator[list[Tensor]]:
-        """List the last hidden states [tokens, width] of each forward pass that ``interceptor`` steps into."""
+        """List the last hidden states [tokens, width] of each forward pass that ``interceptor``
+        steps into."""
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if active_interceptor() is interceptor:  # another engine's thread may run the same model
+            if (
+                active_interceptor() is interceptor
+            ):  # another engine's thread may run the same model
                 seen.append(output[0][0])
 
         handle = self._decoder.register_forward_hook(keep)

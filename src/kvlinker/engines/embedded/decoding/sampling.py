@@ -36,14 +36,16 @@ class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
         self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the ``scores`` [1, vocabulary] with penalties for what is generated in ``input_ids`` [1, tokens]."""
+        """Return the ``scores`` [1, vocabulary] with penalties for what is generated in
+        ``input_ids`` [1, tokens]."""
         generated = input_ids[0, self._prompt_length :]
         counts = torch.bincount(generated, minlength=scores.shape[-1])[None].to(scores)
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class Sampler:
-    """Turns one answer's logits into tokens, with a seed reproducibly, whatever the batch around it."""
+    """Turns one answer's logits into tokens, with a seed reproducibly, whatever the batch around
+    it."""
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class Sampler:
         endings: Collection[int] = (),
         bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """``endings`` are the tokens that end the answer, which do not come before ``params.min_tokens``;
-        ``bad_words`` are the sequences of tokens that never come."""
+        """``endings`` are the tokens that end the answer, which do not come before
+        ``params.min_tokens``; ``bad_words`` are the sequences of tokens that never come."""
         self._logprobs = params.logprobs
         self._greedy = params.greedy
         self._processors = LogitsProcessorList()
@@ -63,7 +65,9 @@ class Sampler:
             bias = {(token,): float(value) for token, value in params.logit_bias.items()}
             self._processors.append(SequenceBiasLogitsProcessor(bias))
         if bad_words:
-            self._processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in bad_words]))
+            self._processors.append(
+                NoBadWordsLogitsProcessor([list(tokens) for tokens in bad_words])
+            )
         if params.min_tokens and endings:
             self._processors.append(
                 MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, sorted(endings))
@@ -72,7 +76,11 @@ class Sampler:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
         if params.presence_penalty or params.frequency_penalty:
             self._processors.append(
-                OutputPenalty(prompt_length, presence=params.presence_penalty, frequency=params.frequency_penalty)
+                OutputPenalty(
+                    prompt_length,
+                    presence=params.presence_penalty,
+                    frequency=params.frequency_penalty,
+                )
             )
         if not self._greedy:
             self._add_warpers(params)
@@ -82,11 +90,13 @@ class Sampler:
             else:
                 self._generator.manual_seed(params.seed % 2**63)
 
-    def sample(self, logits: Tensor, tokens: Callable[[], Tensor], allowed: Tensor | None = None) -> int:
+    def sample(
+        self, logits: Tensor, tokens: Callable[[], Tensor], allowed: Tensor | None = None
+    ) -> int:
         """Choose the next token by its ``logits`` [vocabulary], fp32, on the CPU.
 
-        ``tokens`` gives prompt and output so far: [tokens]; ``allowed`` [vocabulary] the tokens that a grammar lets
-        come, None for all. Raises InvalidRequestError where no token is left.
+        ``tokens`` gives prompt and output so far: [tokens]; ``allowed`` [vocabulary] the tokens
+        that a grammar lets come, None for all. Raises InvalidRequestError where no token is left.
         """
         history = tokens()[None] if self._processors or self._warpers else None
         scores = self._processors(history, logits[None])
@@ -104,8 +114,11 @@ class Sampler:
         probabilities = torch.softmax(scores[0], dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
-    def logprob(self, logits: Tensor, token: int, text_of: Callable[[int], str]) -> TokenLogprob | None:
-        """Return the log probabilities of the token and of the best alternatives, if the request wants them."""
+    def logprob(
+        self, logits: Tensor, token: int, text_of: Callable[[int], str]
+    ) -> TokenLogprob | None:
+        """Return the log probabilities of the token and of the best alternatives, if the request
+        wants them."""
         if self._logprobs is None:
             return None
         logprobs = torch.log_softmax(logits, dim=-1)

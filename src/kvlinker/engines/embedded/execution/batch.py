@@ -25,8 +25,8 @@ from kvlinker.store.loading.arriving import KV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedChunk:
-    """A chunk's resident KV as one sequence sees it: any number of sequences may see it at the same time, each at
-    another position."""
+    """A chunk's resident KV as one sequence sees it: any number of sequences may see it at the same
+    time, each at another position."""
 
     kv: KV
 
@@ -34,7 +34,8 @@ class SharedChunk:
     """The position of the chunk's token 0 in the sequence."""
 
     offset: int
-    """The position from which the keys' rotary embedding counts; it is ``start``, but for ablations."""
+    """The position from which the keys' rotary embedding counts; it is ``start``, but for
+    ablations."""
 
     first: int
     last: int
@@ -42,16 +43,21 @@ class SharedChunk:
 
 
 class OwnTokens:
-    """Tells in which layers a prompt's computed tokens are the sequence's own: from the first layer on, until a policy
-    drops them. A token that is its own in a layer hides its copy in a shared chunk there.
+    """Tells in which layers a prompt's computed tokens are the sequence's own: from the first layer
+    on, until a policy drops them. A token that is its own in a layer hides its copy in a shared
+    chunk there.
 
     Layers are told apart by their *epoch*, the number of times that tokens were dropped up to them.
     """
 
     def __init__(
-        self, positions: NDArray[np.int64], shared: Sequence[SharedChunk], dropped: Sequence[DroppedTokens] = ()
+        self,
+        positions: NDArray[np.int64],
+        shared: Sequence[SharedChunk],
+        dropped: Sequence[DroppedTokens] = (),
     ) -> None:
-        """``positions`` [computed], ascending, are those of the prompt's computed tokens. ``dropped`` may grow."""
+        """``positions`` [computed], ascending, are those of the prompt's computed tokens.
+        ``dropped`` may grow."""
         self.positions = positions
         self._shared = tuple(shared)
         self._dropped = dropped
@@ -62,7 +68,8 @@ class OwnTokens:
         return bisect_right([first for first, _ in self._dropped], layer) if self._dropped else 0
 
     def gone(self, epoch: int, count: int) -> NDArray[np.bool_] | None:
-        """Mask the first ``count`` of the sequence's own tokens that are dropped: [count]; None if none is."""
+        """Mask the first ``count`` of the sequence's own tokens that are dropped: [count]; None if
+        none is."""
         if not epoch:
             return None
         mask = np.zeros(count, dtype=np.bool_)
@@ -71,11 +78,14 @@ class OwnTokens:
         return mask
 
     def hidden(self, epoch: int) -> tuple[NDArray[np.bool_] | None, ...]:
-        """Mask, for every shared chunk, the tokens that are the sequence's own: [tokens]; None where none is."""
+        """Mask, for every shared chunk, the tokens that are the sequence's own: [tokens]; None
+        where none is."""
         if epoch not in self._hidden:
             gone = self.gone(epoch, len(self.positions))
             own = self.positions if gone is None else self.positions[~gone]
-            self._hidden[epoch] = tuple(_inside(own, chunk.start, chunk.kv.tokens) for chunk in self._shared)
+            self._hidden[epoch] = tuple(
+                _inside(own, chunk.start, chunk.kv.tokens) for chunk in self._shared
+            )
         return self._hidden[epoch]
 
 
@@ -91,7 +101,8 @@ def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleKV:
-    """Holds what a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
+    """Holds what a sequence's queries see in one step: shared chunks, and its own tokens in the
+    pool."""
 
     shared: tuple[SharedChunk, ...]
 
@@ -105,7 +116,8 @@ class VisibleKV:
 
 
 class Capture:
-    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary embedding."""
+    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary
+    embedding."""
 
     def __init__(
         self,
@@ -115,7 +127,8 @@ class Capture:
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
+        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
+        the same order."""
         self._shapes = layers
         self._spans = tuple(spans)
         self._dtype = dtype
@@ -123,12 +136,15 @@ class Capture:
 
     @cached_property
     def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
-        """The KV per chunk and layer. It is allocated when the sequence's turn comes, not while it waits."""
+        """The KV per chunk and layer. It is allocated when the sequence's turn comes, not while it
+        waits."""
         return tuple(
             tuple(
                 LayerKV(
                     key=torch.empty(shape.kv_heads, end - start, shape.key_dim, dtype=self._dtype),
-                    value=torch.empty(shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype),
+                    value=torch.empty(
+                        shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype
+                    ),
                 )
                 for shape in self._shapes
             )
@@ -136,7 +152,8 @@ class Capture:
         )
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
+        """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position
+        ``start`` on."""
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
             begin, end = max(start, first), min(start + key.shape[1], last)
             if begin < end:
@@ -147,7 +164,9 @@ class Capture:
     def finish(self) -> tuple[ChunkKV, ...]:
         """Return the KV of every chunk, once all layers have seen all tokens."""
         scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
-        return tuple(ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True))
+        return tuple(
+            ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +186,8 @@ class Run:
     """Collects the KV of chunks."""
 
     refinement: Refinement | None = None
-    """Decides which tokens are dropped between layers. It is the same for all runs of a request, and never comes with
-    ``capture``."""
+    """Decides which tokens are dropped between layers. It is the same for all runs of a request,
+    and never comes with ``capture``."""
 
     observer: Observer | None = None
     """Observes the attention of this run's queries."""
@@ -186,8 +205,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. The runs of a sequence are neighbours, disjoint and ascending; ``visible_kv`` has what each
-    owner of a run sees."""
+    """One step's work. The runs of a sequence are neighbours, disjoint and ascending;
+    ``visible_kv`` has what each owner of a run sees."""
 
     runs: tuple[Run, ...]
     visible_kv: Mapping[object, VisibleKV]
@@ -250,7 +269,9 @@ class Batch:
 
     def without(self, owners: set[object]) -> NDArray[np.bool_]:
         """Mask of the tokens that belong to none of these owners: [tokens]."""
-        return np.repeat([run.owner not in owners for run in self.runs], [len(run.tokens) for run in self.runs])
+        return np.repeat(
+            [run.owner not in owners for run in self.runs], [len(run.tokens) for run in self.runs]
+        )
 
     def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
         """Return the batch without the tokens where ``keep`` [tokens] is false."""
@@ -277,11 +298,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of a step, by owner. An owner that appears in neither field asked for no logits."""
+    """The results of a step, by owner. An owner that appears in neither field asked for no
+    logits."""
 
     logits: dict[object, Tensor]
-    """The last token's logits [vocabulary], fp32, on the CPU, for every owner that wanted them and did not leave."""
+    """The last token's logits [vocabulary], fp32, on the CPU, for every owner that wanted them and
+    did not leave."""
 
     left: dict[object, int]
-    """The owners that left the step because a chunk's layer had not arrived, each with the first layer that was
-    missing."""
+    """The owners that left the step because a chunk's layer had not arrived, each with the first
+    layer that was missing."""

@@ -1,4 +1,5 @@
-"""Computes how far what a layer computes anew is from what the chunks hold, for policies that drop tokens by it."""
+"""Computes how far what a layer computes anew is from what the chunks hold, for policies that drop
+tokens by it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from kvlinker.store.chunk_kv import LayerKV
 
 
 class LayerDeviations:
-    """Computes how far a layer's new keys and values of a request's active tokens are from those of its chunks."""
+    """Computes how far a layer's new keys and values of a request's active tokens are from those of
+    its chunks."""
 
     def __init__(
         self,
@@ -27,8 +29,9 @@ class LayerDeviations:
         *,
         new: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        """``positions`` [active], ascending, are the active tokens'; ``layers`` the chunks' KV in this layer. ``new``
-        computes key, un-rotated, and value [kv_heads, active, head_dim]; it is called when they are first needed."""
+        """``positions`` [active], ascending, are the active tokens'; ``layers`` the chunks' KV in
+        this layer. ``new`` computes key, un-rotated, and value [kv_heads, active, head_dim]; it is
+        called when they are first needed."""
         self._positions = positions
         self._chunks = chunks
         self._layers = layers
@@ -40,10 +43,13 @@ class LayerDeviations:
         return self._compute()
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Return the deviation as ``Deviations.deviation`` specifies it; tokens of no chunk have none."""
+        """Return the deviation as ``Deviations.deviation`` specifies it; tokens of no chunk have
+        none."""
         found = np.zeros(len(self._positions), dtype=np.float32)
         for chunk, layer in zip(self._chunks, self._layers, strict=True):
-            first, last = np.searchsorted(self._positions, [chunk.start + chunk.first, chunk.start + chunk.last])
+            first, last = np.searchsorted(
+                self._positions, [chunk.start + chunk.first, chunk.start + chunk.last]
+            )
             if first == last:
                 continue
             positions = torch.from_numpy(self._positions[first:last])

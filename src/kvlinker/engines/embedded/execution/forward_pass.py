@@ -1,4 +1,5 @@
-"""Computes one forward pass from the inside: writes the pool, attends over segments, layer by layer."""
+"""Computes one forward pass from the inside: writes the pool, attends over segments, layer by
+layer."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class EmptyStepError(Exception):
 
 
 class _Peeked(Exception):  # noqa: N818
-    """Raised to leave a layer once its un-rotated ``key`` and ``value`` [kv_heads, tokens, head_dim] are computed."""
+    """Raised to leave a layer once its un-rotated ``key`` and ``value`` [kv_heads, tokens,
+    head_dim] are computed."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key = key
@@ -48,9 +50,9 @@ class _Peeked(Exception):  # noqa: N818
 class ForwardPass:
     """Replaces rotary embedding and attention in one forward pass over a batch.
 
-    Tokens leave the hidden states between the layers: tokens that a policy drops, and all tokens of an owner whose
-    chunk lacks the layer that is to be attended to. The other owners' tokens are computed as if these had never been in
-    the batch.
+    Tokens leave the hidden states between the layers: tokens that a policy drops, and all tokens of
+    an owner whose chunk lacks the layer that is to be attended to. The other owners' tokens are
+    computed as if these had never been in the batch.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class ForwardPass:
         wait: WaitInStep,
         native: bool = True,
     ) -> None:
-        """``native`` is False where observers are to be shown weights that PyTorch alone computes."""
+        """``native`` is False where observers are to be shown weights that PyTorch alone
+        computes."""
         self._layers = layers
         self._pool = pool
         self._kernel = kernel
@@ -76,8 +79,9 @@ class ForwardPass:
         self._unnarrowed: Tensor | None = None
         self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
-        """The rows of the last layer's output that hold the wanted tokens, in the order of ``remaining.logit_owners``.
-        When tokens leave, the rows are updated in place; entries beyond the remaining owners are meaningless."""
+        """The rows of the last layer's output that hold the wanted tokens, in the order of
+        ``remaining.logit_owners``. When tokens leave, the rows are updated in place; entries beyond
+        the remaining owners are meaningless."""
 
         self.remaining = batch
         """The batch of the tokens that the hidden states still have."""
@@ -87,18 +91,24 @@ class ForwardPass:
 
         self._enter(batch)
 
-    def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
+    def enter_layer(
+        self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]
+    ) -> Tensor:
         """Return the layer's input [1, tokens, width] without the tokens that leave before it.
 
-        Policies that have dropped nothing yet are asked here, before the layer computes anything: where all tokens are
-        computed and few are kept, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer
-        on an input. Raises EmptyStepError.
+        Policies that have dropped nothing yet are asked here, before the layer computes anything:
+        where all tokens are computed and few are kept, it is worth computing the layer's keys and
+        values ahead. ``compute`` runs the layer on an input. Raises EmptyStepError.
         """
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
         hidden = self._without_late(index, hidden)
-        self._asked = {id(refinement) for refinement, _, _ in self._batch.refinements() if not refinement.dropped}
+        self._asked = {
+            id(refinement)
+            for refinement, _, _ in self._batch.refinements()
+            if not refinement.dropped
+        }
         if not self._asked:
             return hidden
         with self._timed("select"):
@@ -109,16 +119,22 @@ class ForwardPass:
             kept = self._refine(index, ahead, at_entry=True)
         return hidden if kept is None else self._narrowed(hidden, kept)
 
-    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def rotary(
+        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
         """Do nothing: the tables that were traced at load replace the model's own."""
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         """Write and attend one layer; see ``Interceptor.attend``."""
         if self._peeking:
             raise _Peeked(key[0], value[0])
         index = int(module.layer_idx)  # type: ignore[arg-type]
         with self._timed("attention"):
-            return self._attend(index, query[0], key[0], value[0], AttentionOptions.of_call(query, options))[None]
+            return self._attend(
+                index, query[0], key[0], value[0], AttentionOptions.of_call(query, options)
+            )[None]
 
     def _enter(self, batch: Batch) -> None:
         """Compute these runs from now on."""
@@ -136,8 +152,8 @@ class ForwardPass:
         self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. If all owners lack it and there
-        is nobody else to compute, wait for the layers first."""
+        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. If all
+        owners lack it and there is nobody else to compute, wait for the layers first."""
         while lacking := self._lacking(index):
             late = {owner for owner, _ in lacking}
             lost = {owner for owner, kv in lacking if kv.lost}
@@ -168,8 +184,11 @@ class ForwardPass:
         self._enter(self._batch.narrowed(keep))
         return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
 
-    def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
+    def _attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are
+        dropped in this layer."""
         tokens = query.shape[1]
         for run, rows in self._batch.rows():
             if run.capture is not None:
@@ -186,13 +205,16 @@ class ForwardPass:
         with self._timed("select"):
             self._show(index, views, query, segments, options)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        self._kernel.attend(plan, query, segments, self._layers[index].rotary, options, output=output)
+        self._kernel.attend(
+            plan, query, segments, self._layers[index].rotary, options, output=output
+        )
         if kept is not None:
             return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
         return output
 
     def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
-        """Return what all queries see in this layer; it is the same in all layers of the same epochs."""
+        """Return what all queries see in this layer; it is the same in all layers of the same
+        epochs."""
         epochs = tuple(visible.own.epoch(index) for visible, _ in self._sights)
         if epochs not in self._plans:
             views = [
@@ -219,7 +241,8 @@ class ForwardPass:
             yield View(self._span_segments[span], rows, start, 0, 0, span.size, hidden, scattered)
 
     def _segments(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Return key and value of all segments in this layer: the shared chunks, then spans of the pool."""
+        """Return key and value of all segments in this layer: the shared chunks, then spans of the
+        pool."""
         segments = []
         for kv in self._chunks.values():
             layer = _layer(kv, index)
@@ -244,11 +267,15 @@ class ForwardPass:
                 continue
             mine = [view for view in views if view.rows.start <= rows.start < view.rows.stop]
 
-            def weights(first: int, last: int, run_rows: slice = rows, mine: list[View] = mine) -> Tensor:
+            def weights(
+                first: int, last: int, run_rows: slice = rows, mine: list[View] = mine
+            ) -> Tensor:
                 positions = self._positions[run_rows][first:last]
                 part = query[:, run_rows][:, first:last]
                 length = int(positions[-1]) + 1
-                return position_weights(mine, positions, part, segments, rotary, options, length, native=self._native)
+                return position_weights(
+                    mine, positions, part, segments, rotary, options, length, native=self._native
+                )
 
             run.observer.observe(index, run.start, len(run.tokens), weights)
 
@@ -257,10 +284,12 @@ class ForwardPass:
     ) -> Tensor | None:
         """Ask the policies whose turn it is, and continue with the tokens that they keep.
 
-        ``computed`` gives new keys, un-rotated, and values of rows of the batch. Returns the kept tokens' indices in
-        the batch as it was; None when nothing was dropped.
+        ``computed`` gives new keys, un-rotated, and values of rows of the batch. Returns the kept
+        tokens' indices in the batch as it was; None when nothing was dropped.
         """
-        asked = [item for item in self._batch.refinements() if (id(item[0]) in self._asked) == at_entry]
+        asked = [
+            item for item in self._batch.refinements() if (id(item[0]) in self._asked) == at_entry
+        ]
         if not asked:
             return None
         keep = np.ones(len(self._slots), dtype=np.bool_)
@@ -277,7 +306,9 @@ class ForwardPass:
         if keep.all():
             return None
         narrowed = self._batch.narrowed(keep)
-        assert narrowed.logit_owners == self._batch.logit_owners, "a token whose logits are wanted was dropped"
+        assert narrowed.logit_owners == self._batch.logit_owners, (
+            "a token whose logits are wanted was dropped"
+        )
         self._enter(narrowed)
         return torch.from_numpy(np.flatnonzero(keep)).to(self._device)
 
@@ -289,9 +320,11 @@ class ForwardPass:
         self.logit_rows[: len(moved)] = torch.tensor(moved, dtype=torch.long)
         return hidden[:, kept]
 
-    def _peek(self, rows: slice, hidden: Tensor, compute: Callable[[Tensor], object]) -> tuple[Tensor, Tensor]:
-        """Return the layer's keys, un-rotated, and values of these rows, without the layer's attention and what follows
-        it."""
+    def _peek(
+        self, rows: slice, hidden: Tensor, compute: Callable[[Tensor], object]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's keys, un-rotated, and values of these rows, without the layer's
+        attention and what follows it."""
         self._peeking = True
         try:
             compute(hidden[:, rows])
@@ -321,7 +354,8 @@ def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:
 
 
 class Profile:
-    """Adds up the wall time of named parts in ``seconds``; time in a nested part counts for the nested part only."""
+    """Adds up the wall time of named parts in ``seconds``; time in a nested part counts for the
+    nested part only."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

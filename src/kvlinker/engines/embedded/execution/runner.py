@@ -30,10 +30,16 @@ class Runner:
     """Runs one model over one KV pool. It is not thread safe: the engine's thread owns it."""
 
     def __init__(
-        self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
+        self,
+        model: Any,
+        layers: Sequence[LayerShape],
+        pool: KVPool,
+        *,
+        native_attention: bool = True,
     ) -> None:
-        """``model`` is a transformers causal language model whose attention is kvlinker's. With ``native_attention``,
-        attention is computed by code that is compiled for the CPU, where that can be done for the model."""
+        """``model`` is a transformers causal language model whose attention is kvlinker's. With
+        ``native_attention``, attention is computed by code that is compiled for the CPU, where that
+        can be done for the model."""
         self._model = model
         self._layers = tuple(layers)
         self.pool = pool
@@ -46,14 +52,14 @@ class Runner:
 
     @cached_property
     def head(self) -> Head:
-        """The model's head, which computes logits for scoring. Raises InvalidRequestError for a model whose head cannot
-        be separated."""
+        """The model's head, which computes logits for scoring. Raises InvalidRequestError for a
+        model whose head cannot be separated."""
         return Head(self._model)
 
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
-        """Compute all runs, except those of owners whose chunks lack a layer when it is to be attended to: these leave
-        the step.
+        """Compute all runs, except those of owners whose chunks lack a layer when it is to be
+        attended to: these leave the step.
 
         If all owners would leave, ``wait`` is called first.
         """
@@ -67,12 +73,19 @@ class Runner:
             native=self._native,
         )
         narrows = any(run.refinement is not None for run in batch.runs) or any(
-            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete for _, chunk in batch.shared()
+            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete
+            for _, chunk in batch.shared()
         )
         scored = any(run.logprobs is not None for run in batch.runs)
-        watching: AbstractContextManager[list[Tensor]] = self.head.watching(forward) if scored else nullcontext([])
+        watching: AbstractContextManager[list[Tensor]] = (
+            self.head.watching(forward) if scored else nullcontext([])
+        )
         try:
-            with intercepted(forward), _narrowing(self._model, forward) if narrows else nullcontext(), watching as seen:
+            with (
+                intercepted(forward),
+                _narrowing(self._model, forward) if narrows else nullcontext(),
+                watching as seen,
+            ):
                 output = self._model(
                     input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
                     position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
@@ -101,13 +114,19 @@ def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
             return args, kwargs  # another engine's thread runs the same model
 
         def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+            return (
+                ((hidden, *args[1:]), kwargs)
+                if args
+                else (args, kwargs | {"hidden_states": hidden})
+            )
 
         def compute(hidden: Tensor) -> object:
             changed_args, changed_kwargs = with_input(hidden)
             return layer.forward(*changed_args, **changed_kwargs)
 
-        return with_input(forward.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
+        return with_input(
+            forward.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute)
+        )
 
     handles = [
         layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)

@@ -1,1 +1,2 @@
-"""Keeps the KV that requests computed: in slots of a pool, and, as long as there is room, for later requests."""
+"""Keeps the KV that requests computed: in slots of a pool, and, as long as there is room, for later
+requests."""

@@ -1,4 +1,5 @@
-"""Names all that the KV of a sequence depends on, so that what one request computed can serve another."""
+"""Names all that the KV of a sequence depends on, so that what one request computed can serve
+another."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ class PathChunk(NamedTuple):
 
     key: str
     linked: str
-    """By what it was chosen what is computed again: the policy and, where it looks at the question, the whole prompt;
-    empty for a chunk that is exact where it stands."""
+    """By what it was chosen what is computed again: the policy and, where it looks at the question,
+    the whole prompt; empty for a chunk that is exact where it stands."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequencePath:
-    """All that the KV of a sequence depends on: its tokens, where the KV of chunks was used, and how that was linked.
+    """All that the KV of a sequence depends on: its tokens, where the KV of chunks was used, and
+    how that was linked.
 
     Two sequences with equal paths have the same KV, whatever their prompts are called.
     """
@@ -44,32 +46,38 @@ class SequencePath:
 
 
 class PathChoices:
-    """Lists how each chunk of a prompt may have been linked before, so that the prompt can begin with it.
+    """Lists how each chunk of a prompt may have been linked before, so that the prompt can begin
+    with it.
 
-    Where the policy looks at the question, any prompt with which this one begins may have been the one that it looked
-    at. Nothing is made for chunks that a look-up does not come to: it holds the scheduler's lock, and there may be many
-    chunks, and many such prompts.
+    Where the policy looks at the question, any prompt with which this one begins may have been the
+    one that it looked at. Nothing is made for chunks that a look-up does not come to: it holds the
+    scheduler's lock, and there may be many chunks, and many such prompts.
     """
 
-    def __init__(self, prompt: Prompt, keys: Sequence[str], policy: Policy, lengths: Iterable[int]) -> None:
-        """``keys`` are those of the prompt's chunks; ``lengths``, in tokens, those of the prompts at which policies
-        looked."""
-        spans: Iterable[tuple[ChunkSpan, str]] = () if policy.exact else zip(prompt.spans, keys, strict=True)
+    def __init__(
+        self, prompt: Prompt, keys: Sequence[str], policy: Policy, lengths: Iterable[int]
+    ) -> None:
+        """``keys`` are those of the prompt's chunks; ``lengths``, in tokens, those of the prompts
+        at which policies looked."""
+        spans: Iterable[tuple[ChunkSpan, str]] = (
+            () if policy.exact else zip(prompt.spans, keys, strict=True)
+        )
         self._prompt = prompt
         self._policy = policy
         self._lengths = lengths
         self._chunks = {span.start: (span, key) for span, key in spans}
 
     def at(self, position: int) -> list[PathChunk]:
-        """Return all that the chunk at the position may have been linked as; nothing where no chunk begins."""
+        """Return all that the chunk at the position may have been linked as; nothing where no chunk
+        begins."""
         if position not in self._chunks:
             return []
         span, key = self._chunks[position]
         return [PathChunk(key, linked) for linked in self._ways(span)]
 
     def length(self, chunk: PathChunk, position: int) -> int:
-        """Return the length in tokens of the prompt's chunk at the position if it may have been linked as ``chunk``;
-        else 0."""
+        """Return the length in tokens of the prompt's chunk at the position if it may have been
+        linked as ``chunk``; else 0."""
         if position not in self._chunks:
             return 0
         span, key = self._chunks[position]
@@ -93,8 +101,8 @@ class PathChoices:
 
 
 def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePath:
-    """Return the path of a prompt that is linked by ``plan``; under a policy that drops tokens in some layers, only up
-    to the first chunk that is not exact. ``keys`` are those of its chunks."""
+    """Return the path of a prompt that is linked by ``plan``; under a policy that drops tokens in
+    some layers, only up to the first chunk that is not exact. ``keys`` are those of its chunks."""
     prompt, reused = plan.prompt, plan.prompt.reused
     computed = np.zeros(len(prompt), dtype=np.bool_)
     for begin, end in plan.runs:
@@ -107,13 +115,20 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePat
     chunks: dict[int, tuple[PathChunk, int]] = {}
     for span, key in zip(prompt.spans, keys, strict=True):
         if plan.policy.needs.refines and not span.exact and span.end > prompt.reused_tokens:
-            return SequencePath(tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks)
+            return SequencePath(
+                tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks
+            )
         if not computed[span.start : span.end].all():
-            chunks[span.start] = PathChunk(key, before.get(span.start, "" if span.exact else linked)), span.length
-    return SequencePath(tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None)
+            chunks[span.start] = (
+                PathChunk(key, before.get(span.start, "" if span.exact else linked)),
+                span.length,
+            )
+    return SequencePath(
+        tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None
+    )
 
 
 def looks_at_question(policy: Policy) -> bool:
-    """Return whether what the policy computes again depends on what stands behind the chunks, so that another question
-    about them is to be linked anew."""
+    """Return whether what the policy computes again depends on what stands behind the chunks, so
+    that another question about them is to be linked anew."""
     return policy.needs.question_attention or policy.needs.chunk_attention

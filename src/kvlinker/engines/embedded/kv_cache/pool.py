@@ -38,7 +38,8 @@ def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
 
 
 class SlotAllocator:
-    """Hands out a fixed number of slots, and counts the users of each: what is computed once may be seen by many."""
+    """Hands out a fixed number of slots, and counts the users of each: what is computed once may be
+    seen by many."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -55,15 +56,16 @@ class SlotAllocator:
         return int(np.count_nonzero(self._users))
 
     def free_without(self, spans: Iterable[SlotSpan]) -> int:
-        """Return the number of slots that would be free if each of these spans had one user less."""
+        """Return the number of slots that would be free if each of these spans had one user
+        less."""
         users = self._users.copy()
         for span in spans:
             users[span.slot : span.end] -= 1
         return self.slots - int(np.count_nonzero(users))
 
     def allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
-        """Return ``size`` slots with one user: one span from the smallest gap that holds them, or, where none does,
-        several from the largest gaps on; None where fewer are free."""
+        """Return ``size`` slots with one user: one span from the smallest gap that holds them, or,
+        where none does, several from the largest gaps on; None where fewer are free."""
         gaps = self._gaps()
         if sum(gap.size for gap in gaps) < size:
             return None
@@ -97,10 +99,13 @@ class SlotAllocator:
 
     def users(self, spans: Iterable[SlotSpan]) -> NDArray[np.int32]:
         """Return the number of users of every slot of these spans, in order."""
-        return np.concatenate([self._users[:0], *(self._users[span.slot : span.end] for span in spans)])
+        return np.concatenate(
+            [self._users[:0], *(self._users[span.slot : span.end] for span in spans)]
+        )
 
     def check_integrity(self, held: Sequence[SlotSpan]) -> None:
-        """Raises AssertionError unless each slot has a user for each of these spans that it is in, and no others."""
+        """Raises AssertionError unless each slot has a user for each of these spans that it is in,
+        and no others."""
         expected = np.zeros_like(self._users)
         for span in held:
             assert 0 <= span.slot < span.end <= self.slots, span
@@ -118,12 +123,15 @@ def _size(span: SlotSpan) -> int:
 
 
 class KVPool:
-    """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim] each.
+    """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim]
+    each.
 
     A span of slots is a strided view that attention reads without a copy.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.slots = slots
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -132,7 +140,8 @@ class KVPool:
             self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
 
     def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
-        """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of their positions."""
+        """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of
+        their positions."""
 
         def copied(whole: Tensor) -> Tensor:
             return torch.cat([whole[:, span.slot : span.end] for span in spans], dim=1).cpu()
@@ -151,8 +160,10 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros: attention needs finite numbers even in slots that nobody sees. On the CPU, memory is taken as it is
-    written to."""
+    """Return zeros: attention needs finite numbers even in slots that nobody sees. On the CPU,
+    memory is taken as it is written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(
+        shape
+    )

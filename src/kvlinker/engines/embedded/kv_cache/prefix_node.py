@@ -1,4 +1,5 @@
-"""A node of the tree of prefixes: a part of a path, and where the KV lies that was computed for it."""
+"""A node of the tree of prefixes: a part of a path, and where the KV lies that was computed for
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvlinker.prompting.segments import StoredKV
 
 
 class PrefixNode:
-    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its parent."""
+    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its
+    parent."""
 
     def __init__(
         self,
@@ -27,8 +29,9 @@ class PrefixNode:
         stored: StoredKV | None = None,
         tenant: str = "",
     ) -> None:
-        """``items`` [count] begin at the positions ``starts`` [count]. The KV of the positions ``own`` was computed,
-        and lies in ``spans``, or, where they are None, on disk (``stored``); it may lie in both."""
+        """``items`` [count] begin at the positions ``starts`` [count]. The KV of the positions
+        ``own`` was computed, and lies in ``spans``, or, where they are None, on disk (``stored``);
+        it may lie in both."""
         self.parent = parent
         self.children: dict[int, PrefixNode] = {}
         self.items = items
@@ -56,16 +59,24 @@ class PrefixNode:
 
     def own_count(self, count: int) -> int:
         """Return how many positions were computed in its first ``count`` items."""
-        return len(self.own) if count == len(self.items) else int(np.searchsorted(self.own, self.starts[count]))
+        return (
+            len(self.own)
+            if count == len(self.items)
+            else int(np.searchsorted(self.own, self.starts[count]))
+        )
 
     def divide(self, count: int) -> PrefixNode:
-        """Keep the first ``count`` items, and return a new child that gets the others, and all children so far."""
+        """Keep the first ``count`` items, and return a new child that gets the others, and all
+        children so far."""
         size = self.own_count(count)
         spans = None if self.spans is None else tuple(cut(self.spans, size, len(self.own)))
         rest = PrefixNode(self, self.items[count:], self.starts[count:], self.own[size:], spans)
         if self.stored is not None:
             key, first, last = self.stored.key, self.stored.first, self.stored.last
-            self.stored, rest.stored = StoredKV(key, first, first + size), StoredKV(key, first + size, last)
+            self.stored, rest.stored = (
+                StoredKV(key, first, first + size),
+                StoredKV(key, first + size, last),
+            )
         rest.children, self.children = self.children, {int(self.items[count]): rest}
         for child in rest.children.values():
             child.parent = rest
@@ -74,15 +85,17 @@ class PrefixNode:
         return rest
 
     def key(self, fingerprint: str, chunks: Mapping[int, PathChunk]) -> str:
-        """Return the key of its KV: SHA-256 (hex) over model, tenant, all that the KV depends on, and which positions
-        it is of. ``chunks`` are those of the names."""
+        """Return the key of its KV: SHA-256 (hex) over model, tenant, all that the KV depends on,
+        and which positions it is of. ``chunks`` are those of the names."""
         line, before = [self], self.parent
         while before is not None:
             line.append(before)
             before = before.parent
         items = np.concatenate([node.items for node in reversed(line)])
         named = [chunks[name] for name in items[items < 0].tolist()]
-        digest = sha256(json.dumps(["kvlinker prefix", fingerprint, self.tenant, len(items), named]).encode())
+        digest = sha256(
+            json.dumps(["kvlinker prefix", fingerprint, self.tenant, len(items), named]).encode()
+        )
         digest.update(np.maximum(items, -1).astype("<i8").tobytes())
         digest.update(self.own.astype("<i8").tobytes())
         return digest.hexdigest()

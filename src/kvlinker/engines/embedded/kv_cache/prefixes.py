@@ -1,4 +1,5 @@
-"""Finds prompts that begin as earlier ones did: a tree of what requests computed, with KV in the pool or on disk."""
+"""Finds prompts that begin as earlier ones did: a tree of what requests computed, with KV in the
+pool or on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOST_LENGTHS = 1024
 """The number of prompt lengths that are remembered, at which policies looked at the question."""
 
 LEAST_TOKENS = 16
-"""The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little in every step."""
+"""The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little
+in every step."""
 
 LEAST_SWEPT = 256
 """The fewest nodes on disk among which those are looked for whose files are gone."""
@@ -41,11 +43,12 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """Keeps the KV of tokens that requests computed, each tenant's apart, until the slots are needed. Not thread safe.
+    """Keeps the KV of tokens that requests computed, each tenant's apart, until the slots are
+    needed. Not thread safe.
 
-    A path ends in the middle of a node if two prompts differ there; then the node is divided. With a ``Spill``, nodes
-    whose slots are needed stay in the tree while their KV is on disk. What stands before a node that is in the pool is
-    there, too.
+    A path ends in the middle of a node if two prompts differ there; then the node is divided. With
+    a ``Spill``, nodes whose slots are needed stay in the tree while their KV is on disk. What
+    stands before a node that is in the pool is there, too.
     """
 
     def __init__(self, allocator: SlotAllocator, spill: Spill | None = None) -> None:
@@ -56,9 +59,15 @@ class PrefixTree:
         self._chunks: dict[int, PathChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
         self._new_names = counting(UNNAMED - 1, -1)
-        self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
-        self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
-        self._spilled: dict[PrefixNode, None] = {}  # all others, parents behind children: their KV is on disk, or was
+        self._lengths: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # of prompts that chunks were linked for
+        self._used: OrderedDict[PrefixNode, None] = (
+            OrderedDict()
+        )  # the last used one last, and parents behind children
+        self._spilled: dict[
+            PrefixNode, None
+        ] = {}  # all others, parents behind children: their KV is on disk, or was
         self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
@@ -69,10 +78,13 @@ class PrefixTree:
         """All slots that the tree keeps."""
         return [span for node in self._used for span in node.slots]
 
-    def find(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+    def find(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
+    ) -> ReusedPrefix | None:
         """Return what a prompt, linked under ``policy``, can reuse; None where that is too little.
 
-        ``keys`` are those of the prompt's chunks. Its last token is never reused, since its logits are needed.
+        ``keys`` are those of the prompt's chunks. Its last token is never reused, since its logits
+        are needed.
         """
         root = self._roots.get(tenant)
         if root is None:
@@ -91,8 +103,8 @@ class PrefixTree:
         return ReusedPrefix(match.length, own, linked, stored)
 
     def acquire(self, path: SequencePath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
-        """Return the slots of what was ``reused``, or of as much of its beginning as is still there, with one user
-        more. ``path`` is the sequence's."""
+        """Return the slots of what was ``reused``, or of as much of its beginning as is still
+        there, with one user more. ``path`` is the sequence's."""
         items, starts = self._items(path)
         parts = self._follow(path.tenant, items[starts < reused.length])
         self._touch(parts)
@@ -100,7 +112,9 @@ class PrefixTree:
         count = 0
         for node, items_count in parts:
             size = node.own_count(items_count)
-            if node.spans is None or not np.array_equal(node.own[:size], reused.own[count : count + size]):
+            if node.spans is None or not np.array_equal(
+                node.own[:size], reused.own[count : count + size]
+            ):
                 break  # it is on disk, or the same beginning was linked anew, by other tokens
             count += size
             found += cut(node.spans, 0, size)
@@ -108,7 +122,8 @@ class PrefixTree:
         return tuple(found)
 
     def insert(self, path: SequencePath, own: Positions, spans: Sequence[SlotSpan]) -> None:
-        """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that order."""
+        """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that
+        order."""
         if path.asked is not None:
             self._lengths[path.asked] = None
             self._lengths.move_to_end(path.asked)
@@ -140,7 +155,8 @@ class PrefixTree:
         self._touch(parts)
 
     def evict(self, slots: int) -> None:
-        """Give up what was used longest ago, until so many slots are free, or nothing is left that would free any."""
+        """Give up what was used longest ago, until so many slots are free, or nothing is left that
+        would free any."""
         for node in list(self._used):
             if self._allocator.free >= slots:
                 break
@@ -159,11 +175,16 @@ class PrefixTree:
             count = int(differ[0]) if differ.size else alike
             parts.append((node, count))
             items = items[count:]
-            node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
+            node = (
+                node.children.get(int(items[0]))
+                if count == len(node.items) and len(items)
+                else None
+            )
         return parts
 
     def _longest(self, root: PrefixNode, tokens: Positions, choices: PathChoices) -> Match:
-        """Return the longest match from the root on; of equal ones, that whose chunks were computed as tokens."""
+        """Return the longest match from the root on; of equal ones, that whose chunks were computed
+        as tokens."""
         length, last = 0, (root, 0)
         ahead = [(root, 0)]  # nodes that may go on with the match, and where they would begin
         while ahead:
@@ -174,21 +195,33 @@ class PrefixTree:
             if end > length:
                 length, last = end, (node, count)
             if node.children and count == len(node.items) and end < len(tokens):
-                following = [int(tokens[end]), *(self._names.get(chunk, UNNAMED) for chunk in choices.at(end))]
-                ahead += [(node.children[item], end) for item in reversed(following) if item in node.children]
+                following = [
+                    int(tokens[end]),
+                    *(self._names.get(chunk, UNNAMED) for chunk in choices.at(end)),
+                ]
+                ahead += [
+                    (node.children[item], end)
+                    for item in reversed(following)
+                    if item in node.children
+                ]
         parts = [last]
         while (parent := parts[-1][0].parent) is not None:
             parts.append((parent, len(parent.items)))
         return Match(length, parts[::-1])
 
-    def _match(self, node: PrefixNode, tokens: Positions, choices: PathChoices, position: int) -> tuple[int, int]:
-        """Return how many of the node's items the prompt has from the position on, and where the last of them ends."""
+    def _match(
+        self, node: PrefixNode, tokens: Positions, choices: PathChoices, position: int
+    ) -> tuple[int, int]:
+        """Return how many of the node's items the prompt has from the position on, and where the
+        last of them ends."""
         count = 0
         while count < len(node.items):
             behind = np.flatnonzero(node.items[count:] < 0)
             plain = int(behind[0]) if behind.size else len(node.items) - count
             plain = min(plain, len(tokens) - position)
-            differ = np.flatnonzero(node.items[count : count + plain] != tokens[position : position + plain])
+            differ = np.flatnonzero(
+                node.items[count : count + plain] != tokens[position : position + plain]
+            )
             alike = int(differ[0]) if differ.size else plain
             count, position = count + alike, position + alike
             length = 0
@@ -201,7 +234,8 @@ class PrefixTree:
         return count, position
 
     def _items(self, path: SequencePath) -> tuple[Positions, Positions]:
-        """Return the path's items and the positions where they begin; chunks that no node has are ``UNNAMED``."""
+        """Return the path's items and the positions where they begin; chunks that no node has are
+        ``UNNAMED``."""
         items, starts, position = [], [], 0
         for start, (chunk, length) in sorted(path.chunks.items()):
             items += [path.tokens[position:start], np.array([self._names.get(chunk, UNNAMED)])]
@@ -212,35 +246,42 @@ class PrefixTree:
         return np.concatenate(items), np.concatenate(starts)
 
     def _name(self, chunk: PathChunk) -> None:
-        """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with its last node."""
+        """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with
+        its last node."""
         if chunk not in self._names:
             name = next(self._new_names)
             self._names[chunk], self._chunks[name] = name, chunk
 
     def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
-        """Return as much of the match as is in the pool, or on disk and quicker to load than to compute; and what of it
-        is to be loaded."""
-        first = next((index for index, (node, _) in enumerate(match.parts) if node.spans is None), None)
+        """Return as much of the match as is in the pool, or on disk and quicker to load than to
+        compute; and what of it is to be loaded."""
+        first = next(
+            (index for index, (node, _) in enumerate(match.parts) if node.spans is None), None
+        )
         if first is None or self._spill is None:
             return match, ()
         wanted = [(node, node.own_count(count)) for node, count in match.parts[first:]]
         if not self._spill.pays(np.concatenate([node.own[:size] for node, size in wanted])):
             return Match(int(match.parts[first][0].starts[0]), match.parts[:first]), ()
         parts = [(node.stored, size) for node, size in wanted if node.stored is not None and size]
-        return match, tuple(StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts)
+        return match, tuple(
+            StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts
+        )
 
     def _lost(self, node: PrefixNode) -> bool:
-        """Return whether a match must not go through the node: its KV is neither in the pool nor on disk, or it has
-        none and leads to none."""
+        """Return whether a match must not go through the node: its KV is neither in the pool nor on
+        disk, or it has none and leads to none."""
         if node.spans is not None:
             return False
         if not len(node.own):
             return not node.children
-        return self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
+        return (
+            self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
+        )
 
     def _give_up(self, node: PrefixNode) -> None:
-        """Take a node without children in the pool out of that: its KV goes to disk, or the node goes with all that
-        stands behind it."""
+        """Take a node without children in the pool out of that: its KV goes to disk, or the node
+        goes with all that stands behind it."""
         if not self._write(node):
             self._remove(node)
             return
@@ -250,7 +291,8 @@ class PrefixTree:
         self._spilled[node] = None
 
     def _write(self, node: PrefixNode) -> bool:
-        """Have the node's KV on disk, if it is worth that, or something behind it is there; returns whether it is."""
+        """Have the node's KV on disk, if it is worth that, or something behind it is there; returns
+        whether it is."""
         if self._spill is None or not len(node.own):
             return bool(node.children)
         if node.stored is not None and self._spill.contains(node.stored.key):
@@ -264,8 +306,8 @@ class PrefixTree:
         return True
 
     def _return(self, node: PrefixNode, own: Positions, spans: tuple[SlotSpan, ...]) -> None:
-        """Keep in these slots what a node on disk stands for: it was loaded, or computed again, maybe at other
-        positions."""
+        """Keep in these slots what a node on disk stands for: it was loaded, or computed again,
+        maybe at other positions."""
         if not np.array_equal(own, node.own):
             node.own, node.stored = own, None
         self._allocator.share(spans)
@@ -274,7 +316,8 @@ class PrefixTree:
         self._used[node] = None
 
     def _sweep(self) -> None:
-        """Forget nodes that are lost, and what stands behind them; now and then, since that looks at all."""
+        """Forget nodes that are lost, and what stands behind them; now and then, since that looks
+        at all."""
         if len(self._spilled) < self._sweep_at:
             return
         for node in list(self._spilled):
@@ -283,7 +326,8 @@ class PrefixTree:
         self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
 
     def _divide(self, node: PrefixNode, count: int) -> None:
-        """Divide the node behind its first ``count`` items: it keeps these, and a child gets the others."""
+        """Divide the node behind its first ``count`` items: it keeps these, and a child gets the
+        others."""
         rest = node.divide(count)
         (self._spilled if rest.spans is None else self._used)[rest] = None
 

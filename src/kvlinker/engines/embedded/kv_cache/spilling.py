@@ -1,4 +1,5 @@
-"""Decides which of the KV that the pool gives up goes to disk, and copies it out of the pool and back into it."""
+"""Decides which of the KV that the pool gives up goes to disk, and copies it out of the pool and
+back into it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Spill(Protocol):
     """The fingerprint of the model that computed the KV."""
 
     def pays(self, own: Positions) -> bool:
-        """Return whether reading the KV of these positions is expected to be quicker than computing it."""
+        """Return whether reading the KV of these positions is expected to be quicker than computing
+        it."""
         ...
 
     def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
@@ -42,14 +44,21 @@ class Spill(Protocol):
 
 
 class PoolSpill:
-    """Copies KV between the pool and files. All methods but ``contains`` and ``pays`` are for the engine's thread.
+    """Copies KV between the pool and files. All methods but ``contains`` and ``pays`` are for the
+    engine's thread.
 
-    Copying takes as long as it takes to read memory, which is little beside the computation that the slots are needed
-    for, and no more is copied than may wait to be written.
+    Copying takes as long as it takes to read memory, which is little beside the computation that
+    the slots are needed for, and no more is copied than may wait to be written.
     """
 
     def __init__(
-        self, files: SpilledPrefixes, pool: KVPool, seconds: ComputeSeconds, *, fingerprint: str, token_bytes: int
+        self,
+        files: SpilledPrefixes,
+        pool: KVPool,
+        seconds: ComputeSeconds,
+        *,
+        fingerprint: str,
+        token_bytes: int,
     ) -> None:
         """``token_bytes`` are those of one token's KV."""
         self.fingerprint = fingerprint
@@ -75,7 +84,8 @@ class PoolSpill:
 
 
 def compute_seconds(predict: ComputeSeconds, own: Positions) -> float:
-    """Return the predicted seconds of computing these positions; infinity where nothing was measured."""
+    """Return the predicted seconds of computing these positions; infinity where nothing was
+    measured."""
     computed = np.zeros(int(own.max(initial=-1)) + 1, dtype=np.bool_)
     computed[own] = True
     seconds = predict(ranges(computed))

@@ -1,4 +1,5 @@
-"""Finds what the engine must know of a model's layers by watching one small forward pass: no family code."""
+"""Finds what the engine must know of a model's layers by watching one small forward pass: no family
+code."""
 
 from __future__ import annotations
 
@@ -31,15 +32,18 @@ from kvlinker.engines.embedded.model.obstacles import (
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
+"""Rotary embeddings whose angles change once a sequence passes the length that the model was
+pretrained with."""
 
 QUERY_SCALING = "llama_4_scaling_beta"
-"""The rotary parameter by which queries beyond the length that the model was pretrained with are scaled."""
+"""The rotary parameter by which queries beyond the length that the model was pretrained with are
+scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape(AttentionShape):
-    """Describes one layer's attention, and how its keys are rotated; None where it has no rotary embedding."""
+    """Describes one layer's attention, and how its keys are rotated; None where it has no rotary
+    embedding."""
 
     rotary: Rotary | None
 
@@ -47,8 +51,8 @@ class LayerShape(AttentionShape):
 def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     """Return the shape of every attention layer, in layer order.
 
-    Raises UnsupportedModelError when a layer's attention or positions do not pass through the two places that
-    kvlinker steps into, or when a layer keeps more than keys and values.
+    Raises UnsupportedModelError when a layer's attention or positions do not pass through the two
+    places that kvlinker steps into, or when a layer keeps more than keys and values.
     """
     transformers_logging.set_verbosity_error()
     prepare(model)
@@ -84,8 +88,8 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
 
 
 def context_window(model: Any) -> int:
-    """Count the positions that the model is made for, and over which it computes the same everywhere:
-    neither its rotary embedding nor the scale of its queries changes.
+    """Count the positions that the model is made for, and over which it computes the same
+    everywhere: neither its rotary embedding nor the scale of its queries changes.
 
     Raises UnsupportedModelError where its configuration does not say.
     """
@@ -103,7 +107,9 @@ def context_window(model: Any) -> int:
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the model's decoder layers, in order."""
     wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
-    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted)
+    return next(
+        part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted
+    )
 
 
 class _Tracer:
@@ -122,14 +128,22 @@ class _Tracer:
         return bool(self._kinds)
 
     def saw_tables(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: tuple[Tensor, ...],
     ) -> None:
         self._tables.append((output[0], module, args, kwargs))
 
-    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def rotary(
+        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
         for table, module, args, kwargs in reversed(self._tables):
             if table is cos or (table.shape == cos.shape and torch.equal(table, cos)):
-                constants = repr([a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)])
+                constants = repr(
+                    [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
+                )
                 identity = (id(module), constants, key.shape[-1])
                 if identity not in self._kinds:
                     self._kinds[identity] = Rotary(
@@ -139,7 +153,9 @@ class _Tracer:
                 return
         raise LookupError("the tables of cos and sin come from no rotary embedding module")
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
             raise LookupError(f"{type(module).__name__} does not say which layer it belongs to")

@@ -1,7 +1,7 @@
 """The blocks in which ``native/products.cpp`` reads weights; its comment at the top describes them.
 
-``BLOCK`` and ``LANES`` are constants there, too. Products are compared with PyTorch's before they are used, so that
-native code for blocks of another kind is found out.
+``BLOCK`` and ``LANES`` are constants there, too. Products are compared with PyTorch's before they
+are used, so that native code for blocks of another kind is found out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def padded(rows: Tensor) -> Tensor:
 
 
 def bf16_blocks(weight: Tensor) -> Tensor:
-    """Return a weight [outputs, inputs] with an even number of inputs, of 16 bits, in blocks: [blocks, 64 · inputs]."""
+    """Return a weight [outputs, inputs] with an even number of inputs, of 16 bits, in blocks:
+    [blocks, 64 · inputs]."""
     rows = padded(weight)
     return rows.view(-1, BLOCK, rows.shape[1] // 2, 2).transpose(1, 2).flatten(1)
 
@@ -30,7 +31,8 @@ def bf16_blocks(weight: Tensor) -> Tensor:
 def code_blocks(headers: Tensor, codes: Tensor, bits: int) -> Tensor:
     """Return codes of 8 or 4 ``bits`` in blocks: [blocks, groups, bytes of a group], uint8.
 
-    ``headers`` [blocks, groups, numbers of the header], ``codes`` [64 · blocks, inputs], unsigned integers.
+    ``headers`` [blocks, groups, numbers of the header], ``codes`` [64 · blocks, inputs], unsigned
+    integers.
     """
     blocks, groups, _ = headers.shape
     pairs = 16 // bits
@@ -41,10 +43,12 @@ def code_blocks(headers: Tensor, codes: Tensor, bits: int) -> Tensor:
 
 
 def codes_of(blocks: Tensor, bits: int, *, header_bytes: int) -> Tensor:
-    """Return the codes that ``code_blocks`` put into blocks with headers of so many bytes: [64 · blocks, inputs],
-    int32, unsigned."""
+    """Return the codes that ``code_blocks`` put into blocks with headers of so many bytes: [64 ·
+    blocks, inputs], int32, unsigned."""
     words = blocks[:, :, header_bytes:].contiguous().view(torch.int16).int()
     pairs = 16 // bits
     apart = torch.stack([words >> bits * pair & 2**bits - 1 for pair in range(pairs)], dim=-1)
-    lanes = apart.view(len(words), -1, BLOCK // LANES, LANES, 2, pairs)  # blocks, steps, vectors, outputs, inputs
+    lanes = apart.view(
+        len(words), -1, BLOCK // LANES, LANES, 2, pairs
+    )  # blocks, steps, vectors, outputs, inputs
     return lanes.permute(0, 2, 3, 1, 5, 4).flatten(3).flatten(0, 2)

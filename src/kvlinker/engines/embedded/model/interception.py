@@ -1,8 +1,8 @@
 """Steps into an unmodified transformers model at two places: rotary embedding and attention.
 
-Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` is wrapped once, process-wide, and an attention
-function is registered under ``ATTENTION_NAME``. Both act only while an interceptor is active in the current context;
-models that other code runs in the same process are not affected.
+Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` is wrapped once, process-wide,
+and an attention function is registered under ``ATTENTION_NAME``. Both act only while an interceptor
+is active in the current context; models that other code runs in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 class Interceptor(Protocol):
     """Replaces rotary embedding and attention during one forward pass."""
 
-    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Called when the model is about to rotate; the model then gets ``query`` and ``key`` back unchanged."""
+    def rotary(
+        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Called when the model is about to rotate; the model then gets ``query`` and ``key`` back
+        unchanged."""
         ...
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim].
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens,
+        heads, head_dim].
 
-        ``options`` are what the model hands to its attention function: scaling, sliding_window, softcap, s_aux, ….
+        ``options`` are what the model hands to its attention function: scaling, sliding_window,
+        softcap, s_aux, ….
         """
         ...
 
@@ -51,7 +58,8 @@ def active_interceptor() -> Interceptor | None:
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """Route the rotary embedding and attention of this thread's forward passes to ``interceptor``."""
+    """Route the rotary embedding and attention of this thread's forward passes to
+    ``interceptor``."""
     token = _active.set(interceptor)
     try:
         yield
@@ -90,12 +98,21 @@ def _wrap_rotary(module: ModuleType) -> None:
 
 def _has_known_form(function: RotaryFunction) -> bool:
     """Tell if a function wants queries, keys, cos and sin, in this order."""
-    wanted = [name for name, each in signature(function).parameters.items() if each.default is Parameter.empty]
+    wanted = [
+        name
+        for name, each in signature(function).parameters.items()
+        if each.default is Parameter.empty
+    ]
     return len(wanted) >= 4 and wanted[2:4] == ["cos", "sin"]
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     interceptor = _active.get()
     if interceptor is None:

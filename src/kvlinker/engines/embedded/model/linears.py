@@ -1,6 +1,8 @@
-"""Linear layers whose weights are matrices of their own, or a part of a matrix that layers with one input share.
+"""Linear layers whose weights are matrices of their own, or a part of a matrix that layers with one
+input share.
 
-They take the places of a loaded model's ``nn.Linear``: see ``kvlinker.engines.embedded.model.weights``.
+They take the places of a loaded model's ``nn.Linear``: see
+``kvlinker.engines.embedded.model.weights``.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ class MatrixLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever saves it."""
+        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever
+        saves it."""
         return self.matrix.dense()
 
     def forward(self, input: Tensor) -> Tensor:
         return self.matrix.multiply(input, self.bias)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """Write what a plain linear layer writes."""
         destination[f"{prefix}weight"] = self.weight
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -41,21 +46,26 @@ class MatrixLinear(nn.Linear):
 class SharedMatrix(nn.Module):
     """One matrix for several linear layers that are called with the same tensor, one after another.
 
-    The first of them computes the output of all, and the others take their parts. A layer that is called with another
-    tensor computes anew, so that any order of calls is right, in several threads too.
+    The first of them computes the output of all, and the others take their parts. A layer that is
+    called with another tensor computes anew, so that any order of calls is right, in several
+    threads too.
     """
 
     def __init__(self, matrix: Matrix, linears: Sequence[nn.Linear]) -> None:
-        """``matrix`` holds the rows of all ``linears``, in their order. All of them have a bias, or none."""
+        """``matrix`` holds the rows of all ``linears``, in their order. All of them have a bias, or
+        none."""
         super().__init__()
         self.matrix = matrix
         self._sizes = [linear.out_features for linear in linears]
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-        self._held: list[tuple[Tensor, list[Tensor | None]] | None] = [None]  # setting attributes of modules is slow
+        self._held: list[tuple[Tensor, list[Tensor | None]] | None] = [
+            None
+        ]  # setting attributes of modules is slow
 
     def part(self, index: int, inputs: Tensor) -> Tensor:
-        """Return the output [..., out_features] of the layer with this index for ``inputs`` [..., in_features]."""
+        """Return the output [..., out_features] of the layer with this index for ``inputs`` [...,
+        in_features]."""
         latest = self._held[0]
         output = latest[1][index] if latest is not None and latest[0] is inputs else None
         if latest is None or output is None:
@@ -68,7 +78,8 @@ class SharedMatrix(nn.Module):
         return output
 
     def weight_of(self, index: int) -> Tensor:
-        """Return a plain copy of the weight of the layer with this index: [out_features, in_features]."""
+        """Return a plain copy of the weight of the layer with this index: [out_features,
+        in_features]."""
         return torch.split(self.matrix.dense(), self._sizes)[index].clone()
 
     def bias_of(self, index: int) -> Tensor | None:
@@ -91,7 +102,8 @@ class SharedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever saves it."""
+        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever
+        saves it."""
         return self.shared.weight_of(self._index)
 
     @property
@@ -102,7 +114,9 @@ class SharedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self.shared.part(self._index, input)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """Write what a plain linear layer writes."""
         destination[f"{prefix}weight"] = self.weight
         if self.bias is not None:

@@ -12,15 +12,18 @@ from kvlinker.engines.embedded.model.blocks import BLOCK, bf16_blocks
 from kvlinker.engines.embedded.model.native_products import native_products
 
 PADDED_ROWS = 4
-"""The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than for one."""
+"""The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than
+for one."""
 
 
 class Matrix(nn.Module):
-    """Holds a linear layer's weight [outputs, inputs], ready to be multiplied by; there are no gradients."""
+    """Holds a linear layer's weight [outputs, inputs], ready to be multiplied by; there are no
+    gradients."""
 
     @abstractmethod
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """Return ``inputs`` [..., inputs] times the weight transposed, plus ``bias`` [outputs]: [..., outputs]."""
+        """Return ``inputs`` [..., inputs] times the weight transposed, plus ``bias`` [outputs]:
+        [..., outputs]."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -33,19 +36,24 @@ class Matrix(nn.Module):
 class PackedMatrix(Matrix):
     """Holds a weight in oneDNN's order.
 
-    oneDNN multiplies many rows by it; in bf16, what comes out is bit-identical to a plain weight's. Few rows are
-    multiplied by native code, which reads the same weights up to twice as fast and rounds a few last bits otherwise.
+    oneDNN multiplies many rows by it; in bf16, what comes out is bit-identical to a plain weight's.
+    Few rows are multiplied by native code, which reads the same weights up to twice as fast and
+    rounds a few last bits otherwise.
     """
 
     NATIVE_UP_TO = 128
-    """The most rows for which native code is as fast as oneDNN without AMX; with AMX, oneDNN multiplies all."""
+    """The most rows for which native code is as fast as oneDNN without AMX; with AMX, oneDNN
+    multiplies all."""
 
     def __init__(self, weight: Tensor, *, native: bool = True) -> None:
-        """Pack a plain ``weight`` [outputs, inputs]. Without ``native``, oneDNN multiplies few rows, too."""
+        """Pack a plain ``weight`` [outputs, inputs]. Without ``native``, oneDNN multiplies few
+        rows, too."""
         super().__init__()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         self.packed = nn.Parameter(packed, requires_grad=False)
-        self._pads = weight.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        self._pads = (
+            weight.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        )
         self._native_up_to = 0
         fits = native and weight.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
         if fits and native_products() is not None and _in_blocks(packed, weight):
@@ -67,19 +75,28 @@ class PackedMatrix(Matrix):
 
 
 def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        inputs, packed, bias, "none", [], ""
+    )
     return output
 
 
 def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
-    """Tell whether oneDNN packed a weight [outputs, inputs], bf16, in the blocks that native code reads."""
+    """Tell whether oneDNN packed a weight [outputs, inputs], bf16, in the blocks that native code
+    reads."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // BLOCK)
     size = blocks * BLOCK * inputs
-    if inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr") or torch.ops.mkldnn._nbytes(packed) != 2 * size:
+    if (
+        inputs % 2
+        or not hasattr(torch.ops.mkldnn, "data_ptr")
+        or torch.ops.mkldnn._nbytes(packed) != 2 * size
+    ):
         return False
     address = torch.ops.mkldnn.data_ptr(packed)
-    found = torch.frombuffer((ctypes.c_uint16 * size).from_address(address), dtype=torch.int16).view(blocks, -1)
+    found = torch.frombuffer(
+        (ctypes.c_uint16 * size).from_address(address), dtype=torch.int16
+    ).view(blocks, -1)
     first, last = weight[:BLOCK], weight[(blocks - 1) * BLOCK :]
     return all(
         torch.equal(found[index], bf16_blocks(rows.detach()).view(torch.int16)[0])
@@ -88,7 +105,8 @@ def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether oneDNN multiplies by packed weights of this dtype here, and faster than by plain ones."""
+    """Tell whether oneDNN multiplies by packed weights of this dtype here, and faster than by plain
+    ones."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     capability = torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,5 @@
-"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs with AVX512-BF16."""
+"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs with
+AVX512-BF16."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CHECKED_ROWS = (5, 9)
 
 
 class NativeProducts:
-    """Multiplies rows by a matrix of weights in the blocks of ``kvlinker.engines.embedded.model.blocks``."""
+    """Multiplies rows by a matrix of weights in the blocks of
+    ``kvlinker.engines.embedded.model.blocks``."""
 
     def __init__(self) -> None:
         """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
@@ -39,10 +41,11 @@ class NativeProducts:
         group: int,
         bias: Tensor | None,
     ) -> Tensor:
-        """Return ``inputs`` [..., width], bf16, times the weights, plus ``bias`` [outputs]: [..., outputs], bf16.
+        """Return ``inputs`` [..., width], bf16, times the weights, plus ``bias`` [outputs]: [...,
+        outputs], bf16.
 
-        ``weights`` is the address of the blocks, and ``group`` the number of neighbouring inputs that share a header.
-        Sums are fp32.
+        ``weights`` is the address of the blocks, and ``group`` the number of neighbouring inputs
+        that share a header. Sums are fp32.
         """
         inputs = inputs.contiguous()
         assert inputs.dtype == torch.bfloat16, inputs.dtype
@@ -74,9 +77,17 @@ class NativeProducts:
 
         weight = random(outputs, width)
         codes = torch.randint(16, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
-        signed = torch.randint(-127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
-        scales, grids = random(2, 1, BLOCK), random(2, width // group, 2, BLOCK)  # a grid: scale, what code 8 means
-        scale, middle = (part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1) for part in grids.unbind(2))
+        signed = torch.randint(
+            -127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32
+        )
+        scales, grids = (
+            random(2, 1, BLOCK),
+            random(2, width // group, 2, BLOCK),
+        )  # a grid: scale, what code 8 means
+        scale, middle = (
+            part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1)
+            for part in grids.unbind(2)
+        )
         cases: dict[Form, tuple[Tensor, Tensor, int]] = {
             "bf16": (bf16_blocks(weight), weight, width),
             "int8": (code_blocks(scales, signed & 255, 8), signed * scales.view(-1, 1), width),
@@ -86,14 +97,17 @@ class NativeProducts:
         for form, (blocks, dense, shared) in cases.items():
             for rows in CHECKED_ROWS:
                 inputs = random(rows, width)
-                ours = self.multiply(form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias)
+                ours = self.multiply(
+                    form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias
+                )
                 expected = inputs.float() @ dense[:outputs].float().T + bias.float()
                 native.require_close(ours, expected, f"the product with weights in {form}")
 
 
 @cache
 def native_products() -> NativeProducts | None:
-    """Return the native products, compiled when first asked for; None where there are none, and the log says why."""
+    """Return the native products, compiled when first asked for; None where there are none, and the
+    log says why."""
     return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
 
 

@@ -1,4 +1,5 @@
-"""Weights in 8 and 4 bits in the blocks of ``native/products.cpp``: faster than PyTorch's kernels for any rows."""
+"""Weights in 8 and 4 bits in the blocks of ``native/products.cpp``: faster than PyTorch's kernels
+for any rows."""
 
 from __future__ import annotations
 
@@ -10,11 +11,18 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.blocks import BLOCK, code_blocks, codes_of, padded
 from kvlinker.engines.embedded.model.matrices import Matrix
 from kvlinker.engines.embedded.model.native_products import Form, native_products
-from kvlinker.engines.embedded.model.quantized import ROWS_AT_ONCE, finished, int4_codes, int4_group, int8_codes
+from kvlinker.engines.embedded.model.quantized import (
+    ROWS_AT_ONCE,
+    finished,
+    int4_codes,
+    int4_group,
+    int8_codes,
+)
 
 
 class BlockedMatrix(Matrix):
-    """Holds a weight whose codes lie in blocks of 64 outputs; each block has groups of inputs, each with a header."""
+    """Holds a weight whose codes lie in blocks of 64 outputs; each block has groups of inputs, each
+    with a header."""
 
     FORM: ClassVar[Form]
     """The name of the product that native code computes."""
@@ -23,10 +31,12 @@ class BlockedMatrix(Matrix):
     """The bits of a code."""
 
     AMX_FROM = 32
-    """The number of rows from which on, where there is AMX, oneDNN by the whole matrix in bf16 is faster."""
+    """The number of rows from which on, where there is AMX, oneDNN by the whole matrix in bf16 is
+    faster."""
 
     def __init__(self, blocks: Tensor, shape: torch.Size, group: int) -> None:
-        """``blocks`` [blocks, groups, bytes of a group] hold a weight of this shape, [outputs, inputs]."""
+        """``blocks`` [blocks, groups, bytes of a group] hold a weight of this shape, [outputs,
+        inputs]."""
         super().__init__()
         self.outputs, self.inputs = shape
         self.group = group
@@ -69,12 +79,15 @@ class NativeInt8Matrix(BlockedMatrix):
     def dense(self) -> Tensor:
         headers = BLOCK * torch.bfloat16.itemsize
         scales = self.blocks[:, :, :headers].contiguous().view(torch.bfloat16).view(-1, 1)
-        codes = codes_of(self.blocks, self.BITS, header_bytes=headers).to(torch.uint8).view(torch.int8)
+        codes = (
+            codes_of(self.blocks, self.BITS, header_bytes=headers).to(torch.uint8).view(torch.int8)
+        )
         return (codes.bfloat16() * scales)[: self.outputs]
 
 
 class NativeInt4Matrix(BlockedMatrix):
-    """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32 inputs."""
+    """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32
+    inputs."""
 
     FORM = "int4"
     BITS = 4
@@ -95,8 +108,15 @@ class NativeInt4Matrix(BlockedMatrix):
 
     def dense(self) -> Tensor:
         headers = 2 * BLOCK * torch.bfloat16.itemsize
-        grids = self.blocks[:, :, :headers].contiguous().view(torch.bfloat16).view(len(self.blocks), -1, 2, BLOCK)
+        grids = (
+            self.blocks[:, :, :headers]
+            .contiguous()
+            .view(torch.bfloat16)
+            .view(len(self.blocks), -1, 2, BLOCK)
+        )
         scales, middles = grids.transpose(1, 3).flatten(0, 1).unbind(1)  # [padded outputs, groups]
         codes = (codes_of(self.blocks, self.BITS, header_bytes=headers) - 8).bfloat16()
-        widened = torch.addcmul(middles[..., None], codes.view(len(scales), -1, self.group), scales[..., None])
+        widened = torch.addcmul(
+            middles[..., None], codes.view(len(scales), -1, self.group), scales[..., None]
+        )
         return widened.flatten(1)[: self.outputs]

@@ -1,4 +1,5 @@
-"""Root-mean-square norms by ``native/norms.cpp``: one call instead of six, where it does the same as a model's own."""
+"""Root-mean-square norms by ``native/norms.cpp``: one call instead of six, where it does the same
+as a model's own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """The attributes in which modules hold what they add to the mean of squares."""
 
 MOST_UNEQUAL = 0.01
-"""The share of numbers that may differ from the model's own in the last bit: it adds up in another order."""
+"""The share of numbers that may differ from the model's own in the last bit: it adds up in another
+order."""
 
 
 class NormForm(NamedTuple):
@@ -29,11 +31,14 @@ class NormForm(NamedTuple):
     """True if what is normed is rounded to bf16 before it is multiplied by the weight."""
 
 
-FORMS = [NormForm(offset, rounds_first) for offset, rounds_first in product((0.0, 1.0), (True, False))]
+FORMS = [
+    NormForm(offset, rounds_first) for offset, rounds_first in product((0.0, 1.0), (True, False))
+]
 
 
 class NativeNorm:
-    """Computes what a norm of a model does; its inputs in other precisions are left to the norm itself."""
+    """Computes what a norm of a model does; its inputs in other precisions are left to the norm
+    itself."""
 
     def __init__(self, norm: nn.Module, form: NormForm, epsilon: float) -> None:
         """``norm`` has a weight [width] in bf16, and no other parameters."""
@@ -70,16 +75,23 @@ class NativeNorm:
 
 @torch.no_grad()
 def quicken_norms(model: nn.Module) -> None:
-    """Let native code compute the norms of ``model`` of which it is known how, in bf16 on CPUs with AVX512-BF16.
+    """Let native code compute the norms of ``model`` of which it is known how, in bf16 on CPUs with
+    AVX512-BF16.
 
-    The modules stay as they are but for ``forward``. What a norm does is found by trying: there is no code per family.
+    The modules stay as they are but for ``forward``. What a norm does is found by trying: there is
+    no code per family.
     """
     for norm in model.modules():
         weights = list(norm.parameters())
         if len(weights) != 1 or not type(norm).__name__.endswith("RMSNorm"):
             continue
         (weight,) = weights
-        if weight.dtype != torch.bfloat16 or weight.dim() != 1 or not weight.is_cpu or native_norm() is None:
+        if (
+            weight.dtype != torch.bfloat16
+            or weight.dim() != 1
+            or not weight.is_cpu
+            or native_norm() is None
+        ):
             continue
         quick = _quick(norm, weight)
         if quick is not None:
@@ -87,8 +99,12 @@ def quicken_norms(model: nn.Module) -> None:
 
 
 def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
-    """Return a native norm that computes the same as ``norm``; None where no form of norms.cpp does."""
-    epsilon = next((getattr(norm, name) for name in EPSILONS if isinstance(getattr(norm, name, None), float)), None)
+    """Return a native norm that computes the same as ``norm``; None where no form of norms.cpp
+    does."""
+    epsilon = next(
+        (getattr(norm, name) for name in EPSILONS if isinstance(getattr(norm, name, None), float)),
+        None,
+    )
     if epsilon is None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +114,11 @@ def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
     for form in FORMS:
         quick = NativeNorm(norm, form, epsilon)
         found = quick(inputs)
-        if isinstance(expected, Tensor) and expected.shape == found.shape and expected.dtype == found.dtype:
+        if (
+            isinstance(expected, Tensor)
+            and expected.shape == found.shape
+            and expected.dtype == found.dtype
+        ):
             near = torch.allclose(found.float(), expected.float(), rtol=0.01, atol=0.0)
             if near and (found != expected).float().mean() <= MOST_UNEQUAL:
                 return quick
@@ -107,10 +127,12 @@ def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
 
 @cache
 def native_norm() -> native.Function | None:
-    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None where there is none, and the log says
-    why. ``quicken_norms`` compares it with every norm of a model before it takes the norm's place."""
+    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None where there is
+    none, and the log says why. ``quicken_norms`` compares it with every norm of a model before it
+    takes the norm's place."""
     return native.or_fall_back(
-        lambda: native.functions("norms.cpp", {"kvlinker_norm": _Norm})["kvlinker_norm"], "Norms are the model's own"
+        lambda: native.functions("norms.cpp", {"kvlinker_norm": _Norm})["kvlinker_norm"],
+        "Norms are the model's own",
     )
 
 

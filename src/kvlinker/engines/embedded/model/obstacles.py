@@ -43,7 +43,9 @@ class Obstacle(StrEnum):
         "its attention is computed in a form of its own, not through transformers' attention interface once in "
         "every layer"
     )
-    WINDOW = "its configuration does not say max_position_embeddings, the length of its context window"
+    WINDOW = (
+        "its configuration does not say max_position_embeddings, the length of its context window"
+    )
     PLACE = "it computes something else where the same text stands further on"
     INEXACT = "linked KV and its own forward pass do not agree"
 
@@ -81,7 +83,10 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     if any("alibi" in name.lower() for name in dir(inspect.getmodule(type(model)))):
         return Obstacle.ALIBI
     parts = {name: type(part).__name__.lower() for name, part in model.named_modules()}
-    if any(("position" in name or "wpe" in name) and "embedding" in kind for name, kind in parts.items()):
+    if any(
+        ("position" in name or "wpe" in name) and "embedding" in kind
+        for name, kind in parts.items()
+    ):
         return Obstacle.LEARNED
     return Obstacle.NO_ROTARY
 
@@ -129,11 +134,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the tensors that modules hold as neither parameters nor buffers, by module and name."""
     for name, part in model.named_modules():
-        yield from ((name, field) for field, value in vars(part).items() if isinstance(value, Tensor))
+        yield from (
+            (name, field) for field, value in vars(part).items() if isinstance(value, Tensor)
+        )
 
 
 def _has_rotary(model: Any) -> bool:
     config = model.config.get_text_config()
     return bool(
-        rotary_modules(model) or getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None)
+        rotary_modules(model)
+        or getattr(config, "rope_parameters", None)
+        or getattr(config, "rotary_dim", None)
     )

@@ -90,7 +90,9 @@ class Oracle:
 
         def replaced(module: nn.Module, value: Any) -> Any:
             is_mask = isinstance(value, Tensor) and value.ndim == 4
-            return mask_of(module, value) if is_mask and value.shape[-1] == value.shape[-2] else value
+            return (
+                mask_of(module, value) if is_mask and value.shape[-1] == value.shape[-2] else value
+            )
 
         layers = [part for part in self._model.modules() if hasattr(part, "layer_idx")]
         with _inputs_changed(layers, replaced):
@@ -110,7 +112,9 @@ def _tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
 
 
 @contextmanager
-def _inputs_changed(modules: Sequence[nn.Module], change: Callable[[nn.Module, Any], Any]) -> Iterator[None]:
+def _inputs_changed(
+    modules: Sequence[nn.Module], change: Callable[[nn.Module, Any], Any]
+) -> Iterator[None]:
     """Call the modules with what ``change`` makes of each argument."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

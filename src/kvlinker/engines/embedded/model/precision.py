@@ -18,9 +18,9 @@ CHUNK_BYTES = 4 << 20
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
-    Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other modules have their
-    weights in fp32 for as long as they run: memory rises by the largest of these parts only. A model in fp32 is left as
-    it is.
+    Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other
+    modules have their weights in fp32 for as long as they run: memory rises by the largest of these
+    parts only. A model in fp32 is left as it is.
     """
     with ExitStack() as undo:
         for module in model.modules():
@@ -33,8 +33,12 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 undo.callback(module.register_forward_hook(_widen_output).remove)
             else:
                 kept: list[dict[str, Tensor | None]] = []
-                undo.callback(module.register_forward_pre_hook(partial(_widen_weights, kept)).remove)
-                undo.callback(module.register_forward_hook(partial(_restore, kept), always_call=True).remove)
+                undo.callback(
+                    module.register_forward_pre_hook(partial(_widen_weights, kept)).remove
+                )
+                undo.callback(
+                    module.register_forward_hook(partial(_restore, kept), always_call=True).remove
+                )
         yield
 
 
@@ -68,7 +72,9 @@ def _widen_weights(kept: list[dict[str, Tensor | None]], module: nn.Module, args
             module._buffers[name] = buffer.float()
 
 
-def _restore(kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any, output: Any) -> None:
+def _restore(
+    kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any, output: Any
+) -> None:
     module._parameters.update(kept[0])  # type: ignore[arg-type]
     module._buffers.update(kept[1])
     kept.clear()

@@ -1,7 +1,9 @@
-"""Weights in 8 and 4 bits, which are widened as they are multiplied by; activations stay in 16 bits.
+"""Weights in 8 and 4 bits, which are widened as they are multiplied by; activations stay in 16
+bits.
 
-On CPUs without AVX512-BF16 the kernels are PyTorch's own. They compute in bf16, so that inputs in other precisions are
-rounded to it. They are made for decoding: from a number of rows on, it is faster to widen the whole matrix first.
+On CPUs without AVX512-BF16 the kernels are PyTorch's own. They compute in bf16, so that inputs in
+other precisions are rounded to it. They are made for decoding: from a number of rows on, it is
+faster to widen the whole matrix first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.embedded.model.matrices import Matrix
 
 INT4_GROUPS = (64, 32)
-"""The numbers of neighbouring inputs that share a scale and a zero point; the first that divides all is taken."""
+"""The numbers of neighbouring inputs that share a scale and a zero point; the first that divides
+all is taken."""
 
 INT4_OUTPUTS = 16
 """The kernel for 4 bits takes a multiple of this number of outputs."""
@@ -26,7 +29,8 @@ INT8_INPUTS = 32
 """The kernel for 8 bits takes a multiple of this number of inputs."""
 
 ROWS_AT_ONCE = 1024
-"""The rows of a weight that are quantised at a time: whole blocks of those that are packed together."""
+"""The rows of a weight that are quantised at a time: whole blocks of those that are packed
+together."""
 
 _BLOCKS = (64, 32)
 """The outputs that kernels pack together in 4 bits: with AVX-512, and with AVX2."""
@@ -68,7 +72,8 @@ class Int8Matrix(Matrix):
 
 
 class Int4Matrix(Matrix):
-    """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32 inputs."""
+    """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32
+    inputs."""
 
     WIDENED_FROM = 160
     """The number of rows from which on the matrix is widened as a whole."""
@@ -82,7 +87,9 @@ class Int4Matrix(Matrix):
             packed.append(_packed(codes))
             grids.append(grid.bfloat16())
         self.register_buffer("packed", torch.cat(packed))
-        self.register_buffer("grids", torch.cat(grids, dim=1))  # [groups, outputs, 2]: scale, what code 8 means
+        self.register_buffer(
+            "grids", torch.cat(grids, dim=1)
+        )  # [groups, outputs, 2]: scale, what code 8 means
         self.packed: Tensor
         self.grids: Tensor
         block = _rows_packed_together()
@@ -97,7 +104,9 @@ class Int4Matrix(Matrix):
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1]).bfloat16()
         if len(rows) < self.WIDENED_FROM or self._block is None:
-            output = torch.ops.aten._weight_int4pack_mm_for_cpu.default(rows, self.packed, self._group, self.grids)
+            output = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+                rows, self.packed, self._group, self.grids
+            )
         else:
             output = nn.functional.linear(rows, self._widened(self._block))
         return finished(output, inputs, bias)
@@ -110,39 +119,58 @@ class Int4Matrix(Matrix):
 
     def _widened(self, block: int) -> Tensor:
         """Return the weight in bf16, [outputs, inputs]."""
-        codes = _unpacked(self.packed, block).view(torch.int8).sub_(8).bfloat16()  # [blocks, inputs, block]
+        codes = (
+            _unpacked(self.packed, block).view(torch.int8).sub_(8).bfloat16()
+        )  # [blocks, inputs, block]
         groups = len(self.grids)
-        grids = self.grids.view(groups, -1, block, 2).transpose(0, 1)[:, :, None]  # [blocks, groups, 1, block, 2]
+        grids = self.grids.view(groups, -1, block, 2).transpose(0, 1)[
+            :, :, None
+        ]  # [blocks, groups, 1, block, 2]
         scales, middles = (part.contiguous() for part in grids.unbind(-1))
         widened = torch.addcmul(middles, codes.view(len(codes), groups, self._group, block), scales)
         return widened.flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Return codes [outputs, inputs], int32, in the order in which this processor's kernel takes them."""
+    """Return codes [outputs, inputs], int32, in the order in which this processor's kernel takes
+    them."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     return packed
 
 
 def _unpacked(packed: Tensor, block: int) -> Tensor:
-    """Return the codes [blocks, inputs, block] from their packed order: of each ``block`` of outputs, input by input,
-    the first half in the low bits of its bytes and the second half in the high bits."""
+    """Return the codes [blocks, inputs, block] from their packed order: of each ``block`` of
+    outputs, input by input, the first half in the low bits of its bytes and the second half in the
+    high bits."""
     pairs = packed.view(-1, 2 * packed.shape[1], block // 2)  # [blocks, inputs, pairs]
     return torch.cat([pairs & 15, pairs >> 4], dim=-1)
 
 
 @cache
 def _rows_packed_together() -> int | None:
-    """Return the block of outputs for which ``_unpacked`` knows this processor's order; None where it does not."""
-    codes = torch.randint(16, (2 * max(_BLOCKS), 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    """Return the block of outputs for which ``_unpacked`` knows this processor's order; None where
+    it does not."""
+    codes = torch.randint(
+        16, (2 * max(_BLOCKS), 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     packed = _packed(codes)
-    unpacked = ((block, _unpacked(packed, block).transpose(1, 2).flatten(0, 1)) for block in _BLOCKS)
+    unpacked = (
+        (block, _unpacked(packed, block).transpose(1, 2).flatten(0, 1)) for block in _BLOCKS
+    )
     return next((block for block, found in unpacked if torch.equal(found, codes)), None)
 
 
 def int8_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes -127 to 127 of ``rows`` [outputs, inputs], int8, and their scales [outputs], bf16."""
-    scales = rows.float().abs().amax(dim=1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny).bfloat16()
+    """Return the codes -127 to 127 of ``rows`` [outputs, inputs], int8, and their scales [outputs],
+    bf16."""
+    scales = (
+        rows.float()
+        .abs()
+        .amax(dim=1)
+        .div_(127)
+        .clamp_min_(torch.finfo(torch.float32).tiny)
+        .bfloat16()
+    )
     codes = (rows.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scales
 
@@ -153,8 +181,8 @@ def int4_group(inputs: int) -> int:
 
 
 def int4_codes(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the codes 0 to 15 of ``rows`` [outputs, inputs], int32, and their grids [groups, outputs, 2]: a group's
-    scale, and what code 8 means."""
+    """Return the codes 0 to 15 of ``rows`` [outputs, inputs], int32, and their grids [groups,
+    outputs, 2]: a group's scale, and what code 8 means."""
     groups = rows.float().view(len(rows), -1, group)
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     scale = ((high - low) / 15).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16().float()
@@ -164,7 +192,8 @@ def int4_codes(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``output`` [rows, outputs] in the shape and precision of ``inputs`` [..., inputs], plus the bias."""
+    """Return ``output`` [rows, outputs] in the shape and precision of ``inputs`` [..., inputs],
+    plus the bias."""
     shaped = output.to(inputs.dtype).view(*inputs.shape[:-1], output.shape[-1])
     return shaped if bias is None else shaped + bias
 
@@ -180,5 +209,7 @@ def quantise_by_torchao(model: nn.Module, chosen: Collection[nn.Linear], bits: i
         )
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-    config = Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig(group_size=INT4_GROUPS[0])
+    config = (
+        Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig(group_size=INT4_GROUPS[0])
+    )
     quantize_(model, config, filter_fn=lambda module, name: module in chosen)

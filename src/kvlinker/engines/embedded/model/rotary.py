@@ -13,28 +13,33 @@ from kvlinker.engines.embedded.model.interception import RotaryFunction
 from kvlinker.store.chunk_kv import LayerKV
 
 Pairing = Literal["halves", "interleaved"]
-"""Which dimensions of a rotated part of w dimensions turn together: i with i + w / 2, or 2i with 2i + 1."""
+"""Which dimensions of a rotated part of w dimensions turn together: i with i + w / 2, or 2i with 2i
++ 1."""
 
 TESTED_POSITIONS = 16
-"""Positions over which a model's function is compared with pairings, and its tables with each other."""
+"""Positions over which a model's function is compared with pairings, and its tables with each
+other."""
 
 
 class Layout(NamedTuple):
-    """A pairing that has a fast path, and the columns of the module's tables that have one angle per pair."""
+    """A pairing that has a fast path, and the columns of the module's tables that have one angle
+    per pair."""
 
     pairing: Pairing
     columns: slice
 
 
 class Rotary:
-    """Rotates by one kind of rotary embedding that a model uses; layers that use the same kind share it.
+    """Rotates by one kind of rotary embedding that a model uses; layers that use the same kind
+    share it.
 
-    ``module`` makes cos and sin tables from positions, ``apply`` rotates; ``width`` is the number of leading
-    dimensions of a head that ``apply`` is handed (the others carry no position); ``longest`` is the number of positions
-    over which the tables do not depend on how many are asked for at once.
+    ``module`` makes cos and sin tables from positions, ``apply`` rotates; ``width`` is the number
+    of leading dimensions of a head that ``apply`` is handed (the others carry no position);
+    ``longest`` is the number of positions over which the tables do not depend on how many are asked
+    for at once.
 
-    Tables and arithmetic are fp32 whatever the model's dtype: a query is rotated by a distance to a segment, and the
-    rounding of both must not add up.
+    Tables and arithmetic are fp32 whatever the model's dtype: a query is rotated by a distance to a
+    segment, and the rounding of both must not add up.
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class Rotary:
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [0, length): [length, columns] each, fp32.
 
-        A column belongs to a pair of dimensions where ``pairing`` is known; otherwise the columns are the model's own.
-        May be called from any thread.
+        A column belongs to a pair of dimensions where ``pairing`` is known; otherwise the columns
+        are the model's own. May be called from any thread.
         """
         if length > len(self._tables[0]):
             with self._growing:
@@ -78,15 +83,18 @@ class Rotary:
         return cos[:length], sin[:length]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of integer ``positions`` [tokens], negative ones too: [tokens, columns] each, fp32."""
+        """Return cos and sin of integer ``positions`` [tokens], negative ones too: [tokens,
+        columns] each, fp32."""
         distances = positions.abs()
         cos, sin = self.tables(int(distances.max()) + 1)
         return cos[distances], sin[distances] * positions.sign()[:, None]
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        """Write ``heads`` [heads, tokens, head_dim], rotated by cos and sin [tokens, columns], to ``out``.
+        """Write ``heads`` [heads, tokens, head_dim], rotated by cos and sin [tokens, columns], to
+        ``out``.
 
-        It is computed in fp32 and rounded once, to the dtype of ``out``, which must not share memory with ``heads``.
+        It is computed in fp32 and rounded once, to the dtype of ``out``, which must not share
+        memory with ``heads``.
         """
         if self._layout is None:
             out.copy_(self._rotate_by_model(heads.float(), cos, sin))
@@ -94,8 +102,8 @@ class Rotary:
             _rotate_pairs(self._layout.pairing, heads, cos, sin, out)
 
     def shifted(self, heads: Tensor, distance: int) -> Tensor:
-        """Return ``heads`` [heads, tokens, head_dim] that are rotated already, rotated further by ``distance``
-        positions. It rounds a second time."""
+        """Return ``heads`` [heads, tokens, head_dim] that are rotated already, rotated further by
+        ``distance`` positions. It rounds a second time."""
         if not distance:
             return heads
         cos, sin = self.at(torch.full((heads.shape[1],), distance, device=heads.device))
@@ -105,12 +113,13 @@ class Rotary:
         return out
 
     def relative_error(self, length: int) -> float:
-        """Return by how much products of rotated queries and keys depend on more than their distance, over ``length``
-        positions, relative to the norms.
+        """Return by how much products of rotated queries and keys depend on more than their
+        distance, over ``length`` positions, relative to the norms.
 
-        Query and key are near each other, both at once near the start, by tables that were made for the start alone,
-        and anywhere, by tables for ``length`` positions. It finds tables that grow or squeeze distances, and those that
-        change with the length of the sequence. In fp32, angles have errors of up to 6e-8 times ``length``.
+        Query and key are near each other, both at once near the start, by tables that were made for
+        the start alone, and anywhere, by tables for ``length`` positions. It finds tables that grow
+        or squeeze distances, and those that change with the length of the sequence. In fp32, angles
+        have errors of up to 6e-8 times ``length``.
         """
         generator = torch.Generator().manual_seed(0)
         near = min(TESTED_POSITIONS, length)
@@ -125,7 +134,10 @@ class Rotary:
                 self.rotate(heads[index], cos[:-1], sin[:-1], out=rotated[index])
             return rotated.prod(dim=0).sum(-1), rotated.norm(dim=-1).prod(dim=0)
 
-        (there, norms), (here, _) = products(start, length - 1), products(torch.zeros_like(start), near - 1)
+        (there, norms), (here, _) = (
+            products(start, length - 1),
+            products(torch.zeros_like(start), near - 1),
+        )
         return float(((there - here).abs() / norms).max())
 
     def _make_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +159,9 @@ class Rotary:
 
         with torch.inference_mode():
             args = [replaced(value) for value in self._args]
-            cos, sin = self._module(*args, **{name: replaced(value) for name, value in self._kwargs.items()})
+            cos, sin = self._module(
+                *args, **{name: replaced(value) for name, value in self._kwargs.items()}
+            )
         return cos[0].float(), sin[0].float()
 
     def _rotate_by_model(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -156,12 +170,17 @@ class Rotary:
         return torch.cat([turned[0], passed], dim=-1) if passed.shape[-1] else turned[0]
 
     def _find_layout(self) -> Layout | None:
-        """Return the pairing and columns with which ``_rotate_pairs`` does the same as ``apply``, if any do."""
+        """Return the pairing and columns with which ``_rotate_pairs`` does the same as ``apply``,
+        if any do."""
         cos, sin = self._module_tables(torch.arange(min(TESTED_POSITIONS, self._longest)))
         generator = torch.Generator().manual_seed(0)
         heads = torch.randn(2, len(cos), self._width, generator=generator).to(cos)
         expected = self._rotate_by_model(heads, cos, sin)
-        for columns in (slice(cos.shape[-1] // 2), slice(0, None, 2), slice(None)):  # in halves, repeated, single
+        for columns in (
+            slice(cos.shape[-1] // 2),
+            slice(0, None, 2),
+            slice(None),
+        ):  # in halves, repeated, single
             if 2 * cos[:, columns].shape[-1] > self._width:
                 continue
             for pairing in ("halves", "interleaved"):
@@ -174,7 +193,8 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class RotatedKeys:
-    """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers with rotary embedding.
+    """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers
+    with rotary embedding.
 
     ``rotaries`` has that of every layer, None for a layer without.
     """

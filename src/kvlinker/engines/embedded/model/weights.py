@@ -1,8 +1,9 @@
-"""Puts the weights of a loaded model's linear layers in the order in which the processor reads them fastest.
+"""Puts the weights of a loaded model's linear layers in the order in which the processor reads them
+fastest.
 
-Decoding reads every weight once per step, and does little else. So weights are packed as oneDNN wants them, and layers
-that take the same input, such as the projections to queries, keys and values, are multiplied by one matrix. Weights in
-fewer bits are read in less time.
+Decoding reads every weight once per step, and does little else. So weights are packed as oneDNN
+wants them, and layers that take the same input, such as the projections to queries, keys and
+values, are multiplied by one matrix. Weights in fewer bits are read in less time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix, qu
 from kvlinker.settings import WeightFormat
 
 SPARE_SHARE = 0.18
-"""The most bytes that there may be beside the model while its weights are packed, as a share of the model's."""
+"""The most bytes that there may be beside the model while its weights are packed, as a share of the
+model's."""
 
 QuantisedMatrix = type[Int8Matrix | Int4Matrix | NativeInt8Matrix | NativeInt4Matrix]
 
@@ -35,10 +37,12 @@ QUANTISED: Mapping[str, tuple[QuantisedMatrix, QuantisedMatrix]] = {
     "int8": (NativeInt8Matrix, Int8Matrix),
     "int4": (NativeInt4Matrix, Int4Matrix),
 }
-"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU: with native code, and without."""
+"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU: with native code,
+and without."""
 
 FEWEST_OUTPUTS = 32
-"""Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise when packed."""
+"""Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise
+when packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ class LinearCalls:
         self.ran.add(module)
         if type(module) is nn.Linear and args:
             (given,) = args
-            self.calls.append(LinearCall(module, given, hash(given.float().cpu().numpy().tobytes())))
+            self.calls.append(
+                LinearCall(module, given, hash(given.float().cpu().numpy().tobytes()))
+            )
 
 
 @contextmanager
@@ -84,14 +90,18 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 
 
 @torch.no_grad()
-def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto", *, native: bool = True) -> None:
-    """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them where packed ones are
-    faster; layers that took the same input in the forward pass ``seen`` get one matrix.
+def arrange_weights(
+    model: Any, seen: LinearCalls, weights: WeightFormat = "auto", *, native: bool = True
+) -> None:
+    """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them
+    where packed ones are faster; layers that took the same input in the forward pass ``seen`` get
+    one matrix.
 
-    Each plain weight is freed as soon as there is another. A layer is left as it is where it was not called although
-    the module around it ran, for that may read the weight by itself; and where packing would take too much memory, as
-    with the tied embeddings of a small model. In 8 and 4 bits are the decoder layers' weights, except routers; the head
-    and embeddings are not. Without ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
+    Each plain weight is freed as soon as there is another. A layer is left as it is where it was
+    not called although the module around it ran, for that may read the weight by itself; and where
+    packing would take too much memory, as with the tied embeddings of a small model. In 8 and 4
+    bits are the decoder layers' weights, except routers; the head and embeddings are not. Without
+    ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
@@ -102,7 +112,11 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
     if weights in QUANTISED:
         inside = set(decoder_layers(model).modules())
         experts = _expert_counts(model.config)
-        chosen = [group for group in groups if all(_quantises(place.linear, inside, experts) for place in group)]
+        chosen = [
+            group
+            for group in groups
+            if all(_quantises(place.linear, inside, experts) for place in group)
+        ]
         groups = [group for group in groups if group not in chosen]
         if first.device.type != "cpu":
             linears = {place.linear for group in chosen for place in group}
@@ -110,7 +124,9 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
         else:
             blocked, portable = QUANTISED[weights]
             kind = blocked if native and native_products() is not None else portable
-            taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
+            taken = [
+                group for group in chosen if all(kind.takes(place.linear.weight) for place in group)
+            ]
             groups += [group for group in chosen if group not in taken]
             for group in taken:
                 _replace(model, group, kind)
@@ -122,8 +138,11 @@ def _size(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _quantises(linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]) -> bool:
-    """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is a router."""
+def _quantises(
+    linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]
+) -> bool:
+    """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is
+    a router."""
     return linear in inside and linear.out_features not in expert_counts
 
 
@@ -133,10 +152,17 @@ def _expert_counts(config: Any) -> set[int]:
 
 
 def _pack(
-    model: nn.Module, groups: Iterable[Sequence[_Place]], kind: Callable[[Tensor], Matrix], *, spare: int
+    model: nn.Module,
+    groups: Iterable[Sequence[_Place]],
+    kind: Callable[[Tensor], Matrix],
+    *,
+    spare: int,
 ) -> None:
-    """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of this kind."""
-    users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of
+    this kind."""
+    users = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values()
+    )
     for group in groups:
         weights = [place.linear.weight for place in group]
         if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
@@ -178,7 +204,8 @@ class _Place:
 
 
 def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
-    """Return the layers that may be replaced, in the model's order; those that take the same input are together."""
+    """Return the layers that may be replaced, in the model's order; those that take the same input
+    are together."""
     places: defaultdict[nn.Linear, list[_Place]] = defaultdict(list)
     for owner in model.modules():
         for name, child in owner.named_children():
@@ -194,6 +221,8 @@ def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
         if others or reads_weight or linear.out_features < FEWEST_OUTPUTS:
             continue
         input_of = [(id(call.input), call.content) for call in calls[linear]]
-        together = (place.owner, *input_of, linear.bias is None) if len(input_of) == 1 else (linear,)
+        together = (
+            (place.owner, *input_of, linear.bias is None) if len(input_of) == 1 else (linear,)
+        )
         groups[together].append(place)
     return list(groups.values())

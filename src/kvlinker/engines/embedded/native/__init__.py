@@ -1,7 +1,9 @@
-"""Native code of the engine: compiled by the machine's C++ compiler when first needed, then kept per user.
+"""Native code of the engine: compiled by the machine's C++ compiler when first needed, then kept
+per user.
 
-A module that has a native variant takes its functions from here (``functions``), compares what they compute with
-PyTorch on a small case (``require_close``), and falls back where that fails (``or_fall_back``).
+A module that has a native variant takes its functions from here (``functions``), compares what they
+compute with PyTorch on a small case (``require_close``), and falls back where that fails
+(``or_fall_back``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ LONGEST_BUILD = 120
 """Seconds that a run of the compiler may take; it takes three."""
 
 LARGEST_ERROR = 1e-2
-"""‖ours − PyTorch's‖ / ‖PyTorch's‖ beyond which native code is not trusted; in bf16 it is around 3e-3."""
+"""‖ours − PyTorch's‖ / ‖PyTorch's‖ beyond which native code is not trusted; in bf16 it is around
+3e-3."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ class NativeUnavailableError(Exception):
 def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dict[str, Function]:
     """Return functions of a C++ file of this folder by name, each with the structure that it takes.
 
-    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs without AVX512-BF16.
+    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs without
+    AVX512-BF16.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         raise NativeUnavailableError("the CPU has no AVX512-BF16")
@@ -57,16 +61,19 @@ def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dic
 
 
 def require_close(ours: Tensor, expected: Tensor, what: str) -> None:
-    """Compare what native code computed with what PyTorch did. Raises NativeUnavailableError, which names ``what`` is
-    wrong, where they differ by more than ``LARGEST_ERROR``."""
+    """Compare what native code computed with what PyTorch did. Raises NativeUnavailableError, which
+    names ``what`` is wrong, where they differ by more than ``LARGEST_ERROR``."""
     error = float((ours.float() - expected.float()).norm() / expected.float().norm())
     if not error <= LARGEST_ERROR:
-        raise NativeUnavailableError(f"{what} by native code is wrong on this machine, by {error:.1e}")
+        raise NativeUnavailableError(
+            f"{what} by native code is wrong on this machine, by {error:.1e}"
+        )
 
 
 def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
-    """Return what ``load`` loads and checks; None where it raises NativeUnavailableError, and the log tells the
-    ``consequence`` and why. To be cached by the caller: the compiler is asked each time."""
+    """Return what ``load`` loads and checks; None where it raises NativeUnavailableError, and the
+    log tells the ``consequence`` and why. To be cached by the caller: the compiler is asked each
+    time."""
     try:
         return load()
     except NativeUnavailableError as error:
@@ -75,7 +82,8 @@ def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the C++ file as a library, from the cache or compiled now; it may include headers that lie beside it.
+    """Return the C++ file as a library, from the cache or compiled now; it may include headers that
+    lie beside it.
 
     Any number of processes may do so at once. Raises NativeUnavailableError.
     """
@@ -96,8 +104,8 @@ def load_library(source: Path) -> ctypes.CDLL:
 def _build(compiler: list[str], source: Path, library: Path) -> None:
     """Compile and link ``source`` to the file ``library``.
 
-    Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded: with another one, the
-    waiting threads of both would fight for the cores.
+    Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded:
+    with another one, the waiting threads of both would fight for the cores.
     """
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "compiled.o"), Path(folder, "linked.so")
@@ -120,5 +128,7 @@ def _reason(error: Exception) -> str:
     """Return one line that says what went wrong."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return f"{error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
+        return (
+            f"{error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
+        )
     return str(error)

@@ -1,4 +1,5 @@
-"""Captures the KV of chunks while they are computed, and measures how it depends on what stands before them."""
+"""Captures the KV of chunks while they are computed, and measures how it depends on what stands
+before them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class _Pass(NamedTuple):
 
 
 class CaptureRequest(Request):
-    """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result once it is stored."""
+    """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result
+    once it is stored."""
 
     def __init__(
         self,
@@ -44,9 +46,9 @@ class CaptureRequest(Request):
         with_scores: bool,
         unrelated: Sequence[int] = (),
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length]; ``contents`` are their content
-        hashes. With ``unrelated`` tokens, there is one chunk, with scores: it is computed behind them first, to measure
-        its tokens' sensitivity."""
+        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length];
+        ``contents`` are their content hashes. With ``unrelated`` tokens, there is one chunk, with
+        scores: it is computed behind them first, to measure its tokens' sensitivity."""
         super().__init__()
         self.future: Future[tuple[ChunkKV, ...]] = Future()
         self.future.set_running_or_notify_cancel()
@@ -62,12 +64,17 @@ class CaptureRequest(Request):
         passes = [_Pass(tokens, capture)]
         if unrelated:
             start = spans[0][0]
-            longer = np.concatenate((tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:]))
+            longer = np.concatenate(
+                (tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:])
+            )
             passes.insert(0, _Pass(longer, capture_behind))
         first, *self._later = passes
         self._behind: ChunkKV | None = None
         self.sequence = TokenSequence(
-            first.tokens, [(0, len(first.tokens))], most_tokens=len(first.tokens), capture=first.capture
+            first.tokens,
+            [(0, len(first.tokens))],
+            most_tokens=len(first.tokens),
+            capture=first.capture,
         )
 
     @property
@@ -99,7 +106,8 @@ class CaptureRequest(Request):
 
 
 class ChunkRequest(CaptureRequest):
-    """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for the same request."""
+    """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for
+    the same request."""
 
     kind = ResultKind.CHUNK
 
@@ -117,9 +125,11 @@ class ChunkRequest(CaptureRequest):
         tenant: str,
         urgent: bool,
     ) -> None:
-        """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
-        waits for them."""
-        super().__init__(loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated)
+        """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true
+        if an answer of its waits for them."""
+        super().__init__(
+            loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated
+        )
         self.identity = keys, with_scores, bool(unrelated)
         self.tenant = tenant
         self.urgent = urgent

@@ -45,10 +45,10 @@ class Generation(PromptRequest):
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
-        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices when the sink fails.
-        ``head`` computes the log probabilities of the prompt, all of which is computed then; None where they are not
-        asked for. ``guide`` makes what guides a choice through the request's grammar. ``first`` is given to all choices
-        but that one."""
+        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices
+        when the sink fails. ``head`` computes the log probabilities of the prompt, all of which is
+        computed then; None where they are not asked for. ``guide`` makes what guides a choice
+        through the request's grammar. ``first`` is given to all choices but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
@@ -58,7 +58,10 @@ class Generation(PromptRequest):
             frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
         )
         self._sampler = Sampler(
-            sampling, prompt_length=len(request.prompt), endings=self._endings, bad_words=request.bad_words
+            sampling,
+            prompt_length=len(request.prompt),
+            endings=self._endings,
+            bad_words=request.bad_words,
         )
         self._guide = None if guide is None else guide()
         self._cost = cost
@@ -117,7 +120,9 @@ class Generation(PromptRequest):
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         if self._head is not None:
-            self._scored = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
+            self._scored = LogprobCollector(
+                prompt.tokens, self._head, first=first_scored(prompt), top=self._top
+            )
         return self._scored
 
     def _accept(self, logits: Tensor) -> Ending | None:
@@ -147,13 +152,20 @@ class Generation(PromptRequest):
         return None
 
     def _ended(self, reason: str, last: Delta | None = None) -> Ending:
-        """Return the function that tells of the answer's end. What it tells is computed before, so that a policy that
-        cannot explain fails this request alone."""
+        """Return the function that tells of the answer's end. What it tells is computed before, so
+        that a policy that cannot explain fails this request alone."""
         usage = self._usage(self._output.tokens)
         scored = None if self._scored is None else self._scored.result(usage)
         explains = self.request.explains and self.choice == 0
         explanation = self._explanation(self._cost) if explains else None
-        tell = partial(self._output.finish, reason, usage, last, prompt_logprobs=scored, explanation=explanation)
+        tell = partial(
+            self._output.finish,
+            reason,
+            usage,
+            last,
+            prompt_logprobs=scored,
+            explanation=explanation,
+        )
         return partial(self._finish, tell)
 
     def _finish(self, tell: Callable[[], None]) -> None:

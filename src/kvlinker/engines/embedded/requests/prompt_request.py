@@ -1,4 +1,5 @@
-"""Links the prompt of a request, takes the tokens to compute from the link, and explains it where that is asked for."""
+"""Links the prompt of a request, takes the tokens to compute from the link, and explains it where
+that is asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from kvlinker.store.loading.arriving import KV
 T = TypeVar("T")
 
 Linked = Callable[["PromptRequest"], object]
-"""Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
+"""Takes a request whose prompt has just been computed; called once per prompt, in the engine's
+thread."""
 
 
 class PromptRequest(Request):
@@ -46,19 +48,22 @@ class PromptRequest(Request):
     """True if the figures that a policy decides by are recorded."""
 
     reuses = False
-    """True if it reuses what requests before it computed, and leaves what it computes to later ones."""
+    """True if it reuses what requests before it computed, and leaves what it computes to later
+    ones."""
 
-    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
-        """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to generate; ``linked`` is
-        called when the prompt is computed."""
+    def __init__(
+        self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
+    ) -> None:
+        """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to
+        generate; ``linked`` is called when the prompt is computed."""
         super().__init__()
         self.request = request
         self.tenant = request.tenant
         self.clock = RequestClock()
         self.link: Link | None = None
         self.resident_only = False
-        """True if chunks that are not in memory are computed rather than loaded, since loading them has failed
-        before."""
+        """True if chunks that are not in memory are computed rather than loaded, since loading them
+        has failed before."""
 
         self.made: set[Chunk] = set()
         """The chunks whose KV was computed for this very request."""
@@ -71,12 +76,14 @@ class PromptRequest(Request):
     @property
     def pending(self) -> Sequence[Range]:
         """The positions that are left to compute; before the prompt is linked, its fresh tokens."""
-        return ranges(~self.request.prompt.cached) if self.sequence is None else self.sequence.pending
+        return (
+            ranges(~self.request.prompt.cached) if self.sequence is None else self.sequence.pending
+        )
 
     @property
     def refinement(self) -> Refinement | None:
-        """The driver of a policy that refines, which knows what it dropped in each layer; None before the first step
-        and for other policies."""
+        """The driver of a policy that refines, which knows what it dropped in each layer; None
+        before the first step and for other policies."""
         return None if self.sequence is None else self.sequence.refinement
 
     def mark_started(self) -> None:
@@ -90,9 +97,9 @@ class PromptRequest(Request):
     def make_sequence(
         self, link: Link, kvs: Sequence[KV], keys: Sequence[str], restored: Sequence[KV | None] = ()
     ) -> TokenSequence:
-        """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks. ``keys`` are
-        those of all chunks of the prompt; ``restored`` has the KV of what it reuses from disk, None where it is
-        lost."""
+        """Return the sequence to compute for this request, linked by ``link`` from the KV of its
+        chunks. ``keys`` are those of all chunks of the prompt; ``restored`` has the KV of what it
+        reuses from disk, None where it is lost."""
         self.clock.mark_loaded()
         self._keys = tuple(keys)
         assert link.plan is not None
@@ -105,7 +112,9 @@ class PromptRequest(Request):
             shared=[_shared(*entry) for entry in link.placed(kvs)],
             path=self._path(link),
             reused=prompt.reused,
-            restored=() if prompt.reused is None else tuple(zip(prompt.reused.stored, restored, strict=True)),
+            restored=()
+            if prompt.reused is None
+            else tuple(zip(prompt.reused.stored, restored, strict=True)),
             most_tokens=len(prompt) + self._max_tokens,
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
@@ -119,7 +128,9 @@ class PromptRequest(Request):
         if self.sequence.probe is not None:
             self.link = self.link.with_attention(self.sequence.probe.attention)
             assert self.link.plan is not None
-            self.sequence.relink(self.link.plan.runs, self._refine(self.link), self._path(self.link))
+            self.sequence.relink(
+                self.link.plan.runs, self._refine(self.link), self._path(self.link)
+            )
             return None
         if self.refinement is not None and self.refinement.error is not None:
             raise self.link.failed(self.refinement.error)
@@ -156,18 +167,20 @@ class PromptRequest(Request):
         return linked_path(self.request.tenant, link.plan, self._keys) if self.reuses else None
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
-        """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it); None where the request
-        wants none."""
+        """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);
+        None where the request wants none."""
         return None
 
     def _refine(self, link: Link) -> Callable[[], Refining] | None:
         if link.probing or not link.policy.needs.refines:
             return None
-        return partial(_refining, link, self._layers, explains=self.explains or self.request.explains)
+        return partial(
+            _refining, link, self._layers, explains=self.explains or self.request.explains
+        )
 
     def _forget(self) -> None:
-        """Release the chunks' KV: a caller who keeps the request's handle must not keep it in memory, and layers that
-        have not arrived need not be read for this request."""
+        """Release the chunks' KV: a caller who keeps the request's handle must not keep it in
+        memory, and layers that have not arrived need not be read for this request."""
         if self.sequence is not None:
             for kv in self.sequence.arriving:
                 kv.give_up()
@@ -183,16 +196,23 @@ def _shared(placement: Placement, kv: KV) -> SharedChunk:
 
 
 def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
-    watch = ChunkWatch(link.prompt.spans, len(link.prompt)) if link.policy.needs.chunk_attention else None
+    watch = (
+        ChunkWatch(link.prompt.spans, len(link.prompt))
+        if link.policy.needs.chunk_attention
+        else None
+    )
     refinement = link.refinement(layers, watch=watch, explains=explains)
     assert refinement is not None
     return Refining(refinement, watch)
 
 
 class FutureRequest(PromptRequest, Generic[T]):
-    """A request whose result is a single value, ready when a generation would sample its first token."""
+    """A request whose result is a single value, ready when a generation would sample its first
+    token."""
 
-    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
+    ) -> None:
         super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # callers cannot cancel it under the engine's hands

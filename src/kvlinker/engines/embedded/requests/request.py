@@ -1,4 +1,5 @@
-"""Defines a request: one thing to compute for a caller, with its state, its kind and its place among others."""
+"""Defines a request: one thing to compute for a caller, with its state, its kind and its place
+among others."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class ResultKind(Enum):
 
 
 class Request(ABC):
-    """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number, urgency
-    and hold, and what it predicts of it."""
+    """One thing to compute, from its arrival to its end. The scheduler alone writes its state,
+    number, urgency and hold, and what it predicts of it."""
 
     kind: ClassVar[ResultKind]
 
@@ -65,14 +66,15 @@ class Request(ABC):
     """The bytes of the chunks that its prompt names, by key."""
 
     choice = 0
-    """The index of this request among the answers to one prompt; the first one links the prompt for all."""
+    """The index of this request among the answers to one prompt; the first one links the prompt for
+    all."""
 
     choices: Sequence[Request] = ()
     """All answers to the same prompt, where there are several."""
 
     identity: object = None
-    """Requests with equal identities are computed once, for all who ask; a request whose identity is None is never
-    shared."""
+    """Requests with equal identities are computed once, for all who ask; a request whose identity
+    is None is never shared."""
 
     def __init__(self) -> None:
         self.state = RequestState.LOADING
@@ -101,7 +103,8 @@ class Request(ABC):
         """True if an answer waits for it."""
 
         self.hold: Hold | None = None
-        """Keeps the chunks that it uses in memory, from before they are fetched until the request ends."""
+        """Keeps the chunks that it uses in memory, from before they are fetched until the request
+        ends."""
 
     @property
     def deferral(self) -> float:
@@ -117,17 +120,22 @@ class Request(ABC):
 
     @property
     def turn(self) -> float:
-        """The time, on the scheduler's clock, from which on nobody who arrives is admitted before it."""
+        """The time, on the scheduler's clock, from which on nobody who arrives is admitted before
+        it."""
         return self.due + self.backlog
 
     @property
     def waits(self) -> bool:
         """True for an answer that has no slots and has not ended."""
-        return self.kind is ResultKind.ANSWER and self.state not in (RequestState.RUNNING, RequestState.FINISHED)
+        return self.kind is ResultKind.ANSWER and self.state not in (
+            RequestState.RUNNING,
+            RequestState.FINISHED,
+        )
 
     @property
     def pending(self) -> Sequence[Range]:
-        """The positions [begin, end) of its prompt that are left to compute, as far as they are known."""
+        """The positions [begin, end) of its prompt that are left to compute, as far as they are
+        known."""
         return () if self.sequence is None else self.sequence.pending
 
     @property
@@ -145,15 +153,17 @@ class Request(ABC):
         """Forget the KV of chunks, some of which never came: the request is loaded again."""
 
     def fork(self) -> Sequence[Request]:
-        """Return the other choices, whose prompt has now been computed with this one's; empty from the second call
-        on."""
+        """Return the other choices, whose prompt has now been computed with this one's; empty from
+        the second call on."""
         return ()
 
     @abstractmethod
     def advance(self, logits: Tensor | None) -> Ending | None:
-        """Continue once all tokens so far are computed, with the last token's ``logits`` [vocabulary] if it has any.
+        """Continue once all tokens so far are computed, with the last token's ``logits``
+        [vocabulary] if it has any.
 
-        Returns the function that reports the end, if the request ended. An exception ends the request, too.
+        Returns the function that reports the end, if the request ended. An exception ends the
+        request, too.
         """
 
     @abstractmethod

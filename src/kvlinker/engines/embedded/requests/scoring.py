@@ -1,4 +1,5 @@
-"""Gives the log probabilities of tokens: behind linked chunks, or of whole sequences in the background."""
+"""Gives the log probabilities of tokens: behind linked chunks, or of whole sequences in the
+background."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ class Scoring(FutureRequest[PromptLogprobs]):
     """Asks for the log probabilities of the tokens behind the last chunk; generates nothing."""
 
     def __init__(
-        self, request: GenerationRequest, *, layers: int, head: Head, vocabulary: int, linked: Linked | None
+        self,
+        request: GenerationRequest,
+        *,
+        layers: int,
+        head: Head,
+        vocabulary: int,
+        linked: Linked | None,
     ) -> None:
         super().__init__(request, layers=layers, max_tokens=0, linked=linked)
         self._head = head
@@ -31,7 +38,9 @@ class Scoring(FutureRequest[PromptLogprobs]):
         self._collected: LogprobCollector | None = None
 
     def _collector(self, prompt: Prompt) -> LogprobCollector:
-        self._collected = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
+        self._collected = LogprobCollector(
+            prompt.tokens, self._head, first=first_scored(prompt), top=self._top
+        )
         return self._collected
 
     def _value(self) -> PromptLogprobs:
@@ -40,11 +49,14 @@ class Scoring(FutureRequest[PromptLogprobs]):
 
 
 class WholeScoring(Request):
-    """Asks for the log probabilities of given tokens, all of which are computed while nobody else needs the engine."""
+    """Asks for the log probabilities of given tokens, all of which are computed while nobody else
+    needs the engine."""
 
     kind = ResultKind.BACKGROUND
 
-    def __init__(self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int, tenant: str) -> None:
+    def __init__(
+        self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int, tenant: str
+    ) -> None:
         """Score ``tokens`` [length] from position ``first`` on, with ``top`` alternatives each."""
         super().__init__()
         self.tenant = tenant
@@ -52,7 +64,9 @@ class WholeScoring(Request):
         self.future.set_running_or_notify_cancel()
         self._usage = Usage(0, 0, len(tokens))
         self._collector = LogprobCollector(tokens, head, first=first, top=top)
-        self.sequence = TokenSequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), logprobs=self._collector)
+        self.sequence = TokenSequence(
+            tokens, [(0, len(tokens))], most_tokens=len(tokens), logprobs=self._collector
+        )
 
     def advance(self, logits: Tensor | None) -> Ending:
         return partial(self.future.set_result, self._collector.result(self._usage))

@@ -1,4 +1,5 @@
-"""A request's tokens in the engine: which of them are still to be computed, and which slots hold their KV."""
+"""A request's tokens in the engine: which of them are still to be computed, and which slots hold
+their KV."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.contract.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
-from kvlinker.engines.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, VisibleKV
+from kvlinker.engines.embedded.execution.batch import (
+    Capture,
+    OwnTokens,
+    Run,
+    SharedChunk,
+    VisibleKV,
+)
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
 from kvlinker.linking.plan import Range
@@ -21,8 +28,8 @@ from kvlinker.store.loading.arriving import KV, ArrivingKV
 
 
 class Refining(NamedTuple):
-    """A refinement, and the observer of the question's attention on chunks that its policy needs; None if it needs
-    none."""
+    """A refinement, and the observer of the question's attention on chunks that its policy needs;
+    None if it needs none."""
 
     refinement: Refinement
     watch: ChunkWatch | None
@@ -32,7 +39,8 @@ NONE = np.empty(0, dtype=np.int64)
 
 
 class TokenSequence:
-    """The tokens of a request, some runs of which are computed step by step; generated tokens are appended.
+    """The tokens of a request, some runs of which are computed step by step; generated tokens are
+    appended.
 
     Only the scheduler and the engine's thread use it.
     """
@@ -53,15 +61,16 @@ class TokenSequence:
         logprobs: LogprobCollector | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see ``shared`` chunks.
-        The KV of what is ``reused`` is expected to be in the pool, but for ``reused.stored``: that is ``restored`` from
-        disk, None where it was lost. ``path`` names what the KV depends on, for a
-        sequence whose KV may be reused later.
+        """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see
+        ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool, but for
+        ``reused.stored``: that is ``restored`` from disk, None where it was lost. ``path`` names
+        what the KV depends on, for a sequence whose KV may be reused later.
 
-        ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
-        ``probe``, the runs are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
-        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens. ``observer`` sees
-        the prompt's attention, but not that of a first pass.
+        ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence
+        gives no logits. With ``probe``, the runs are those of a first pass, after which ``relink``
+        is called. ``refine`` makes the refinement of a policy that refines. ``logprobs`` gets the
+        hidden states of the prompt's last tokens. ``observer`` sees the prompt's attention, but not
+        that of a first pass.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -74,21 +83,24 @@ class TokenSequence:
         self.prompt_length = len(tokens)
         self.length = len(tokens)
         self.spans: tuple[SlotSpan, ...] | None = None
-        """Where its own tokens lie, in order, with room for a few more; None for a sequence without slots."""
+        """Where its own tokens lie, in order, with room for a few more; None for a sequence without
+        slots."""
 
         self.path = path
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
         self.times_left = 0
-        """The number of times that the sequence has left a step because a chunk's layer was late."""
+        """The number of times that the sequence has left a step because a chunk's layer was
+        late."""
 
         self.reused = reused
         self.restored = tuple(restored)
         """The KV that was loaded from disk, until it is copied into slots."""
 
         self.missed = 0
-        """The number of reused tokens that were gone when the sequence got slots, and are computed again."""
+        """The number of reused tokens that were gone when the sequence got slots, and are computed
+        again."""
 
         self._compute(runs)
 
@@ -103,15 +115,16 @@ class TokenSequence:
         self._own_tokens: OwnTokens | None = None
 
     def _missing(self, count: int) -> list[Range]:
-        """Return the runs to compute if the KV of the first ``count`` of its own tokens is there; one of generated
-        tokens follows those of the prompt."""
+        """Return the runs to compute if the KV of the first ``count`` of its own tokens is there;
+        one of generated tokens follows those of the prompt."""
         prompt = self._own[count : self._own_in_prompt]
         generated = self._own[max(count, self._own_in_prompt) : self.own_length]
         return [*ranges_of(prompt), *ranges_of(generated)]
 
     @property
     def own_length(self) -> int:
-        """The number of slots that the sequence's own tokens take: those that it computes, prompt and generated."""
+        """The number of slots that the sequence's own tokens take: those that it computes, prompt
+        and generated."""
         return self._own_in_prompt + self.length - self.prompt_length
 
     @property
@@ -156,7 +169,8 @@ class TokenSequence:
 
     @property
     def indivisible(self) -> bool:
-        """True if all that is left of the prompt is taken at once: a policy that refines has to see it whole."""
+        """True if all that is left of the prompt is taken at once: a policy that refines has to see
+        it whole."""
         return self._refine is not None and not self._begun
 
     @property
@@ -167,7 +181,9 @@ class TokenSequence:
     @property
     def decoding(self) -> bool:
         """True if only the token that was generated last is left to compute."""
-        return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
+        return (
+            self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
+        )
 
     @property
     def path_so_far(self) -> SequencePath:
@@ -175,7 +191,10 @@ class TokenSequence:
         assert self.path is not None
         if len(self.path.tokens) < self.prompt_length:
             return self.path
-        return replace(self.path, tokens=self._tokens[: self._pending[0][0] if self._pending else self.length].copy())
+        return replace(
+            self.path,
+            tokens=self._tokens[: self._pending[0][0] if self._pending else self.length].copy(),
+        )
 
     @property
     def prompt_in_place(self) -> bool:
@@ -196,7 +215,10 @@ class TokenSequence:
         return any(kv.lost for kv in self.arriving)
 
     def relink(
-        self, runs: Sequence[Range], refine: Callable[[], Refining] | None, path: SequencePath | None = None
+        self,
+        runs: Sequence[Range],
+        refine: Callable[[], Refining] | None,
+        path: SequencePath | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
         self.probe = None
@@ -206,8 +228,8 @@ class TokenSequence:
         self._compute(runs)
 
     def begin_again(self, tokens: NDArray[np.int64], capture: Callable[[], Capture]) -> None:
-        """Compute these tokens instead, no more than before, for another ``capture``: what was computed is of no use to
-        them."""
+        """Compute these tokens instead, no more than before, for another ``capture``: what was
+        computed is of no use to them."""
         self._tokens[: len(tokens)] = tokens
         self.prompt_length = self.length = len(tokens)
         self._make_capture = capture
@@ -252,10 +274,11 @@ class TokenSequence:
         self._pending = self._missing(0)
 
     def take(self, budget: int) -> tuple[list[Run], VisibleKV]:
-        """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark them as done.
+        """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark
+        them as done.
 
-        A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since what it keeps depends
-        on all of its tokens and on no others.
+        A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since
+        what it keeps depends on all of its tokens and on no others.
         """
         assert self.spans is not None
         refining: Refining | None = None
@@ -295,7 +318,9 @@ class TokenSequence:
             for begin, end in taken
         ]
         seen = self._own_before(taken[-1][1]) if taken else 0
-        return runs, VisibleKV(self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility())
+        return runs, VisibleKV(
+            self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility()
+        )
 
     def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the slots of its own tokens at the positions [begin, end)."""

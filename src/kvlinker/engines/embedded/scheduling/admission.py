@@ -1,4 +1,5 @@
-"""Decides who comes next among waiting requests: the order, its fairness between tenants, and who is refused."""
+"""Decides who comes next among waiting requests: the order, its fairness between tenants, and who
+is refused."""
 
 from __future__ import annotations
 
@@ -12,25 +13,29 @@ from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.linking.plan import Range
 
 SIMILAR_SECONDS = 0.5
-"""The most by which two requests' turns may differ if the one whose chunks are in memory is to come first."""
+"""The most by which two requests' turns may differ if the one whose chunks are in memory is to come
+first."""
 
 MOST_COMPARED = 16
 """The most waiting requests that are compared by their chunks."""
 
 Predict = Callable[[Sequence[Range]], float | None]
-"""Predicts the seconds of computing these positions of a prompt; None where nothing was measured."""
+"""Predicts the seconds of computing these positions of a prompt; None where nothing was
+measured."""
 
 
 class Admission:
-    """Orders requests by their *turn*: time of arrival, plus the predicted seconds of the prompt, plus the predicted
-    seconds of those prompts of the same tenant that come before it by the first two.
+    """Orders requests by their *turn*: time of arrival, plus the predicted seconds of the prompt,
+    plus the predicted seconds of those prompts of the same tenant that come before it by the first
+    two.
 
-    So a short prompt overtakes a long one that has waited for less time than it takes to compute itself, and nobody
-    starves: who arrives after a request's turn comes after it. A tenant's hundred requests stand behind each other, but
-    not before another tenant's one. Before steps were measured, turns are arrivals.
+    So a short prompt overtakes a long one that has waited for less time than it takes to compute
+    itself, and nobody starves: who arrives after a request's turn comes after it. A tenant's
+    hundred requests stand behind each other, but not before another tenant's one. Before steps were
+    measured, turns are arrivals.
 
-    A tenant of whom nothing is computed comes before tenants of whom something is, and is never refused for the length
-    of a queue in which it has nothing.
+    A tenant of whom nothing is computed comes before tenants of whom something is, and is never
+    refused for the length of a queue in which it has nothing.
 
     The scheduler calls all methods under its lock.
     """
@@ -43,32 +48,37 @@ class Admission:
         slo_ttft: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_waiting`` is the most requests for answers that wait, ``slo_ttft`` the most seconds to the first token
-        that one may be predicted to need beside others; None for no such limit."""
+        """``max_waiting`` is the most requests for answers that wait, ``slo_ttft`` the most seconds
+        to the first token that one may be predicted to need beside others; None for no such
+        limit."""
         self._predict = predict
         self._max_waiting = max_waiting
         self._slo_ttft = slo_ttft
         self._clock = clock
 
     def place(self, request: Request, others: Iterable[Request]) -> None:
-        """Give the request, which arrives now, its turn among the ``others`` that have not ended."""
+        """Give the request, which arrives now, its turn among the ``others`` that have not
+        ended."""
         request.arrived = self._clock()
         self._predict_prompt(request)
         self.count_before(request, others)
 
     def count_before(self, request: Request, others: Iterable[Request]) -> None:
-        """Count the seconds of those of its tenant that come before the request, whose urgency may have changed."""
+        """Count the seconds of those of its tenant that come before the request, whose urgency may
+        have changed."""
         request.backlog = _seconds_before(request, others)
 
     def push_back(self, request: Request, others: Iterable[Request], seconds: float) -> None:
-        """Give those of its tenant that come after the request turns that are later by so many ``seconds``."""
+        """Give those of its tenant that come after the request turns that are later by so many
+        ``seconds``."""
         for other in _alike(request, others):
             if _place(other) > _place(request):
                 other.backlog = max(0.0, other.backlog + seconds)
 
     def predict_anew(self, request: Request, others: Collection[Request]) -> None:
-        """Predict the seconds of the request's prompt anew, now that more is known of it, and change the turns of its
-        tenant by that. What was computed before its turn is not forgotten."""
+        """Predict the seconds of the request's prompt anew, now that more is known of it, and
+        change the turns of its tenant by that. What was computed before its turn is not
+        forgotten."""
         self.push_back(request, others, -request.seconds_left)
         before = _seconds_before(request, others)
         self._predict_prompt(request)
@@ -79,51 +89,70 @@ class Admission:
         request.prompt_seconds = request.seconds_left = self.seconds_left(request)
 
     def seconds_left(self, request: Request) -> float:
-        """Predict the seconds of computing what is left of the request's prompt; 0 where nothing was measured."""
+        """Predict the seconds of computing what is left of the request's prompt; 0 where nothing
+        was measured."""
         left = request.pending
         return (self._predict(left) or 0.0) if left else 0.0
 
-    def check(self, request: Request, others: Collection[Request], *, waiting: int, prompt_share: float) -> None:
+    def check(
+        self, request: Request, others: Collection[Request], *, waiting: int, prompt_share: float
+    ) -> None:
         """Check that a request for an answer, which has its turn, may wait beside the ``others``.
 
-        ``waiting`` of them count against ``max_waiting``; ``prompt_share`` of the time goes to prompts. Raises
-        OverloadedError.
+        ``waiting`` of them count against ``max_waiting``; ``prompt_share`` of the time goes to
+        prompts. Raises OverloadedError.
         """
         if any(other.tenant == request.tenant and other.waits for other in others):
             check_room(waiting, 1, most=self._max_waiting)
         if self._slo_ttft is not None:
             before = sum(other.seconds_left for other in others if other.turn <= request.turn)
-            check_wait(before / prompt_share, request.prompt_seconds / prompt_share, most=self._slo_ttft)
+            check_wait(
+                before / prompt_share, request.prompt_seconds / prompt_share, most=self._slo_ttft
+            )
 
     def candidates(
-        self, queue: Sequence[Request], beside: Iterable[Request], prefers: Callable[[Request], bool]
+        self,
+        queue: Sequence[Request],
+        beside: Iterable[Request],
+        prefers: Callable[[Request], bool],
     ) -> list[Request]:
-        """Return who may come next of a ``queue`` in order of turns, best first: the first whose tenant has none of the
-        requests ``beside``, while others have some; else the first of similar turn that ``prefers`` is true of, if
-        there is one, and the first of all."""
+        """Return who may come next of a ``queue`` in order of turns, best first: the first whose
+        tenant has none of the requests ``beside``, while others have some; else the first of
+        similar turn that ``prefers`` is true of, if there is one, and the first of all."""
         tenants = {request.tenant for request in beside}
-        left_out = next((request for request in queue if request.tenant not in tenants), None) if tenants else None
+        left_out = (
+            next((request for request in queue if request.tenant not in tenants), None)
+            if tenants
+            else None
+        )
         if left_out is not None:
             return [left_out]
-        similar = [request for request in queue[:MOST_COMPARED] if request.turn <= queue[0].turn + SIMILAR_SECONDS]
+        similar = [
+            request
+            for request in queue[:MOST_COMPARED]
+            if request.turn <= queue[0].turn + SIMILAR_SECONDS
+        ]
         preferred = next((request for request in similar if prefers(request)), queue[0])
         return list(dict.fromkeys((preferred, queue[0])))
 
     def next_answers(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
-        """Return who may get slots next of a ``queue`` of answers, best first, beside the ``running`` requests;
-        preferred are those that share chunks with these."""
+        """Return who may get slots next of a ``queue`` of answers, best first, beside the
+        ``running`` requests; preferred are those that share chunks with these."""
         answers = [request for request in running if request.kind is ResultKind.ANSWER]
         holds = [request.hold for request in running if request.hold is not None]
         in_use = frozenset(chain.from_iterable(hold.keys for hold in holds))
-        return self.candidates(queue, answers, lambda request: not in_use.isdisjoint(request.chunk_bytes))
+        return self.candidates(
+            queue, answers, lambda request: not in_use.isdisjoint(request.chunk_bytes)
+        )
 
 
 def giving_way(request: Request, running: Sequence[Request]) -> list[Request]:
-    """Return the ``running`` requests, in order of admission, that may give their slots up to a request whose tenant
-    has nothing running, the best choice first.
+    """Return the ``running`` requests, in order of admission, that may give their slots up to a
+    request whose tenant has nothing running, the best choice first.
 
-    They belong to the tenant that has the most, which keeps one. Each gives way once in its life; those that have not
-    given a token yet go first, since nobody sees them pause, and then those that were admitted last.
+    They belong to the tenant that has the most, which keeps one. Each gives way once in its life;
+    those that have not given a token yet go first, since nobody sees them pause, and then those
+    that were admitted last.
     """
     answers = [other for other in running if other.kind is ResultKind.ANSWER]
     places = Counter(other.tenant for other in answers)
@@ -132,12 +161,16 @@ def giving_way(request: Request, running: Sequence[Request]) -> list[Request]:
     tenant, _ = places.most_common(1)[0]
     own = [other for other in answers if other.tenant == tenant]
     found = [other for other in reversed(own[1:]) if not other.gave_way]
-    return sorted(found, key=lambda other: other.sequence is not None and other.sequence.prompt_in_place)
+    return sorted(
+        found, key=lambda other: other.sequence is not None and other.sequence.prompt_in_place
+    )
 
 
 def _seconds_before(request: Request, others: Iterable[Request]) -> float:
     """Return the seconds left of those of its tenant that come before the request."""
-    return sum(other.seconds_left for other in _alike(request, others) if _place(other) < _place(request))
+    return sum(
+        other.seconds_left for other in _alike(request, others) if _place(other) < _place(request)
+    )
 
 
 def _place(request: Request) -> tuple[float, int]:
@@ -149,4 +182,8 @@ def _place(request: Request) -> tuple[float, int]:
 def _alike(request: Request, others: Iterable[Request]) -> list[Request]:
     """Return the others that wait in the same line: of the same tenant, kind and urgency."""
     line = request.tenant, request.kind, request.urgent
-    return [other for other in others if other is not request and (other.tenant, other.kind, other.urgent) == line]
+    return [
+        other
+        for other in others
+        if other is not request and (other.tenant, other.kind, other.urgent) == line
+    ]

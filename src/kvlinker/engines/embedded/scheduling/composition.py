@@ -1,4 +1,5 @@
-"""Composes a step: which tokens of which running requests it computes, by the time that they take."""
+"""Composes a step: which tokens of which running requests it computes, by the time that they
+take."""
 
 from __future__ import annotations
 
@@ -11,27 +12,31 @@ from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 
 IDLE_MULTIPLE = 2.25
-"""The duration of a step with prompts where no target is set, as a multiple of a step that only decodes."""
+"""The duration of a step with prompts where no target is set, as a multiple of a step that only
+decodes."""
 
 LEAST_PIECE = 4
-"""The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them costs the same for
-one token."""
+"""The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them
+costs the same for one token."""
 
 MIXED_STEPS = 15
-"""The most steps in a row with prompts beside decoding; the one that follows only decodes, and measures how long that
-takes now."""
+"""The most steps in a row with prompts beside decoding; the one that follows only decodes, and
+measures how long that takes now."""
 
 LEAST_PROMPT_SHARE = 0.25
-"""The least time that prompts get in a step, as a share of a step that only decodes, however tight the target."""
+"""The least time that prompts get in a step, as a share of a step that only decodes, however tight
+the target."""
 
 ELDEST_SHARE = 0.25
 """The share of what prompts get that goes to the one whose turn came first, however long it is."""
 
 BACKGROUND_SECONDS = 0.05
-"""The longest step for a request in the background, in seconds: whoever arrives meanwhile waits for its end."""
+"""The longest step for a request in the background, in seconds: whoever arrives meanwhile waits for
+its end."""
 
 BACKGROUND_TOKENS = 32
-"""The fewest tokens of such a step, as long as more are left: shorter ones mostly wait for memory."""
+"""The fewest tokens of such a step, as long as more are left: shorter ones mostly wait for
+memory."""
 
 ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 """Counts tokens instead of time."""
@@ -51,56 +56,73 @@ class _Budget:
     """The number of tokens that may still be taken."""
 
     def fitting(self, request: Request, share: float = 1.0) -> int:
-        """Return how many of the request's next tokens fit into this share; of an indivisible prompt all, if anything
-        is left."""
+        """Return how many of the request's next tokens fit into this share; of an indivisible
+        prompt all, if anything is left."""
         sequence = sequence_of(request)
         if self.amount <= 0 or self.tokens <= 0:
             return 0
         if sequence.indivisible:
-            return sum(end - begin for begin, end in sequence.pending if begin < sequence.prompt_length)
-        return min(self.cost.affordable(sequence.pending, share * self.amount), int(share * self.tokens))
+            return sum(
+                end - begin for begin, end in sequence.pending if begin < sequence.prompt_length
+            )
+        return min(
+            self.cost.affordable(sequence.pending, share * self.amount), int(share * self.tokens)
+        )
 
     def spend(self, request: Request, tokens: int) -> None:
-        """Take the cost of the request's next ``tokens`` out of the budget; a negative number gives it back."""
+        """Take the cost of the request's next ``tokens`` out of the budget; a negative number gives
+        it back."""
         taken = self.cost.of(first_positions(sequence_of(request), abs(tokens)))
         self.amount -= taken if tokens > 0 else -taken
         self.tokens -= tokens
 
 
 class StepComposer:
-    """Fills steps. Every request that decodes is in every step; prompts get what is left of the step's time.
+    """Fills steps. Every request that decodes is in every step; prompts get what is left of the
+    step's time.
 
-    While requests decode, a step is to take no longer than the target: the setting, or a multiple of the step that only
-    decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes first to the
-    tenant that has got least so far, and to the shortest of its prompts; but a share of it to the prompt whose turn
-    came first, so that none stands still. A request in the background has steps for itself, short ones, and only while
-    there is no other.
+    While requests decode, a step is to take no longer than the target: the setting, or a multiple
+    of the step that only decodes. While nobody does, a step holds as many tokens as memory is made
+    for. What prompts get goes first to the tenant that has got least so far, and to the shortest of
+    its prompts; but a share of it to the prompt whose turn came first, so that none stands still. A
+    request in the background has steps for itself, short ones, and only while there is no other.
 
-    An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with its target, so that
-    the mean time per token keeps it.
+    An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with
+    its target, so that the mean time per token keeps it.
 
     The scheduler calls the methods under its lock.
     """
 
     def __init__(
-        self, throughput: ComputeThroughput, *, max_step_tokens: int, seconds_per_token: float | None = None
+        self,
+        throughput: ComputeThroughput,
+        *,
+        max_step_tokens: int,
+        seconds_per_token: float | None = None,
     ) -> None:
-        """``max_step_tokens`` is the most tokens of a step, ``seconds_per_token`` the target for requests that
-        decode; None to take ``IDLE_MULTIPLE``."""
+        """``max_step_tokens`` is the most tokens of a step, ``seconds_per_token`` the target for
+        requests that decode; None to take ``IDLE_MULTIPLE``."""
         self._throughput = throughput
         self._max_step_tokens = max_step_tokens
         self._seconds_per_token = seconds_per_token
         self._mixed = 0  # steps in a row with prompts beside decoding
         self._owed = 0.0  # seconds by which prompts have exceeded their time
-        self._served: dict[str, float] = {}  # seconds of prompts, by tenant; who comes anew begins with the least
+        self._served: dict[
+            str, float
+        ] = {}  # seconds of prompts, by tenant; who comes anew begins with the least
         self._least_served = 0.0
         self.prompt_share = 1.0
         """The share of the last step's time that was for prompts."""
 
     def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
-        """Take the next tokens of ``running`` requests, and mark them as done; return them, and whose they are."""
+        """Take the next tokens of ``running`` requests, and mark them as done; return them, and
+        whose they are."""
         wanted = [request for request in running if request.kind is not ResultKind.BACKGROUND]
-        granted = self._grant(wanted) if wanted else [(request, self._background_piece(request)) for request in running]
+        granted = (
+            self._grant(wanted)
+            if wanted
+            else [(request, self._background_piece(request)) for request in running]
+        )
         runs: list[Run] = []
         visible_kv: dict[object, VisibleKV] = {}
         for request, tokens in granted:
@@ -118,8 +140,14 @@ class StepComposer:
 
     def _grant(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
         """Return how many tokens of which ``running`` requests the step computes."""
-        decoding = [request for request in running if sequence_of(request).decoding][: self._max_step_tokens]
-        prompts = [request for request in running if sequence_of(request).pending and request not in decoding]
+        decoding = [request for request in running if sequence_of(request).decoding][
+            : self._max_step_tokens
+        ]
+        prompts = [
+            request
+            for request in running
+            if sequence_of(request).pending and request not in decoding
+        ]
         budget = self._budget(decoding)
         granted = [(request, 1) for request in decoding]
         if prompts:
@@ -151,8 +179,8 @@ class StepComposer:
         return _Budget(cost, seconds - paid, tokens)
 
     def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
-        """Order prompts: those of the tenant that was served least come first, of one tenant's the shortest, and chunks
-        for which no answer waits behind all answers."""
+        """Order prompts: those of the tenant that was served least come first, of one tenant's the
+        shortest, and chunks for which no answer waits behind all answers."""
         tenants = {request.tenant for request in prompts}
         for tenant in tenants:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served)
@@ -160,7 +188,12 @@ class StepComposer:
 
         def order(request: Request) -> tuple[float, ...]:
             assert request.number is not None
-            return request.deferral, self._served[request.tenant], request.seconds_left, request.number
+            return (
+                request.deferral,
+                self._served[request.tenant],
+                request.seconds_left,
+                request.number,
+            )
 
         return sorted(prompts, key=order)
 
@@ -169,7 +202,9 @@ class StepComposer:
         cost = self._throughput.cost_beside_decoding()
         if cost is not None:
             for request, tokens in granted:
-                self._served[request.tenant] += cost.of(first_positions(sequence_of(request), tokens))
+                self._served[request.tenant] += cost.of(
+                    first_positions(sequence_of(request), tokens)
+                )
 
 
 def sequence_of(request: Request) -> TokenSequence:
@@ -190,7 +225,8 @@ def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int
 
 
 def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
-    """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go to one."""
+    """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go
+    to one."""
     if budget.amount <= 0 or budget.tokens <= 0:
         return []
     eldest = min(prompts, key=lambda request: request.turn)

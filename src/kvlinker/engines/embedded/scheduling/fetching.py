@@ -10,15 +10,16 @@ from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
-"""The number of waiting requests whose chunks' KV is fetched ahead of those behind them; twice as many in all, and one
-of each tenant."""
+"""The number of waiting requests whose chunks' KV is fetched ahead of those behind them; twice as
+many in all, and one of each tenant."""
 
 
 class FetchQueue:
     """Holds requests that are LOADING: not fetched yet, being fetched, or waiting for late layers.
 
-    From when its fetch begins until it ends, a request holds its chunks in memory; while there is no room for those of
-    the next one, it waits, and so do those behind it, but for requests of similar turns whose chunks are in memory.
+    From when its fetch begins until it ends, a request holds its chunks in memory; while there is
+    no room for those of the next one, it waits, and so do those behind it, but for requests of
+    similar turns whose chunks are in memory.
 
     The scheduler calls all methods under its lock.
     """
@@ -31,14 +32,17 @@ class FetchQueue:
         hold: Callable[[Request], Hold | None],
         is_resident: Callable[[Request], bool],
     ) -> None:
-        """``load`` starts fetching a request's KV in another thread; ``hold`` makes room in memory for it before, or
-        returns None if there is none now; ``is_resident`` tells whether all of its chunks are in memory."""
+        """``load`` starts fetching a request's KV in another thread; ``hold`` makes room in memory
+        for it before, or returns None if there is none now; ``is_resident`` tells whether all of
+        its chunks are in memory."""
         self._admission = admission
         self._load = load
         self._hold = hold
         self._is_resident = is_resident
         self._unfetched: list[Request] = []  # by order
-        self._fetching: set[Request] = set()  # until their loads report, even if they have ended meanwhile
+        self._fetching: set[Request] = (
+            set()
+        )  # until their loads report, even if they have ended meanwhile
         self._late: dict[Request, int] = {}  # with the number of layers that they wait for
 
     @property
@@ -72,35 +76,48 @@ class FetchQueue:
         self._fetching.discard(request)
 
     def remove(self, request: Request) -> None:
-        """Take the request out, since it is not LOADING any more; its fetch goes on until it reports."""
+        """Take the request out, since it is not LOADING any more; its fetch goes on until it
+        reports."""
         self._late.pop(request, None)
         if request in self._unfetched:
             self._unfetched.remove(request)
 
     def start(self, ready: Sequence[Request]) -> None:
-        """Start fetching for the next requests, while few are ahead, ``ready`` ones without slots included, and memory
-        has room for their chunks."""
+        """Start fetching for the next requests, while few are ahead, ``ready`` ones without slots
+        included, and memory has room for their chunks."""
         while self._unfetched and (request := self._next(ready)) is not None:
             self._unfetched.remove(request)
             self._fetching.add(request)
             self._load(request)
 
     def check_integrity(self, ready: Sequence[Request], *, holding: bool) -> None:
-        """Check that requests are LOADING and in one place, and that nobody waits for a fetch without a reason.
-        ``holding`` is true if any request holds chunks. Raises AssertionError otherwise."""
+        """Check that requests are LOADING and in one place, and that nobody waits for a fetch
+        without a reason. ``holding`` is true if any request holds chunks. Raises AssertionError
+        otherwise."""
         assert self._unfetched == sorted(self._unfetched, key=order_of)
-        assert all(request.state is RequestState.LOADING for request in (*self._unfetched, *self._late))
+        assert all(
+            request.state is RequestState.LOADING for request in (*self._unfetched, *self._late)
+        )
         assert not self._fetching.intersection(self._unfetched, self._late)
-        loading = (request for request in (*self._fetching, *self._late) if request.state is RequestState.LOADING)
+        loading = (
+            request
+            for request in (*self._fetching, *self._late)
+            if request.state is RequestState.LOADING
+        )
         assert all(request.hold is not None for request in loading)
         assert not self._unfetched or len(self._ahead(ready)) >= PREFETCHED or holding
 
     def _ahead(self, ready: Sequence[Request]) -> list[Request]:
         """Return the requests without slots that have KV in memory, or on its way there."""
-        return [*self._fetching, *self._late, *(request for request in ready if request.choice == 0)]
+        return [
+            *self._fetching,
+            *self._late,
+            *(request for request in ready if request.choice == 0),
+        ]
 
     def _next(self, ready: Sequence[Request]) -> Request | None:
-        """Return the request to fetch next, which now holds its chunks; None if none may be fetched."""
+        """Return the request to fetch next, which now holds its chunks; None if none may be
+        fetched."""
         holding = next((request for request in self._unfetched if request.hold is not None), None)
         if holding is not None:
             return holding  # it lost a chunk, and others may wait for the memory of those that it still holds

@@ -1,4 +1,5 @@
-"""Holds the requests that run: gives them slots in the order of admission, and takes slots back for others."""
+"""Holds the requests that run: gives them slots in the order of admission, and takes slots back for
+others."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 class RunningRequests:
     """Holds the running requests, by admission, and their slots.
 
-    One chunk at a time is computed whatever else waits, more of them only while nobody waits for an answer; variants
-    and what is computed in the background only when there is nothing else at all. A background request keeps its slots,
-    paused, while others run, until they need them. When the pool is full, the request admitted last gives its slots up
-    and starts again later; when one tenant has taken all places, it gives one up to a tenant that has none.
+    One chunk at a time is computed whatever else waits, more of them only while nobody waits for an
+    answer; variants and what is computed in the background only when there is nothing else at all.
+    A background request keeps its slots, paused, while others run, until they need them. When the
+    pool is full, the request admitted last gives its slots up and starts again later; when one
+    tenant has taken all places, it gives one up to a tenant that has none.
 
     The scheduler calls all methods under its lock.
     """
@@ -31,8 +33,9 @@ class RunningRequests:
         *,
         max_running: int,
     ) -> None:
-        """``waiting`` has the requests that want slots, by kind and in order; ``move`` changes a request's state, and
-        calls ``enter`` and ``leave``. ``max_running`` is the most requests that hold slots."""
+        """``waiting`` has the requests that want slots, by kind and in order; ``move`` changes a
+        request's state, and calls ``enter`` and ``leave``. ``max_running`` is the most requests
+        that hold slots."""
         self.slots = slots
         self.running: list[Request] = []
         self.preemptions = 0
@@ -46,7 +49,8 @@ class RunningRequests:
         self.running.append(request)
 
     def leave(self, request: Request, heir: Request | None) -> None:
-        """Take back the slots of a request that runs no more; give them to the ``heir`` where there is one."""
+        """Take back the slots of a request that runs no more; give them to the ``heir`` where there
+        is one."""
         self.running.remove(request)
         if heir is None:
             self.slots.release(sequence_of(request))
@@ -54,22 +58,27 @@ class RunningRequests:
             self.slots.hand_over(sequence_of(request), sequence_of(heir))
 
     def check_integrity(self) -> None:
-        """Check that exactly the running requests hold enough slots. Raises AssertionError otherwise."""
+        """Check that exactly the running requests hold enough slots. Raises AssertionError
+        otherwise."""
         self.slots.check_integrity([sequence_of(request) for request in self.running])
         assert len(self.running) <= self._max_running
         assert all(request.state is RequestState.RUNNING for request in self.running)
 
     def grow(self) -> None:
-        """Give every running request slots for the tokens it has; the last admitted ones are preempted when there are
-        too few."""
+        """Give every running request slots for the tokens it has; the last admitted ones are
+        preempted when there are too few."""
         for request in list(self.running):
-            while request.state is RequestState.RUNNING and not self.slots.grow(sequence_of(request)):
+            while request.state is RequestState.RUNNING and not self.slots.grow(
+                sequence_of(request)
+            ):
                 self._preempt(self._in_background or self.running[-1])
 
     @property
     def _in_background(self) -> Request | None:
         """The background request that holds slots; None if none does."""
-        return next((request for request in self.running if request.kind is ResultKind.BACKGROUND), None)
+        return next(
+            (request for request in self.running if request.kind is ResultKind.BACKGROUND), None
+        )
 
     def _preempt(self, request: Request) -> None:
         self._move(request, RequestState.PREEMPTED)
@@ -78,28 +87,40 @@ class RunningRequests:
         self.preemptions += 1
 
     def admit(self) -> None:
-        """Give slots to waiting requests, as far as they go: to the next chunk while none is computed, to answers, to
-        more chunks while no answer waits, and to a variant or a background request while nothing else is there."""
+        """Give slots to waiting requests, as far as they go: to the next chunk while none is
+        computed, to answers, to more chunks while no answer waits, and to a variant or a background
+        request while nothing else is there."""
         chunk = next(iter(self._waiting[ResultKind.CHUNK]), None)
         its_turn = chunk is not None and all(
             request.kind in (ResultKind.ANSWER, ResultKind.BACKGROUND) for request in self.running
         )
         if chunk is not None and its_turn and not self._admit_one(chunk) and chunk.urgent:
-            self._admit_answers(before=chunk.turn)  # later ones shall not take the slots it waits for
+            self._admit_answers(
+                before=chunk.turn
+            )  # later ones shall not take the slots it waits for
         else:
             self._admit_answers()
         if not self._waiting[ResultKind.ANSWER]:
-            while self._waiting[ResultKind.CHUNK] and self._admit_one(self._waiting[ResultKind.CHUNK][0]):
+            while self._waiting[ResultKind.CHUNK] and self._admit_one(
+                self._waiting[ResultKind.CHUNK][0]
+            ):
                 pass
         for kind in (ResultKind.VARIANT, ResultKind.BACKGROUND):
             if not self.running and self._waiting[kind]:
                 self._admit_one(self._waiting[kind][0])
 
     def _admit_answers(self, before: float = math.inf) -> None:
-        """Admit answers whose turn comes ``before`` then, in order, until the next one does not fit."""
-        while queue := [request for request in self._waiting[ResultKind.ANSWER] if request.turn < before]:
+        """Admit answers whose turn comes ``before`` then, in order, until the next one does not
+        fit."""
+        while queue := [
+            request for request in self._waiting[ResultKind.ANSWER] if request.turn < before
+        ]:
             # what is left out can share a prompt's KV soon, which is being computed
-            queue = [request for request in queue if all(map(_prompt_in_place, _running_siblings(request)))]
+            queue = [
+                request
+                for request in queue
+                if all(map(_prompt_in_place, _running_siblings(request)))
+            ]
             if not queue or not self._admit_next(queue):
                 return
 
@@ -109,8 +130,8 @@ class RunningRequests:
         return any(map(self._admit_one, candidates)) or self._make_way(candidates[0])
 
     def _make_way(self, request: Request) -> bool:
-        """Admit a request, if its tenant has nothing running, to slots of the tenant that has the most; False if even
-        that gives too few."""
+        """Admit a request, if its tenant has nothing running, to slots of the tenant that has the
+        most; False if even that gives too few."""
         others = giving_way(request, self.running)
         if not others or not self.slots.would_fit(sequence_of(request), map(sequence_of, others)):
             return False
@@ -122,12 +143,14 @@ class RunningRequests:
         return False
 
     def _admit_one(self, request: Request) -> bool:
-        """Give the request slots, those of a background request if need be; False if too few are free."""
+        """Give the request slots, those of a background request if need be; False if too few are
+        free."""
         paused = self._in_background
         return self._place(request) or (paused is not None and self._place_without(request, paused))
 
     def _place_without(self, request: Request, paused: Request) -> bool:
-        """Give the request slots that a ``paused`` one gives up for it; False if even those are too few."""
+        """Give the request slots that a ``paused`` one gives up for it; False if even those are too
+        few."""
         if not self.slots.would_fit(sequence_of(request), [sequence_of(paused)]):
             return False
         self._preempt(paused)
@@ -137,7 +160,10 @@ class RunningRequests:
         """Give the request slots that are free; False if they are too few."""
         if len(self.running) >= self._max_running:
             return False
-        linked = next((sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)), None)
+        linked = next(
+            (sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)),
+            None,
+        )
         if not self.slots.admit(sequence_of(request), linked):
             return False
         self._move(request, RequestState.RUNNING)

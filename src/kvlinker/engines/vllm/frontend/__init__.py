@@ -1,1 +1,2 @@
-"""kvlinker's ``Engine`` over vLLM's client: from requests to transfer plans, from vLLM's outputs to events."""
+"""kvlinker's ``Engine`` over vLLM's client: from requests to transfer plans, from vLLM's outputs to
+events."""

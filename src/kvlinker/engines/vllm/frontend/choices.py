@@ -16,11 +16,17 @@ from kvlinker.engines.vllm.protocol.transfer_plan import TransferOutcome
 
 
 class VLLMRequest:
-    """A request under way, with all of its choices and what they share. Everything but ``__init__`` is called in the
-    client's loop."""
+    """A request under way, with all of its choices and what they share. Everything but ``__init__``
+    is called in the client's loop."""
 
     def __init__(
-        self, request: GenerationRequest, sink: Sink, *, tokenizer: Any, max_tokens: int, events: Events
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        *,
+        tokenizer: Any,
+        max_tokens: int,
+        events: Events,
     ) -> None:
         self.request = request
         self.max_tokens = max_tokens
@@ -28,7 +34,9 @@ class VLLMRequest:
         self._linked: StoredLink | None = None
         self._outcome: TransferOutcome | None = None
         self._found = 0
-        self.choices = tuple(ChoiceOutput(self, index, sink, tokenizer, events) for index in range(request.n))
+        self.choices = tuple(
+            ChoiceOutput(self, index, sink, tokenizer, events) for index in range(request.n)
+        )
 
     @property
     def open_choices(self) -> int:
@@ -37,7 +45,8 @@ class VLLMRequest:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that it holds: the prompt's once, and those of all answers so far."""
+        """The number of tokens that it holds: the prompt's once, and those of all answers so
+        far."""
         return len(self.request.prompt) + sum(choice.tokens for choice in self.choices)
 
     def mark_planned(self, linked: StoredLink) -> None:
@@ -46,8 +55,8 @@ class VLLMRequest:
         self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
 
     def note_outcome(self, outcome: TransferOutcome, choice: int) -> None:
-        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first report counts, but only
-        the first choice tells what vLLM had of the prompt before it."""
+        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first
+        report counts, but only the first choice tells what vLLM had of the prompt before it."""
         if choice == 0:
             self._found = outcome.found
         if self._outcome is None and self.clock.loaded is not None:
@@ -55,8 +64,8 @@ class VLLMRequest:
             self.clock.started = self.clock.loaded + outcome.queued
 
     def usage(self, output_tokens: int) -> Usage:
-        """Count the prompt's tokens by how they were computed, and one choice's output; all are zero before there is a
-        plan."""
+        """Count the prompt's tokens by how they were computed, and one choice's output; all are
+        zero before there is a plan."""
         if self._linked is None:
             return Usage(0, 0, 0, output_tokens)
         linked = self._outcome is None or self._outcome.linked
@@ -76,7 +85,9 @@ class VLLMRequest:
 class ChoiceOutput:
     """Passes the tokens that vLLM generates for one choice to the request's sink."""
 
-    def __init__(self, request: VLLMRequest, index: int, sink: Sink, tokenizer: Any, events: Events) -> None:
+    def __init__(
+        self, request: VLLMRequest, index: int, sink: Sink, tokenizer: Any, events: Events
+    ) -> None:
         self.index = index
         self.ended = False
         self._request = request
@@ -96,7 +107,8 @@ class ChoiceOutput:
         return self._output.tokens
 
     def accept(self, new: NewTokens) -> None:
-        """Pass on what vLLM generated. Ends the choice with its last tokens, or behind a stop string."""
+        """Pass on what vLLM generated. Ends the choice with its last tokens, or behind a stop
+        string."""
         if new.outcome is not None:
             self._request.note_outcome(new.outcome, self.index)
         for index, token in enumerate(new.token_ids):
@@ -127,7 +139,14 @@ class ChoiceOutput:
         count = self._request.request.sampling.logprobs or 0
         best = sorted(found.items(), key=lambda entry: -entry[1])[:count]
         text = self._output.token_text
-        return (TokenLogprob(token, text(token), found[token], tuple(TokenLogprob(t, text(t), v) for t, v in best)),)
+        return (
+            TokenLogprob(
+                token,
+                text(token),
+                found[token],
+                tuple(TokenLogprob(t, text(t), v) for t, v in best),
+            ),
+        )
 
     def _break(self) -> None:
         self.ended = True

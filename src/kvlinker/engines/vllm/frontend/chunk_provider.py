@@ -1,4 +1,5 @@
-"""Provides chunks as files in the store's folder, where vLLM's workers find them; missing ones are computed by vLLM."""
+"""Provides chunks as files in the store's folder, where vLLM's workers find them; missing ones are
+computed by vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 DISK = "disk"
 BUILT_AT_ONCE = 2
-"""The most chunks that are computed at once while no answer waits for them: more would slow answers down."""
+"""The most chunks that are computed at once while no answer waits for them: more would slow answers
+down."""
 
 TOKEN_OVERHEAD_BYTES = 16
 FILE_OVERHEAD_BYTES = 1 << 14
@@ -30,8 +32,8 @@ FILE_OVERHEAD_BYTES = 1 << 14
 
 
 class ChunkNotStoredError(StoreError):
-    """Raised when a chunk could not be computed and written. One that was written and has vanished since is evicted
-    like any other, and no error."""
+    """Raised when a chunk could not be computed and written. One that was written and has vanished
+    since is evicted like any other, and no error."""
 
 
 class ProvidedChunk(NamedTuple):
@@ -45,8 +47,8 @@ class ProvidedChunk(NamedTuple):
 
 
 class ChunkProvider:
-    """Makes sure that chunks' files exist when vLLM's workers need them. All methods are called in the client's
-    loop."""
+    """Makes sure that chunks' files exist when vLLM's workers need them. All methods are called in
+    the client's loop."""
 
     def __init__(
         self,
@@ -59,9 +61,10 @@ class ChunkProvider:
         longest: int,
         unrelated: Sequence[int] = (),
     ) -> None:
-        """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's KV in bytes,
-        ``longest`` the most tokens that a chunk and its generation context may have together, ``unrelated`` the text
-        behind which chunks are computed, too, to measure their sensitivity; none is measured without."""
+        """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's
+        KV in bytes, ``longest`` the most tokens that a chunk and its generation context may have
+        together, ``unrelated`` the text behind which chunks are computed, too, to measure their
+        sensitivity; none is measured without."""
         self._client = client
         self._store = store
         self._executor = executor
@@ -78,8 +81,8 @@ class ChunkProvider:
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Make sure that the chunk's file is stored, and return its bytes; 0 where it has vanished since. Raises
-        KVLinkerError, ChunkNotStoredError among them."""
+        """Make sure that the chunk's file is stored, and return its bytes; 0 where it has vanished
+        since. Raises KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:
             stored = await self._in_executor(self._store.nbytes, key)
@@ -91,8 +94,8 @@ class ChunkProvider:
     async def provide(self, chunk: Chunk, tenant: str) -> ProvidedChunk:
         """Make sure that the chunk's file is stored.
 
-        Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has the request
-        computed in full.
+        Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has
+        the request computed in full.
 
         Raises KVLinkerError.
         """
@@ -130,7 +133,9 @@ class ChunkProvider:
                 f"{self._longest}. {WayOut.SPLIT}",
                 param="chunks",
             )
-        nbytes = len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
+        nbytes = (
+            len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
+        )
         if not await self._in_executor(self._store.make_room, key, nbytes):
             raise ChunkNotStoredError(
                 f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes} bytes. Give it more "
@@ -147,8 +152,8 @@ class ChunkProvider:
         self._refusing = False
 
     async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
-        """Have vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated`` text, if there is one.
-        Returns whether that succeeded."""
+        """Have vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated``
+        text, if there is one. Returns whether that succeeded."""
         before = (*chunk.prefix, *unrelated)
         tokens = (*before, *chunk.tokens)
         capture = plan_capture(key, begin=len(before), end=len(tokens), unrelated=len(unrelated))
@@ -159,10 +164,13 @@ class ChunkProvider:
         """Log that chunks are not stored, once until one is stored again."""
         if not self._refusing:
             self._refusing = True
-            logger.warning("Prompts with chunks that are not stored are computed in full. %s", error)
+            logger.warning(
+                "Prompts with chunks that are not stored are computed in full. %s", error
+            )
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
-        """Return whether the chunk's file is there, and its scores. A chunk in a shared tier is copied to the disk."""
+        """Return whether the chunk's file is there, and its scores. A chunk in a shared tier is
+        copied to the disk."""
         opened = self._store.open(key)
         if opened is None:
             return False, None

@@ -28,7 +28,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 2
-"""The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an answer of one token."""
+"""The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an
+answer of one token."""
 
 IDLE_SECONDS = 0.01
 """The seconds between two looks at whether vLLM has nothing to do."""
@@ -46,7 +47,8 @@ class NewTokens:
     """One entry per token, {token id: log probability}; None where none were asked for."""
 
     reason: str | None
-    """The reason why these are the last tokens: ``stop``, ``length``, ``abort`` or ``error``; None if more follow."""
+    """The reason why these are the last tokens: ``stop``, ``length``, ``abort`` or ``error``; None
+    if more follow."""
 
     outcome: TransferOutcome | None
     """The outcome of the request's transfer plan, with the last tokens; None where it had none."""
@@ -54,7 +56,8 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """The numbers of tokens that fit into vLLM: into its KV cache, and into one prompt and answer together."""
+    """The numbers of tokens that fit into vLLM: into its KV cache, and into one prompt and answer
+    together."""
 
     slots: int
     max_model_len: int
@@ -64,7 +67,8 @@ class VLLMClient:
     """One of vLLM's engine clients and its event loop. Methods may be called from any thread."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, signer: PlanSigner) -> None:
-        """Wrap ``client``. ``signer`` is the signer of the state directory that vLLM's connector was given."""
+        """Wrap ``client``. ``signer`` is the signer of the state directory that vLLM's connector
+        was given."""
         self._client = client
         self.loop = loop
         self._signer = signer
@@ -100,21 +104,27 @@ class VLLMClient:
         transfer: TransferPlan | None = None,
         salt: str | None = None,
     ) -> AsyncGenerator[NewTokens, None]:
-        """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the request."""
+        """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the
+        request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
         transfer_params = None if transfer is None else self.signed(transfer, tokens)
         structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
         params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
-        outputs = self._client.generate(prompt, params, name, reasoning_ended=True)  # grammars have reasoning in them
+        outputs = self._client.generate(
+            prompt, params, name, reasoning_ended=True
+        )  # grammars have reasoning in them
         try:
             async for output in outputs:
                 yield _new_tokens(output)
         finally:
             await outputs.aclose()  # which aborts what is under way
 
-    async def prompt_logprobs(self, tokens: Sequence[int], *, top: int) -> list[Mapping[int, float] | None]:
-        """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log probabilities, by token
-        id, of itself and of the ``top`` most likely tokens in its place; None for the first."""
+    async def prompt_logprobs(
+        self, tokens: Sequence[int], *, top: int
+    ) -> list[Mapping[int, float] | None]:
+        """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log
+        probabilities, by token id, of itself and of the ``top`` most likely tokens in its place;
+        None for the first."""
         name = f"kvlinker-{secrets.token_hex(8)}"
         params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(16)}
@@ -123,7 +133,9 @@ class VLLMClient:
         try:
             async for output in outputs:
                 for entries in output.prompt_logprobs or ():
-                    found.append(entries and {token: entry.logprob for token, entry in entries.items()})
+                    found.append(
+                        entries and {token: entry.logprob for token, entry in entries.items()}
+                    )
         finally:
             await outputs.aclose()
         return found
@@ -131,17 +143,24 @@ class VLLMClient:
     async def run_transfer(
         self, transfer: TransferPlan, tokens: Sequence[int], *, salt: str | None = None
     ) -> TransferOutcome:
-        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded. No other
-        request reuses its KV, unless it is given this ``salt``."""
-        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is
+        discarded. No other request reuses its KV, unless it is given this ``salt``."""
+        behind = (
+            *tokens,
+            0,
+        )  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         return await self.run_prompt(behind, transfer, salt or secrets.token_hex(16))
 
-    async def run_prompt(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> TransferOutcome:
-        """Generate a token behind a prompt, discard it, and return the outcome of the prompt's transfer plan. Later
-        requests with this ``salt`` find the prompt's KV."""
+    async def run_prompt(
+        self, tokens: Sequence[int], transfer: TransferPlan, salt: str
+    ) -> TransferOutcome:
+        """Generate a token behind a prompt, discard it, and return the outcome of the prompt's
+        transfer plan. Later requests with this ``salt`` find the prompt's KV."""
         name = f"kvlinker-{secrets.token_hex(8)}"
         outcome = None
-        async for output in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
+        async for output in self.stream(
+            name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt
+        ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
 
@@ -151,7 +170,8 @@ class VLLMClient:
             await asyncio.sleep(IDLE_SECONDS)
 
     def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these tokens."""
+        """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these
+        tokens."""
         return self._signer.params(transfer, tokens)
 
     def close(self) -> None:
@@ -162,8 +182,8 @@ class OwnClient(VLLMClient):
     """A vLLM engine of its own, with an event loop in a thread of its own."""
 
     def __init__(self, settings: Settings, vllm_config: Any) -> None:
-        """Start vLLM as ``configure`` has it; takes half a minute or more. Raises ModelLoadError, and
-        UnsupportedModelError for a model that cannot be linked."""
+        """Start vLLM as ``configure`` has it; takes half a minute or more. Raises ModelLoadError,
+        and UnsupportedModelError for a model that cannot be linked."""
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="kvlinker-vllm", daemon=True)
         self._thread.start()
@@ -206,7 +226,9 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if settings.encryption_key is not None:
-        os.environ["KVLINKER_ENCRYPTION_KEY"] = settings.encryption_key.get_secret_value()  # never among vLLM's options
+        os.environ["KVLINKER_ENCRYPTION_KEY"] = (
+            settings.encryption_key.get_secret_value()
+        )  # never among vLLM's options
     began = time.monotonic()
     with TemporaryDirectory() as folder:
         refusal = Path(folder) / "refusal"
@@ -220,7 +242,9 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
         except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
             if refusal.exists():
                 raise UnsupportedModelError(refusal.read_text()) from error
-            raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}") from error
+            raise ModelLoadError(
+                f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}"
+            ) from error
     logger.info("vLLM's engine is up (%.1f s).", time.monotonic() - began)
     return client
 
@@ -230,7 +254,9 @@ def _new_tokens(output: Any) -> NewTokens:
     params = (output.kv_transfer_params or {}).get(PARAM)
     logprobs = None
     if answer.logprobs is not None:
-        logprobs = [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs]
+        logprobs = [
+            {token: entry.logprob for token, entry in step.items()} for step in answer.logprobs
+        ]
     return NewTokens(
         token_ids=tuple(answer.token_ids),
         logprobs=logprobs,
@@ -240,11 +266,15 @@ def _new_tokens(output: Any) -> NewTokens:
 
 
 def _vllm_sampling(
-    sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+    sampling: SamplingParams,
+    max_tokens: int,
+    transfer: Mapping[str, Any] | None,
+    structured: Mapping[str, Any] | None,
 ) -> Any:
     """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself.
 
-    ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its answer ends.
+    ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its
+    answer ends.
     """
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

@@ -18,7 +18,8 @@ from kvlinker.settings import Settings
 
 MOST_LOGPROBS = 1000
 CPU_MEMORY_SHARE = 0.4
-"""The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most machines have free."""
+"""The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most
+machines have free."""
 
 RESERVED_OPTIONS = ("model", "dtype", "kv_transfer_config")
 
@@ -26,7 +27,8 @@ RESERVED_OPTIONS = ("model", "dtype", "kv_transfer_config")
 def configure(settings: Settings) -> Any:
     """Return vLLM's configuration to run ``settings.model`` with kvlinker's connector.
 
-    Raises InvalidRequestError for options that vLLM does not know or kvlinker does not link with, and ModelLoadError.
+    Raises InvalidRequestError for options that vLLM does not know or kvlinker does not link with,
+    and ModelLoadError.
     """
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -39,7 +41,9 @@ def configure(settings: Settings) -> Any:
     require_tested_version(allow_untested=connector.allow_untested)
     for name in RESERVED_OPTIONS:
         if name in options:
-            raise InvalidRequestError(f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name)
+            raise InvalidRequestError(
+                f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name
+            )
     defaults: dict[str, Any] = {
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": settings.max_step_tokens,
@@ -79,21 +83,27 @@ def configure(settings: Settings) -> Any:
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except Exception as error:  # vLLM raises whatever it meets
-        raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}") from error
+        raise ModelLoadError(
+            f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}"
+        ) from error
     require_linkable(config)
     return config
 
 
 def _dtype(settings: Settings, options: Mapping[str, Any]) -> str:
-    """Return the dtype for vLLM: what the embedded engine would choose, but vLLM's own choice for a quantised model,
-    whose kernels take only some."""
+    """Return the dtype for vLLM: what the embedded engine would choose, but vLLM's own choice for a
+    quantised model, whose kernels take only some."""
     from vllm.transformers_utils.config import get_config
 
     if settings.dtype == "auto":
         try:
-            config = get_config(settings.model, settings.trust_remote_code, revision=options.get("revision"))
+            config = get_config(
+                settings.model, settings.trust_remote_code, revision=options.get("revision")
+            )
         except Exception as error:  # vLLM raises whatever it meets
-            raise ModelLoadError(f"vLLM cannot read the configuration of {settings.model!r}: {error}") from error
+            raise ModelLoadError(
+                f"vLLM cannot read the configuration of {settings.model!r}: {error}"
+            ) from error
         if options.get("quantization") or getattr(config, "quantization_config", None):
             return "auto"
     return str(choose_dtype(settings.dtype, choose_device("auto"))).removeprefix("torch.")

@@ -1,4 +1,5 @@
-"""kvlinker's ``Engine`` over vLLM: the server, the Python interface and the benchmarks run on it unchanged."""
+"""kvlinker's ``Engine`` over vLLM: the server, the Python interface and the benchmarks run on it
+unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from kvlinker.base.events import Events
 from kvlinker.base.types.answers import PromptLogprobs, Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
-from kvlinker.engines.contract.limits import RequestLimits, check_room, check_supported, engine_closed
+from kvlinker.engines.contract.limits import (
+    RequestLimits,
+    check_room,
+    check_supported,
+    engine_closed,
+)
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
 from kvlinker.engines.vllm.frontend.choices import ChoiceOutput, VLLMRequest
 from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
@@ -46,7 +52,8 @@ IDLE_POLL_SECONDS = 0.1
 
 
 class VLLMEngine:
-    """An ``Engine`` over one of vLLM's engine clients; see ``kvlinker.engines.contract.contract`` for the contract."""
+    """An ``Engine`` over one of vLLM's engine clients; see ``kvlinker.engines.contract.contract``
+    for the contract."""
 
     def __init__(
         self,
@@ -81,9 +88,13 @@ class VLLMEngine:
             fingerprint=facts.fingerprint,
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
-            unrelated=facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False) if chunk_scores else (),
+            unrelated=facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
+            if chunk_scores
+            else (),
         )
-        self._linker = VLLMLinker(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
+        self._linker = VLLMLinker(
+            client, self._chunks, self._executor, layers=len(facts.layers), longest=longest
+        )
         self._closing = False
         self._admitting = threading.Lock()
         self._requests: dict[str, VLLMRequest] = {}  # guarded by _admitting
@@ -104,12 +115,20 @@ class VLLMEngine:
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         self._refuse_if_closing()
-        self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
+        self._limits.check_vocabulary(
+            np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
+        )
         return self._client.run(self._translated(self._chunks.cache(chunk, tenant)))
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         max_tokens = self._checked(request)
-        made = VLLMRequest(request, sink, tokenizer=self._facts.tokenizer, max_tokens=max_tokens, events=self._events)
+        made = VLLMRequest(
+            request,
+            sink,
+            tokenizer=self._facts.tokenizer,
+            max_tokens=max_tokens,
+            events=self._events,
+        )
         name = f"kvlinker-{secrets.token_hex(8)}"
         with self._admitting:
             queued = sum(other.open_choices for other in self._requests.values())
@@ -122,11 +141,15 @@ class VLLMEngine:
         self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
 
-    def prepare(self, request: GenerationRequest, *, salt: str | None = None) -> Future[PreparedPrompt]:
-        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the request's own.
+    def prepare(
+        self, request: GenerationRequest, *, salt: str | None = None
+    ) -> Future[PreparedPrompt]:
+        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the
+        request's own.
 
-        Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it is linked once.
-        Raises PolicyError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it
+        is linked once. Raises PolicyError, ContextLengthError or EngineClosedError at once; later
+        errors are the future's.
         """
         self._checked(request)
         return self._client.run(self._translated(self._prepare(request, salt)))
@@ -138,16 +161,20 @@ class VLLMEngine:
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise _unscored("prompt")
 
-    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
-        """See the contract. vLLM has no requests that give way: it is sent once nobody is answered, and computed beside
-        whoever comes then."""
+    def score_whole(
+        self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
+    ) -> Future[PromptLogprobs]:
+        """See the contract. vLLM has no requests that give way: it is sent once nobody is answered,
+        and computed beside whoever comes then."""
         self._refuse_if_closing()
         self._limits.check_whole(tokens, first)
-        return self._client.run(self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary))))
+        return self._client.run(
+            self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary)))
+        )
 
     def current_load(self) -> EngineLoad:
-        """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
-        process."""
+        """Return the requests under way and their tokens so far, as counted here: vLLM's own
+        figures are in its process."""
         with self._admitting:
             requests = list(self._requests.values())
         choices = sum(request.open_choices for request in requests)
@@ -160,8 +187,8 @@ class VLLMEngine:
         return None
 
     def forget_prefixes(self) -> None:
-        """Empty vLLM's prefix cache once all requests have ended, so that the next one computes everything; benchmarks
-        do so."""
+        """Empty vLLM's prefix cache once all requests have ended, so that the next one computes
+        everything; benchmarks do so."""
         self._client.run(self._client.forget_prefixes()).result()
 
     def close(self) -> None:
@@ -195,7 +222,8 @@ class VLLMEngine:
             self._client.grammars.prepare(request.sampling.grammar)
         if request.sampling.max_tokens == 0:
             raise InvalidRequestError(
-                "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
+                "max_tokens is 0, but the vllm engine generates at least 1 token.",
+                param="max_tokens",
             )
         return self._limits.max_tokens(request)
 
@@ -213,8 +241,8 @@ class VLLMEngine:
             self._tasks[name].cancel()
 
     async def _serve(self, name: str, request: VLLMRequest) -> None:
-        """Link the prompt and generate all choices. The first one is linked; the others begin with its first token, and
-        find the linked KV in vLLM's prefix cache."""
+        """Link the prompt and generate all choices. The first one is linked; the others begin with
+        its first token, and find the linked KV in vLLM's prefix cache."""
         linked = await self._linker.link(request.request)
         request.clock.mark_loaded()
         linked = await self._linker.refine(linked)
@@ -223,7 +251,8 @@ class VLLMEngine:
         prefilled = asyncio.Event()
         streams = [self._generate(name, request, linked, first, prefilled.set)]
         streams += [
-            self._generate(f"{name}-{choice.index}", request, linked, choice, after=prefilled) for choice in others
+            self._generate(f"{name}-{choice.index}", request, linked, choice, after=prefilled)
+            for choice in others
         ]
         await asyncio.gather(*streams, self._note_uses(linked, request, after=prefilled))
 
@@ -236,8 +265,8 @@ class VLLMEngine:
         began: Callable[[], object] = lambda: None,
         after: asyncio.Event | None = None,
     ) -> None:
-        """Generate one choice, once ``after`` is set; what goes wrong ends this one alone. ``began`` is called with its
-        first token, or when it has none."""
+        """Generate one choice, once ``after`` is set; what goes wrong ends this one alone.
+        ``began`` is called with its first token, or when it has none."""
         try:
             if after is not None:
                 await after.wait()
@@ -261,7 +290,9 @@ class VLLMEngine:
         finally:
             began()
 
-    async def _note_uses(self, linked: StoredLink, request: VLLMRequest, *, after: asyncio.Event) -> None:
+    async def _note_uses(
+        self, linked: StoredLink, request: VLLMRequest, *, after: asyncio.Event
+    ) -> None:
         """Note in the store how the prompt used its chunks, unless it failed."""
         await after.wait()
         if request.choices[0].tokens:
@@ -304,13 +335,20 @@ class VLLMEngine:
             await asyncio.sleep(IDLE_POLL_SECONDS)
             self._refuse_if_closing()
         scored = (await self._client.prompt_logprobs(tokens.tolist(), top=top))[first:]
-        best = [sorted((entries or {}).items(), key=lambda entry: -entry[1])[:top] for entries in scored]
-        own = [(entries or {})[token] for token, entries in zip(tokens[first:].tolist(), scored, strict=True)]
+        best = [
+            sorted((entries or {}).items(), key=lambda entry: -entry[1])[:top] for entries in scored
+        ]
+        own = [
+            (entries or {})[token]
+            for token, entries in zip(tokens[first:].tolist(), scored, strict=True)
+        ]
         return PromptLogprobs(
             token_ids=tokens[first:],
             logprobs=np.array(own, dtype=np.float32),
             top_ids=np.array([[token for token, _ in row] for row in best], dtype=np.int64),
-            top_logprobs=np.array([[logprob for _, logprob in row] for row in best], dtype=np.float32),
+            top_logprobs=np.array(
+                [[logprob for _, logprob in row] for row in best], dtype=np.float32
+            ),
             usage=Usage(0, 0, len(tokens)),
         )
 

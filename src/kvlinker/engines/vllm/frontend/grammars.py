@@ -15,14 +15,16 @@ from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.engines.contract.grammars import as_lark, check_enforceable, unenforceable
 
 GUIDANCE = "guidance"
-"""vLLM's backend that is llguidance, as in the embedded engine: the only one that takes all of kvlinker's grammars."""
+"""vLLM's backend that is llguidance, as in the embedded engine: the only one that takes all of
+kvlinker's grammars."""
 
 MOST_CHECKED = 32
 """The number of grammars that are known to be valid, for requests that bring the same one again."""
 
 
 class VLLMGrammars:
-    """Checks grammars when their requests come, and writes them as vLLM takes them. Any thread may use it."""
+    """Checks grammars when their requests come, and writes them as vLLM takes them. Any thread may
+    use it."""
 
     def __init__(self, client: Any) -> None:
         """``client`` is vLLM's engine client, which knows the tokenizer and the backend."""
@@ -38,8 +40,9 @@ class VLLMGrammars:
     def prepare(self, grammar: AnswerGrammar) -> dict[str, Any]:
         """Return the fields of vLLM's ``StructuredOutputsParams``.
 
-        Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot be enforced. Takes up
-        to a second when called first, and some milliseconds for a grammar that is new.
+        Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot
+        be enforced. Takes up to a second when called first, and some milliseconds for a grammar
+        that is new.
         """
         if self._backend == GUIDANCE:
             return {"grammar": self._checked(grammar)}
@@ -51,13 +54,17 @@ class VLLMGrammars:
                 param="tool_choice" if grammar.kind == "lark" else grammar.param,
             )
         check_enforceable(grammar)
-        return {grammar.kind: json.loads(grammar.source) if grammar.kind == "choice" else grammar.source}
+        return {
+            grammar.kind: json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
+        }
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, which takes up to a second to make."""
         tokenizer = self._client.get_tokenizer()
-        return from_tokenizer(tokenizer, max(self._client.vllm_config.model_config.get_vocab_size(), len(tokenizer)))
+        return from_tokenizer(
+            tokenizer, max(self._client.vllm_config.model_config.get_vocab_size(), len(tokenizer))
+        )
 
     def _check(self, grammar: AnswerGrammar) -> str:
         check_enforceable(grammar)

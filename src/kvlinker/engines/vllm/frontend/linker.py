@@ -1,4 +1,5 @@
-"""Links prompts for vLLM: a request becomes a plan whose chunks are stored where vLLM's workers find them."""
+"""Links prompts for vLLM: a request becomes a plan whose chunks are stored where vLLM's workers
+find them."""
 
 from __future__ import annotations
 
@@ -46,12 +47,14 @@ class FirstPass:
     """The salt of the KV that it placed; no other request has it."""
 
     linked: int
-    """The begin of its last run. What stands before it is found under the salt, but for the last block."""
+    """The begin of its last run. What stands before it is found under the salt, but for the last
+    block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLink:
-    """A link with a plan, whose chunks are stored, and the refinement of a policy that drops tokens between layers."""
+    """A link with a plan, whose chunks are stored, and the refinement of a policy that drops tokens
+    between layers."""
 
     link: Link
     """The link, whose plan is for an answer rather than a first pass."""
@@ -78,8 +81,8 @@ class StoredLink:
 
     @property
     def transfer(self) -> TransferPlan:
-        """The transfer plan for vLLM: the link's plan, without the tokens that were dropped before the compared layer's
-        attention."""
+        """The transfer plan for vLLM: the link's plan, without the tokens that were dropped before
+        the compared layer's attention."""
         dropped = () if self.refinement is None else self.refinement.dropped
         *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
         plan = replace(self.plan, runs=ranges(computed))
@@ -89,12 +92,13 @@ class StoredLink:
 
     @property
     def transfer_again(self) -> TransferPlan:
-        """The transfer plan once another request has followed ``transfer``: KV in vLLM's prefix cache is complete."""
+        """The transfer plan once another request has followed ``transfer``: KV in vLLM's prefix
+        cache is complete."""
         return self.transfer.model_copy(update={"second_pass": False})
 
     def salt(self, tenant: str) -> str:
-        """Return the salt that keeps the prompt's KV apart in vLLM's prefix cache: the first pass's, or a hash of the
-        tenant and the transfer plan."""
+        """Return the salt that keeps the prompt's KV apart in vLLM's prefix cache: the first
+        pass's, or a hash of the tenant and the transfer plan."""
         if self.first_pass is not None:
             return self.first_pass.salt
         return hashlib.sha256(f"{tenant}\0{self.transfer.model_dump_json()}".encode()).hexdigest()
@@ -102,10 +106,12 @@ class StoredLink:
     def usage(self, output_tokens: int, *, linked: bool, found: int = 0) -> Usage:
         """Count the prompt's tokens by how they were computed.
 
-        ``linked`` is False where vLLM computed all of them itself, but for the first ``found`` tokens, whose KV it had:
-        they are cached.
+        ``linked`` is False where vLLM computed all of them itself, but for the first ``found``
+        tokens, whose KV it had: they are cached.
         """
-        usage = self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
+        usage = self.link.usage(
+            self.refinement, output_tokens=output_tokens, linked=linked, made=self.made
+        )
         if not found:
             return usage
         chunks = self.plan.prompt.cached[:found]
@@ -145,8 +151,8 @@ class PreparedPrompt:
     """The salt of its KV in vLLM's prefix cache."""
 
     outcome: TransferOutcome | None = None
-    """The outcome of its transfer plan where the plan has been carried out already, so that vLLM's handlers find all of
-    its KV; None where it is theirs to carry out."""
+    """The outcome of its transfer plan where the plan has been carried out already, so that vLLM's
+    handlers find all of its KV; None where it is theirs to carry out."""
 
     @property
     def tokens(self) -> list[int]:
@@ -155,8 +161,9 @@ class PreparedPrompt:
         return ids
 
     def usage(self, params: Mapping[str, Any] | None, output_tokens: int) -> Usage:
-        """Count the prompt's tokens by how they were computed. ``params`` are the ``kv_transfer_params`` of vLLM's
-        answer, which has the plan's outcome; None where vLLM does not tell, and all counts as planned."""
+        """Count the prompt's tokens by how they were computed. ``params`` are the
+        ``kv_transfer_params`` of vLLM's answer, which has the plan's outcome; None where vLLM does
+        not tell, and all counts as planned."""
         outcome = self.outcome
         if outcome is None:
             outcome = TransferOutcome.model_validate((params or {}).get(PARAM) or {"linked": True})
@@ -164,14 +171,20 @@ class PreparedPrompt:
 
 
 class VLLMLinker:
-    """Drives links, and has vLLM measure for policies that look at the question's attention, or at how KV deviates. Its
-    methods are called in the client's loop."""
+    """Drives links, and has vLLM measure for policies that look at the question's attention, or at
+    how KV deviates. Its methods are called in the client's loop."""
 
     def __init__(
-        self, client: VLLMClient, chunks: ChunkProvider, executor: Executor, *, layers: int, longest: int
+        self,
+        client: VLLMClient,
+        chunks: ChunkProvider,
+        executor: Executor,
+        *,
+        layers: int,
+        longest: int,
     ) -> None:
-        """``executor`` runs calls that take long for long prompts. ``layers`` is the number of the model's layers,
-        ``longest`` the most tokens that may be computed for their KV."""
+        """``executor`` runs calls that take long for long prompts. ``layers`` is the number of the
+        model's layers, ``longest`` the most tokens that may be computed for their KV."""
         self._client = client
         self._chunks = chunks
         self._executor = executor
@@ -182,36 +195,46 @@ class VLLMLinker:
         """Plan the request's prompt, and have all of its chunks stored. Raises KVLinkerError."""
         link = await self._run(partial(Link.begin, request.prompt, request.policy))
         chunks = tuple(dict.fromkeys(link.chunks))
-        found = await asyncio.gather(*(self._chunks.provide(chunk, request.tenant) for chunk in chunks))
+        found = await asyncio.gather(
+            *(self._chunks.provide(chunk, request.tenant) for chunk in chunks)
+        )
         provided = dict(zip(chunks, found, strict=True))
-        link = await self._run(lambda: link.with_scores([provided[chunk].scores for chunk in link.chunks]))
+        link = await self._run(
+            lambda: link.with_scores([provided[chunk].scores for chunk in link.chunks])
+        )
         placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
         made = frozenset(chunk for chunk, each in provided.items() if each.made)
         return StoredLink(link, self._layers, tuple(key for _, key in placed), made=made)
 
     async def refine(self, linked: StoredLink, *, explains: bool = False) -> StoredLink:
-        """Have a policy see the question's attention and select tokens, or see how their KV deviates and drop some of
-        them.
+        """Have a policy see the question's attention and select tokens, or see how their KV
+        deviates and drop some of them.
 
-        Where the attention cannot be told, everything is computed; where the deviation cannot be, all tokens stay. With
-        ``explains``, what the policy is shown is kept. Raises KVLinkerError.
+        Where the attention cannot be told, everything is computed; where the deviation cannot be,
+        all tokens stay. With ``explains``, what the policy is shown is kept. Raises KVLinkerError.
         """
         if linked.link.probing:
             linked = await self._observe(linked)
         refinement = linked.link.refinement(self._layers, explains=explains)
         if refinement is None:
             return linked
-        compares = any(selection.any() for selection in linked.plan.selections) and self._layers > COMPARED_LAYER
+        compares = (
+            any(selection.any() for selection in linked.plan.selections)
+            and self._layers > COMPARED_LAYER
+        )
         deviation = await self._compare(linked) if compares else None
         if deviation is not None:
             positions = np.flatnonzero(layer_masks(linked.plan, COMPARED_LAYER)[0])
-            await self._run(lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions)))
+            await self._run(
+                lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions))
+            )
         if refinement.error is not None:
             raise linked.link.failed(refinement.error) from refinement.error
         return replace(linked, refinement=refinement)
 
     async def _observe(self, linked: StoredLink) -> StoredLink:
-        """Have vLLM run the first pass, and plan the second one by the question's attention in it."""
+        """Have vLLM run the first pass, and plan the second one by the question's attention in
+        it."""
         probe, link = linked.plan, linked.link
         tokens = probe.prompt.tokens.tolist()
         start = probe.runs[-1][0]
@@ -220,7 +243,9 @@ class VLLMLinker:
         salt = secrets.token_hex(16)
         measured = None
         if probe.length <= self._longest:
-            outcome = await self._client.run_transfer(plan_observation(probe, linked.keys), tokens, salt=salt)
+            outcome = await self._client.run_transfer(
+                plan_observation(probe, linked.keys), tokens, salt=salt
+            )
             measured = outcome.measured
         if measured is None:
             return replace(linked, link=await self._run(link.in_full), keys=())
@@ -229,8 +254,8 @@ class VLLMLinker:
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
     async def _compare(self, linked: StoredLink) -> KVDeviation | None:
-        """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk vanished
-        meanwhile."""
+        """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk
+        vanished meanwhile."""
         comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
         tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()
         outcome = await self._client.run_transfer(comparison, tokens)

@@ -1,4 +1,5 @@
-"""Facts about a model that vLLM runs: what vLLM's configuration says of it, and the fingerprint of its files."""
+"""Facts about a model that vLLM runs: what vLLM's configuration says of it, and the fingerprint of
+its files."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from blake3 import blake3
 from transformers import AutoModelForCausalLM
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.contract.cost import AttentionShape, CostModel, count_weights, kv_bytes_per_token
+from kvlinker.engines.contract.cost import (
+    AttentionShape,
+    CostModel,
+    count_weights,
+    kv_bytes_per_token,
+)
 from kvlinker.engines.contract.model_files import (
     RECOMMENDED,
     fingerprint_of_files,
@@ -52,20 +58,27 @@ class ModelFacts:
 def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFacts:
     """Return the facts of the model of ``vllm_config``, whose files vLLM has on the disk by now.
 
-    No weights are loaded; their files are hashed unless that was done before. Raises ModelLoadError where there are
-    none.
+    No weights are loaded; their files are hashed unless that was done before. Raises ModelLoadError
+    where there are none.
     """
     model = vllm_config.model_config
-    folder = model_folder(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
+    folder = model_folder(
+        model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir
+    )
     began = time.monotonic()
     name = fingerprint_of_files(folder, model.dtype, state_dir=settings.state_dir)
     if name is None:
-        raise ModelLoadError(f"{folder} has no config.json with weight files beside it, by which chunks are named.")
+        raise ModelLoadError(
+            f"{folder} has no config.json with weight files beside it, by which chunks are named."
+        )
     logger.info("The model's files are identified (%.1f s).", time.monotonic() - began)
     heads, head_dim = model.model_arch_config.total_num_attention_heads, model.get_head_size()
     layers = (AttentionShape(heads, model.get_total_num_kv_heads(), head_dim, head_dim),)
     layers *= model.get_total_num_hidden_layers()
-    weights = _weights(model) or sum(path.stat().st_size for path in weight_files(folder)) // model.dtype.itemsize
+    weights = (
+        _weights(model)
+        or sum(path.stat().st_size for path in weight_files(folder)) // model.dtype.itemsize
+    )
     return ModelFacts(
         tokenizer=tokenizer,
         fingerprint=_with_changes(name, kv_changes(vllm_config)),
@@ -90,7 +103,8 @@ def sampling_defaults_of(vllm_config: Any) -> dict[str, float]:
 
 
 def kv_changes(vllm_config: Any) -> dict[str, Any]:
-    """Return by name whatever has vLLM compute other KV than the embedded engine would from the same files."""
+    """Return by name whatever has vLLM compute other KV than the embedded engine would from the
+    same files."""
     model, cached_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     changes = {
         "hf_overrides": model.hf_overrides,
@@ -102,8 +116,9 @@ def kv_changes(vllm_config: Any) -> dict[str, Any]:
 
 
 def _rope_change(model: Any) -> str | None:
-    """Return the rotary embedding of vLLM's where it is not the one of short prompts, which the embedded engine keeps
-    to: one that depends on the prompt's length is fixed in vLLM by the longest prompt that it takes."""
+    """Return the rotary embedding of vLLM's where it is not the one of short prompts, which the
+    embedded engine keeps to: one that depends on the prompt's length is fixed in vLLM by the
+    longest prompt that it takes."""
     config = model.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {parameters.get("rope_type")} | {
@@ -117,18 +132,24 @@ def _rope_change(model: Any) -> str | None:
 
 
 def _weights(model: Any) -> int | None:
-    """Count the weights of an empty model of transformers'; None where it has none for this configuration."""
+    """Count the weights of an empty model of transformers'; None where it has none for this
+    configuration."""
     try:
         with torch.device("meta"):
             return count_weights(
-                AutoModelForCausalLM.from_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+                AutoModelForCausalLM.from_config(
+                    model.hf_config, trust_remote_code=model.trust_remote_code
+                )
             )
     except Exception:  # transformers raises whatever it meets, and only an estimate depends on it
         return None
 
 
 def _with_changes(name: str, changes: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a model's files, extended by what changes the KV that is computed from them."""
+    """Return the fingerprint of a model's files, extended by what changes the KV that is computed
+    from them."""
     return (
-        blake3(f"{name} {json.dumps(changes, sort_keys=True, default=str)}".encode()).hexdigest() if changes else name
+        blake3(f"{name} {json.dumps(changes, sort_keys=True, default=str)}".encode()).hexdigest()
+        if changes
+        else name
     )

@@ -1,4 +1,5 @@
-"""The source of an ``LLM``'s vLLM: an engine of its own, or the one of the vLLM server that it runs in."""
+"""The source of an ``LLM``'s vLLM: an engine of its own, or the one of the vLLM server that it runs
+in."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.vllm.frontend.client import OwnClient, VLLMClient
 from kvlinker.engines.vllm.frontend.configuration import configure
 from kvlinker.engines.vllm.frontend.engine import VLLMEngine
-from kvlinker.engines.vllm.frontend.model_facts import read_facts, sampling_defaults_of, tokenizer_of
+from kvlinker.engines.vllm.frontend.model_facts import (
+    read_facts,
+    sampling_defaults_of,
+    tokenizer_of,
+)
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds
 
@@ -22,28 +27,38 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMSource:
-    """An ``EngineSource`` for vLLM: its configuration is known, and ``start`` starts or finds vLLM once there is a
-    store."""
+    """An ``EngineSource`` for vLLM: its configuration is known, and ``start`` starts or finds vLLM
+    once there is a store."""
 
     uses_host_memory = False
     device = None
 
-    def __init__(self, vllm_config: Any, settings: Settings, start: Callable[[], VLLMClient]) -> None:
+    def __init__(
+        self, vllm_config: Any, settings: Settings, start: Callable[[], VLLMClient]
+    ) -> None:
         """Read the tokenizer of the model of ``vllm_config``. Raises ModelLoadError."""
         self._config = vllm_config
         self._start = start
         self.tokenizer = tokenizer_of(vllm_config, settings)
         self.sampling_defaults = sampling_defaults_of(vllm_config)
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
+    def make(
+        self,
+        catalog: Catalog,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        speeds: Speeds,
+    ) -> Engine:
         """Make the engine.
 
-        Raises InvalidRequestError for a store without a disk, ModelLoadError where the model's files are not found, and
-        what ``start`` raises.
+        Raises InvalidRequestError for a store without a disk, ModelLoadError where the model's
+        files are not found, and what ``start`` raises.
         """
         if not settings.disk_space:
             raise InvalidRequestError(
-                "disk_space is 0, but vLLM's processes take chunks from the disk. Give it some.", param="disk_space"
+                "disk_space is 0, but vLLM's processes take chunks from the disk. Give it some.",
+                param="disk_space",
             )
         client = self._start()
         try:
@@ -66,7 +81,8 @@ class VLLMSource:
 def own_vllm(settings: Settings) -> VLLMSource:
     """Make a source with vLLM in processes of its own.
 
-    Raises InvalidRequestError where it is not installed or does not take its options, and ModelLoadError.
+    Raises InvalidRequestError where it is not installed or does not take its options, and
+    ModelLoadError.
     """
     if find_spec("vllm") is None:
         raise InvalidRequestError(

@@ -1,4 +1,5 @@
-"""Signs transfer plans: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
+"""Signs transfer plans: whoever may send requests to vLLM could otherwise name chunks that are not
+theirs."""
 
 from __future__ import annotations
 
@@ -23,15 +24,16 @@ KEY_BYTES = 32
 
 
 class PlanSigner:
-    """Signs transfer plans, each for one prompt, and verifies them; all processes that share a state directory
-    agree."""
+    """Signs transfer plans, each for one prompt, and verifies them; all processes that share a
+    state directory agree."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     @classmethod
     def of(cls, state_dir: Path) -> PlanSigner:
-        """Return the signer with the key in ``state_dir``, which is created if it is missing. Raises OSError."""
+        """Return the signer with the key in ``state_dir``, which is created if it is missing.
+        Raises OSError."""
         place = state_dir / KEY_FILE
         if not place.exists():
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,10 +44,14 @@ class PlanSigner:
         """Return the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
         return {PARAM: plan.model_dump(mode="json"), SIGNATURE: self._signature(plan, tokens)}
 
-    def verified(self, params: Mapping[str, Any] | None, tokens: Sequence[int]) -> TransferPlan | None:
-        """Return the transfer plan that a request for this prompt carries; None where it carries none.
+    def verified(
+        self, params: Mapping[str, Any] | None, tokens: Sequence[int]
+    ) -> TransferPlan | None:
+        """Return the transfer plan that a request for this prompt carries; None where it carries
+        none.
 
-        Raises InvalidRequestError for one that is not valid, or that was not signed for this prompt.
+        Raises InvalidRequestError for one that is not valid, or that was not signed for this
+        prompt.
         """
         plan = read_plan(params, prompt_tokens=len(tokens))
         if plan is None or params is None:
@@ -60,5 +66,7 @@ class PlanSigner:
         return plan
 
     def _signature(self, plan: TransferPlan, tokens: Sequence[int]) -> str:
-        content = plan.model_dump_json().encode() + b"\0" + np.asarray(tokens, dtype="<u4").tobytes()
+        content = (
+            plan.model_dump_json().encode() + b"\0" + np.asarray(tokens, dtype="<u4").tobytes()
+        )
         return hmac.new(self._key, content, hashlib.sha256).hexdigest()

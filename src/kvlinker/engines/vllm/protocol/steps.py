@@ -1,5 +1,5 @@
-"""Messages between the connector's scheduler side and its workers in every engine step; transfer plans are cut into
-slices that fit into steps."""
+"""Messages between the connector's scheduler side and its workers in every engine step; transfer
+plans are cut into slices that fit into steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class StartedTransfer:
     """The first position to link: the KV before it is there already."""
 
     waits: bool
-    """True if the request waits until the workers report the end; False if the transfer is part of this very step."""
+    """True if the request waits until the workers report the end; False if the transfer is part of
+    this very step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class PlacedPart:
 
 @dataclass(frozen=True, slots=True)
 class TransferSlice:
-    """The part of one request's transfer plan in one engine step: place ``parts``, then compute ``runs``."""
+    """The part of one request's transfer plan in one engine step: place ``parts``, then compute
+    ``runs``."""
 
     request_id: str
     parts: tuple[PlacedPart, ...]
@@ -52,25 +54,29 @@ class TransferSlice:
     """True if this slice completes the plan."""
 
     begins_again: bool = False
-    """True if the prompt has been computed without its unrelated text, and this slice is the first one with it."""
+    """True if the prompt has been computed without its unrelated text, and this slice is the first
+    one with it."""
 
     def is_whole(self, plan: TransferPlan) -> bool:
         """Return whether this slice is all of the plan."""
         placed = sum(part.last - part.first for part in self.parts)
-        return self.runs == plan.runs and placed == sum(each.last - each.first for each in plan.placements)
+        return self.runs == plan.runs and placed == sum(
+            each.last - each.first for each in plan.placements
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTransfers:
-    """The workers' tasks in one step: each does exactly these, in this order, since they compute together."""
+    """The workers' tasks in one step: each does exactly these, in this order, since they compute
+    together."""
 
     started: tuple[StartedTransfer, ...] = ()
     slices: tuple[TransferSlice, ...] = ()
     aborted: tuple[str, ...] = ()
 
     idle: bool = False
-    """True if nothing else is computed in the step, so that workers may wait a little for chunks that are being
-    loaded."""
+    """True if nothing else is computed in the step, so that workers may wait a little for chunks
+    that are being loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,8 @@ class StepReport:
     """The workers' report of one step."""
 
     loaded: Mapping[str, int] = field(default_factory=dict)
-    """The number of workers that have all of a request's chunks in memory since this step, by request."""
+    """The number of workers that have all of a request's chunks in memory since this step, by
+    request."""
 
     failed: frozenset[str] = frozenset()
     """The requests whose linking failed."""
@@ -138,10 +145,12 @@ class StepBudget:
 
 
 class TransferProgress:
-    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it is there already,
-    but for a second pass's runs, all of which are computed."""
+    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it
+    is there already, but for a second pass's runs, all of which are computed."""
 
-    def __init__(self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0) -> None:
+    def __init__(
+        self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0
+    ) -> None:
         """``share`` is the cost of one token here, as a share of its cost in all layers."""
         self._request_id = request_id
         self._share = share
@@ -151,8 +160,12 @@ class TransferProgress:
             if placed.end > begin
         ]
         computed_from = 0 if plan.second_pass else begin
-        self._runs = [(max(first, computed_from), last) for first, last in plan.runs if last > computed_from]
-        self._again: list[tuple[int, int]] = []  # the runs that follow where the prompt begins again
+        self._runs = [
+            (max(first, computed_from), last) for first, last in plan.runs if last > computed_from
+        ]
+        self._again: list[
+            tuple[int, int]
+        ] = []  # the runs that follow where the prompt begins again
         self._begins_again = False
         if plan.alone is not None:
             self._runs, self._again = list(plan.alone.runs), self._runs
@@ -165,19 +178,26 @@ class TransferProgress:
 
     def fits(self, budget: StepBudget) -> bool:
         """Return whether one slice within the budget does all that is left."""
-        return not self._again and self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
+        return (
+            not self._again
+            and self.cost(budget) <= budget.tokens
+            and len(self._runs) <= budget.runs
+        )
 
     def take(self, budget: StepBudget) -> TransferSlice:
         """Return as much as the budget has room for, and take it out of the budget.
 
-        Placements come first, then runs in order, so that the tokens before a computed one are always there. A run may
-        be cut. Where the prompt begins again, a slice ends.
+        Placements come first, then runs in order, so that the tokens before a computed one are
+        always there. A run may be cut. Where the prompt begins again, a slice ends.
         """
         begins_again, self._begins_again = self._begins_again, False
         parts = []
         while self._parts and not budget.spent:
             part = self._parts[0]
-            last = min(part.last, part.first + int(budget.tokens * budget.placed_per_computed / self._share))
+            last = min(
+                part.last,
+                part.first + int(budget.tokens * budget.placed_per_computed / self._share),
+            )
             parts.append(PlacedPart(part.placement, part.first, last))
             budget.place((last - part.first) * self._share)
             if last == part.last:

@@ -1,5 +1,5 @@
-"""Transfer plans: the KV that a request asks the connector for. They travel to vLLM's scheduler and are checked
-there."""
+"""Transfer plans: the KV that a request asks the connector for. They travel to vLLM's scheduler and
+are checked there."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ PARAM = "kvlinker"
 """The transfer plan's name among a request's ``kv_transfer_params``."""
 
 COMPARED_LAYER = 1
-"""The layer in which computed KV is compared with placed KV: the first one whose KV depends on other tokens."""
+"""The layer in which computed KV is compared with placed KV: the first one whose KV depends on
+other tokens."""
 
-OFFERED = Needs(scores=True, sensitivity=True, variants=True, question_attention=True, layers=COMPARED_LAYER)
-"""The needs of policies that transfer plans can follow. Variants are never stored here, so policies are shown none."""
+OFFERED = Needs(
+    scores=True, sensitivity=True, variants=True, question_attention=True, layers=COMPARED_LAYER
+)
+"""The needs of policies that transfer plans can follow. Variants are never stored here, so policies
+are shown none."""
 
 Measure = Literal["deviation", "attention"]
-"""The measurement of a first pass: the ``KVDeviation`` of computed from placed KV, or the ``QuestionAttention``."""
+"""The measurement of a first pass: the ``KVDeviation`` of computed from placed KV, or the
+``QuestionAttention``."""
 
 _FIGURES = "<f4"
 
@@ -53,8 +58,8 @@ class _Value(BaseModel):
 
 
 class PlacedChunk(_Value):
-    """A placement of tokens [first, last) of a stored chunk: its token i goes to position ``start + i`` of the prompt,
-    with the rotary embedding of position ``rotary_start + i``."""
+    """A placement of tokens [first, last) of a stored chunk: its token i goes to position ``start +
+    i`` of the prompt, with the rotary embedding of position ``rotary_start + i``."""
 
     key: Key
     start: Position
@@ -82,13 +87,15 @@ class CapturedChunk(_Value):
 
 
 class TransferPlan(_Value):
-    """The KV of a prompt's first ``linked`` tokens: ``placements``, then ``runs`` of positions [begin, end) to compute
-    over them. vLLM computes the tokens behind them itself.
+    """The KV of a prompt's first ``linked`` tokens: ``placements``, then ``runs`` of positions
+    [begin, end) to compute over them. vLLM computes the tokens behind them itself.
 
-    Every one of these positions is placed or computed, so that no token attends to what other requests left in memory.
+    Every one of these positions is placed or computed, so that no token attends to what other
+    requests left in memory.
 
-    A plan with a ``measure`` is for a first pass, not for an answer; the ``TransferOutcome`` has what was measured. To
-    measure deviation, it places and computes in the first layer only, and compares in the second.
+    A plan with a ``measure`` is for a first pass, not for an answer; the ``TransferOutcome`` has
+    what was measured. To measure deviation, it places and computes in the first layer only, and
+    compares in the second.
     """
 
     linked: Position
@@ -98,13 +105,13 @@ class TransferPlan(_Value):
     measure: Measure | None = None
 
     unrelated: tuple[Position, Position] | None = None
-    """The positions [begin, end) of an unrelated text right before the one chunk that is captured; None where there is
-    none. The prompt is computed without it first, as the chunk is stored, and then with it, to measure the
-    ``sensitivity`` of the chunk's tokens."""
+    """The positions [begin, end) of an unrelated text right before the one chunk that is captured;
+    None where there is none. The prompt is computed without it first, as the chunk is stored, and
+    then with it, to measure the ``sensitivity`` of the chunk's tokens."""
 
     second_pass: bool = False
-    """True if a first pass may have placed what vLLM's prefix cache holds of the prompt: runs are computed there,
-    too."""
+    """True if a first pass may have placed what vLLM's prefix cache holds of the prompt: runs are
+    computed there, too."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -113,8 +120,8 @@ class TransferPlan(_Value):
 
     @property
     def alone(self) -> TransferPlan | None:
-        """The plan for the prompt without the unrelated text, which is carried out first; None where there is no such
-        text."""
+        """The plan for the prompt without the unrelated text, which is carried out first; None
+        where there is no such text."""
         if self.unrelated is None:
             return None
         (captured,) = self.captures
@@ -124,10 +131,14 @@ class TransferPlan(_Value):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if any(not begin < end <= self.linked for begin, end in self.runs):
-            raise ValueError(f"runs {self.runs} are not ranges within the first {self.linked} tokens")
+            raise ValueError(
+                f"runs {self.runs} are not ranges within the first {self.linked} tokens"
+            )
         if any(former[1] > latter[0] for former, latter in pairwise(self.runs)):
             raise ValueError(f"runs {self.runs} overlap, or are not in order")
-        if any(not placed.first < placed.last or placed.end > self.linked for placed in self.placements):
+        if any(
+            not placed.first < placed.last or placed.end > self.linked for placed in self.placements
+        ):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
         if any(not captured.begin < captured.end <= self.linked for captured in self.captures):
             raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
@@ -135,13 +146,18 @@ class TransferPlan(_Value):
             raise ValueError("one transfer plan does not measure and capture")
         if self.unrelated is not None:
             begin, end = self.unrelated
-            wanted = (CapturedChunk(key=captured.key, begin=end, end=self.linked) for captured in self.captures[:1])
+            wanted = (
+                CapturedChunk(key=captured.key, begin=end, end=self.linked)
+                for captured in self.captures[:1]
+            )
             if not begin < end or self.placements or self.captures != tuple(wanted):
                 raise ValueError(
                     "an unrelated text stands right before one chunk that is captured, and nothing is placed"
                 )
         covered = 0
-        for begin, end in sorted([*self.runs, *((placed.begin, placed.end) for placed in self.placements)]):
+        for begin, end in sorted(
+            [*self.runs, *((placed.begin, placed.end) for placed in self.placements)]
+        ):
             if begin > covered:
                 break
             covered = max(covered, end)
@@ -160,7 +176,8 @@ class TransferOutcome(_Value):
     """The seconds until vLLM began with the request."""
 
     found: Position = 0
-    """The tokens of the prompt's beginning whose KV vLLM still had of a request that began alike."""
+    """The tokens of the prompt's beginning whose KV vLLM still had of a request that began
+    alike."""
 
     measured: bytes | None = None
     """The plan's measurement of the first ``linked`` tokens in bytes, if it has one."""
@@ -168,8 +185,9 @@ class TransferOutcome(_Value):
 
 @dataclass(frozen=True, slots=True)
 class KVDeviation:
-    """The squared L2 distances of computed and placed ``key`` and ``value``, over all heads: [tokens] each, 0 where
-    nothing is placed. It is the ``Deviations`` that a ``Refinement`` takes."""
+    """The squared L2 distances of computed and placed ``key`` and ``value``, over all heads:
+    [tokens] each, 0 where nothing is placed. It is the ``Deviations`` that a ``Refinement``
+    takes."""
 
     key: NDArray[np.float32]
     value: NDArray[np.float32]
@@ -181,7 +199,9 @@ class KVDeviation:
     def at(self, positions: NDArray[np.int64]) -> KVDeviation:
         """Return the deviation of these tokens alone; infinite for those that were not compared."""
         missing = max(0, int(positions.max(initial=-1)) + 1 - len(self.key))
-        key, value = (np.pad(part, (0, missing), constant_values=np.inf) for part in (self.key, self.value))
+        key, value = (
+            np.pad(part, (0, missing), constant_values=np.inf) for part in (self.key, self.value)
+        )
         return KVDeviation(key[positions], value[positions])
 
     def to_bytes(self) -> bytes:
@@ -197,8 +217,8 @@ class KVDeviation:
 
 @dataclass(frozen=True, slots=True)
 class QuestionAttention:
-    """The ``weights`` of the last token's attention on every token in a first pass, mean over all heads: [layers,
-    tokens]. They are the ``question_attention`` that policies look at."""
+    """The ``weights`` of the last token's attention on every token in a first pass, mean over all
+    heads: [layers, tokens]. They are the ``question_attention`` that policies look at."""
 
     weights: NDArray[np.float32]
 
@@ -213,7 +233,8 @@ class QuestionAttention:
 
 
 def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
-    """Read the transfer plan that a request with a prompt of so many tokens carries; None where it carries none.
+    """Read the transfer plan that a request with a prompt of so many tokens carries; None where it
+    carries none.
 
     Raises InvalidRequestError for anything that is not a valid plan for this prompt.
     """
@@ -223,7 +244,9 @@ def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> Transf
     try:
         plan = TransferPlan.model_validate(raw)
     except ValidationError as error:
-        raise InvalidRequestError(f"kv_transfer_params.{PARAM} is not a transfer plan: {error}", param=PARAM) from error
+        raise InvalidRequestError(
+            f"kv_transfer_params.{PARAM} is not a transfer plan: {error}", param=PARAM
+        ) from error
     if plan.linked >= prompt_tokens:
         raise InvalidRequestError(
             f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of {prompt_tokens}; the last one is "
@@ -234,17 +257,20 @@ def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> Transf
 
 
 def plan_transfer(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
-    """Make the transfer plan for a link plan, whose placements are of the chunks with these ``keys``, one each.
+    """Make the transfer plan for a link plan, whose placements are of the chunks with these
+    ``keys``, one each.
 
     The last run, which may be the whole prompt, is left to vLLM.
     """
     linked = plan.runs[-1][0]
-    return TransferPlan(linked=linked, placements=_placed(plan.placements, keys, linked), runs=plan.runs[:-1])
+    return TransferPlan(
+        linked=linked, placements=_placed(plan.placements, keys, linked), runs=plan.runs[:-1]
+    )
 
 
 def plan_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> TransferPlan:
-    """Make the transfer plan to compare what a link plan computes with what it places, up to the end of its last chunk,
-    but of ``most`` tokens at most."""
+    """Make the transfer plan to compare what a link plan computes with what it places, up to the
+    end of its last chunk, but of ``most`` tokens at most."""
     last_chunk = max(placement.start + placement.last for placement in plan.placements)
     linked = min(last_chunk, most)
     runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
@@ -253,31 +279,37 @@ def plan_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> Transf
 
 
 def plan_observation(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
-    """Make the transfer plan to carry out a link plan for a first pass, which observes the last token's attention."""
+    """Make the transfer plan to carry out a link plan for a first pass, which observes the last
+    token's attention."""
     placements = _placed(plan.placements, keys, plan.length)
-    return TransferPlan(linked=plan.length, placements=placements, runs=plan.runs, measure="attention")
+    return TransferPlan(
+        linked=plan.length, placements=placements, runs=plan.runs, measure="attention"
+    )
 
 
 def plan_second_pass(plan: LinkPlan, keys: Sequence[str], *, linked: int) -> TransferPlan:
-    """Make the transfer plan for a link plan whose chunks a first pass has placed. vLLM computes the tokens from
-    ``linked`` on, where the last run of the first pass began."""
+    """Make the transfer plan for a link plan whose chunks a first pass has placed. vLLM computes
+    the tokens from ``linked`` on, where the last run of the first pass began."""
     runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
     placements = _placed(plan.placements, keys, linked)
     return TransferPlan(linked=linked, placements=placements, runs=runs, second_pass=True)
 
 
 def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> TransferPlan:
-    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those from ``begin`` on.
+    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those
+    from ``begin`` on.
 
-    With ``unrelated``, so many tokens before ``begin`` are an unrelated text: the KV is stored as it is without them,
-    with the sensitivity to them.
+    With ``unrelated``, so many tokens before ``begin`` are an unrelated text: the KV is stored as
+    it is without them, with the sensitivity to them.
     """
     captured = CapturedChunk(key=key, begin=begin, end=end)
     text = (begin - unrelated, begin) if unrelated else None
     return TransferPlan(linked=end, runs=((0, end),), captures=(captured,), unrelated=text)
 
 
-def _placed(placements: Sequence[Placement], keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:
+def _placed(
+    placements: Sequence[Placement], keys: Sequence[str], linked: int
+) -> tuple[PlacedChunk, ...]:
     """Return the parts of the placements that lie within the first ``linked`` tokens."""
     return tuple(
         PlacedChunk(

@@ -1,4 +1,5 @@
-"""The connector's scheduler side decides which requests are linked, and what each engine step does of it."""
+"""The connector's scheduler side decides which requests are linked, and what each engine step does
+of it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,18 @@ from kvlinker.engines.vllm.protocol.steps import (
     TransferProgress,
     TransferSlice,
 )
-from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, PARAM, TransferOutcome, TransferPlan
-from kvlinker.engines.vllm.scheduler.transfer_throttle import PLACED_PER_COMPUTED, SLOWDOWN, StepWork, TransferThrottle
+from kvlinker.engines.vllm.protocol.transfer_plan import (
+    COMPARED_LAYER,
+    PARAM,
+    TransferOutcome,
+    TransferPlan,
+)
+from kvlinker.engines.vllm.scheduler.transfer_throttle import (
+    PLACED_PER_COMPUTED,
+    SLOWDOWN,
+    StepWork,
+    TransferThrottle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +51,15 @@ class StepLimits:
     """The most sequences that attention takes at once."""
 
     layers: int
-    """The number of the model's layers; transfers that measure deviation compute the first ones only."""
+    """The number of the model's layers; transfers that measure deviation compute the first ones
+    only."""
 
     workers: int = 1
     """The number of workers that report."""
 
     slowdown: float = SLOWDOWN
-    """The factor by which others wait longer for a token while one request is linked, on average (see
-    ``TransferThrottle``)."""
+    """The factor by which others wait longer for a token while one request is linked, on average
+    (see ``TransferThrottle``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,36 +101,51 @@ class _TransferRequest:
     @property
     def outcome(self) -> TransferOutcome:
         return TransferOutcome(
-            linked=not self.given_up, queued=self.queued or 0.0, found=self.found, measured=self.measured
+            linked=not self.given_up,
+            queued=self.queued or 0.0,
+            found=self.found,
+            measured=self.measured,
         )
 
 
 class TransferScheduler:
-    """Carries out the transfer plans of vLLM's requests. All methods are called by one thread, vLLM's engine core."""
+    """Carries out the transfer plans of vLLM's requests. All methods are called by one thread,
+    vLLM's engine core."""
 
-    def __init__(self, *, limits: StepLimits, signer: PlanSigner, is_stored: Callable[[str], bool]) -> None:
+    def __init__(
+        self, *, limits: StepLimits, signer: PlanSigner, is_stored: Callable[[str], bool]
+    ) -> None:
         """``is_stored`` returns whether a chunk's KV is in the store's folder."""
         self._signer = signer
         self._limits = limits
         self._is_stored = is_stored
         self._requests: dict[str, _TransferRequest] = {}
-        self._waiting: dict[str, _TransferRequest] = {}  # those that vLLM holds back, in the order in which they came
+        self._waiting: dict[
+            str, _TransferRequest
+        ] = {}  # those that vLLM holds back, in the order in which they came
         self._started: list[StartedTransfer] = []  # for the next step
         self._aborted: list[str] = []
-        self._held: dict[str, set[int]] = {}  # chunks, and the ranks of workers that have them in memory
+        self._held: dict[
+            str, set[int]
+        ] = {}  # chunks, and the ranks of workers that have them in memory
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = TransferThrottle(limits.slice_tokens, slowdown=limits.slowdown)
         self._target_told = False
 
     def admit(
-        self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
+        self,
+        request_id: str,
+        params: Mapping[str, Any] | None,
+        tokens: Sequence[int],
+        *,
+        salt: str | None,
     ) -> None:
         """Accept a request for a prompt of these tokens.
 
-        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not valid, or the request
-        has no salt: its KV would be taken for that of the plain tokens. It is given up if a chunk is gone already; one
-        that goes later is the workers' to notice.
+        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not
+        valid, or the request has no salt: its KV would be taken for that of the plain tokens. It is
+        given up if a chunk is gone already; one that goes later is the workers' to notice.
         """
         try:
             plan = self._signer.verified(params, tokens)
@@ -128,20 +155,28 @@ class TransferScheduler:
         if plan is None:
             return
         if not salt:
-            logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
+            logger.warning(
+                "Request %s is not linked: it has no cache_salt, which every linked one needs.",
+                request_id,
+            )
             return
-        request = self._requests[request_id] = _TransferRequest(plan, len(tokens) - plan.linked, time.perf_counter())
+        request = self._requests[request_id] = _TransferRequest(
+            plan, len(tokens) - plan.linked, time.perf_counter()
+        )
         missing = [key for key in plan.keys if not self._is_stored(key)]
         if missing:
-            logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
+            logger.warning(
+                "Request %s is computed in full: chunk %s is gone.", request_id, missing[0]
+            )
             request.given_up = True
 
     def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
-        """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
-        whether the request has to wait for it; None where vLLM has to forget the local ones and ask again, since a
-        first pass placed them.
+        """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that
+        vLLM has, and whether the request has to wait for it; None where vLLM has to forget the
+        local ones and ask again, since a first pass placed them.
 
-        vLLM asks in every step in which the request waits, so that nothing slow happens here: no file is looked at.
+        vLLM asks in every step in which the request waits, so that nothing slow happens here: no
+        file is looked at.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -157,8 +192,11 @@ class TransferScheduler:
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
         return plan.linked - local, request.waits
 
-    def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
-        """Begin to link the request in its blocks: vLLM expects ``external`` tokens, as ``matched`` returned."""
+    def allocated(
+        self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int
+    ) -> None:
+        """Begin to link the request in its blocks: vLLM expects ``external`` tokens, as ``matched``
+        returned."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -187,8 +225,8 @@ class TransferScheduler:
                 self._throttle.spend(request.own)
 
     def placed_tokens(self, request_id: str, *, external: int) -> int:
-        """Return how many of the ``external`` tokens that a request was allocated come from chunks. The others are
-        computed, for it or for a chunk."""
+        """Return how many of the ``external`` tokens that a request was allocated come from chunks.
+        The others are computed, for it or for a chunk."""
         request = self._requests.get(request_id)
         if request is None:
             return 0
@@ -196,11 +234,15 @@ class TransferScheduler:
         return external - sum(max(0, last - max(first, begin)) for first, last in request.plan.runs)
 
     def plan_step(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepTransfers:
-        """Plan the workers' tasks in a step that also computes ``scheduled_tokens`` tokens, ``prefilled_tokens`` of
-        them of prompts."""
+        """Plan the workers' tasks in a step that also computes ``scheduled_tokens`` tokens,
+        ``prefilled_tokens`` of them of prompts."""
         started = tuple(self._started)
         at_once = StepBudget.unlimited()
-        slices = [self._progress(each.request_id, each.begin).take(at_once) for each in started if not each.waits]
+        slices = [
+            self._progress(each.request_id, each.begin).take(at_once)
+            for each in started
+            if not each.waits
+        ]
         self._busy = scheduled_tokens > 0
         self._linked_at_once = 0.0
         self._throttle.expect(len(self._waiting))
@@ -241,7 +283,8 @@ class TransferScheduler:
             self._forget_progress(request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """Forget a request that has ended, or was aborted. Returns the outcome of linking for its output."""
+        """Forget a request that has ended, or was aborted. Returns the outcome of linking for its
+        output."""
         if request_id in self._waiting:
             self._aborted.append(request_id)
             self._forget_progress(request_id)
@@ -249,7 +292,8 @@ class TransferScheduler:
         return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
 
     def _has_to_wait(self, request: _TransferRequest, progress: TransferProgress) -> bool:
-        """Return whether linking within the request's own first step would make that much longer."""
+        """Return whether linking within the request's own first step would make that much
+        longer."""
         plan = request.plan
         if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):
             return True
@@ -265,9 +309,12 @@ class TransferScheduler:
         return len(self._held.get(key, ())) >= self._limits.workers
 
     def _budget(self) -> StepBudget:
-        """Return the budget of the next step, which depends on whether the step computes anything else."""
+        """Return the budget of the next step, which depends on whether the step computes anything
+        else."""
         if self._busy:
-            return StepBudget(self._throttle.tokens, self._limits.runs, self._throttle.placed_per_computed)
+            return StepBudget(
+                self._throttle.tokens, self._limits.runs, self._throttle.placed_per_computed
+            )
         return StepBudget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
 
     def _progress(self, request_id: str, begin: int) -> TransferProgress:
@@ -277,8 +324,8 @@ class TransferScheduler:
         return TransferProgress(request_id, plan, begin=begin, share=share)
 
     def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:
-        """Take slices of waiting requests, in order of arrival. A request that time is being saved for is not
-        overtaken."""
+        """Take slices of waiting requests, in order of arrival. A request that time is being saved
+        for is not overtaken."""
         slices = []
         for request in self._waiting.values():
             if budget.spent:

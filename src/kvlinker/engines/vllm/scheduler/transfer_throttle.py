@@ -1,5 +1,5 @@
-"""Limits how much linking steps do while others decode: a token bucket of seconds, with prices that are learnt from
-steps."""
+"""Limits how much linking steps do while others decode: a token bucket of seconds, with prices that
+are learnt from steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SLOWDOWN = 1.35
-"""The factor by which linking one request lengthens the time between the tokens of requests that decode, on average."""
+"""The factor by which linking one request lengthens the time between the tokens of requests that
+decode, on average."""
 
 MOST_WAITING = 8
 """The most requests waiting to be linked that lengthen this time further."""
@@ -33,21 +34,24 @@ PLAIN_STEPS = 16
 """The most steps without linking that are remembered."""
 
 PLAIN_AGE = 128
-"""The number of steps after which a step without linking is forgotten, once there is a newer one."""
+"""The number of steps after which a step without linking is forgotten, once there is a newer
+one."""
 
 MEASURED_EVERY = 32
-"""The number of steps after which linking pauses, for as long as it takes to measure a step without it."""
+"""The number of steps after which linking pauses, for as long as it takes to measure a step without
+it."""
 
 PAUSE = 2
-"""The most steps of such a pause. In the first one, prompts that were linked before it may still be prefilled."""
+"""The most steps of such a pause. In the first one, prompts that were linked before it may still be
+prefilled."""
 
 CAPACITY = 8
-"""The most time in the bucket, in steps without linking per request that waits: it is saved for requests' own first
-steps."""
+"""The most time in the bucket, in steps without linking per request that waits: it is saved for
+requests' own first steps."""
 
 MOST_OWED = 32
-"""The most time that the bucket owes, in steps without linking: what took longer than was expected is taken afterwards,
-and more than that is forgotten."""
+"""The most time that the bucket owes, in steps without linking: what took longer than was expected
+is taken afterwards, and more than that is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +75,38 @@ class StepWork:
 
 
 class TransferThrottle:
-    """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a token, on average, while
-    one request waits to be linked.
+    """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a
+    token, on average, while one request waits to be linked.
 
-    It is a token bucket of seconds. Every step adds ``slowdown`` - 1 times the seconds of a step without linking, and
-    linking takes out the seconds by which it lengthens a step: those of slices, and of the first steps of the requests
-    that they are for. There is no slice while the bucket owes. A slice takes as long as the rest of its step, if that
-    is enough for ``LEAST_TOKENS``.
+    It is a token bucket of seconds. Every step adds ``slowdown`` - 1 times the seconds of a step
+    without linking, and linking takes out the seconds by which it lengthens a step: those of
+    slices, and of the first steps of the requests that they are for. There is no slice while the
+    bucket owes. A slice takes as long as the rest of its step, if that is enough for
+    ``LEAST_TOKENS``.
 
-    Where several requests wait, every step adds as many times as much, and a slice takes as many times as long: a
-    second of linking delays all who decode and advances all who wait, so that the more wait, the more of it is worth
-    its price. The slices of several are computed in one pass, whose fixed cost they share.
+    Where several requests wait, every step adds as many times as much, and a slice takes as many
+    times as long: a second of linking delays all who decode and advances all who wait, so that the
+    more wait, the more of it is worth its price. The slices of several are computed in one pass,
+    whose fixed cost they share.
     """
 
     def __init__(
-        self, most_tokens: int, *, slowdown: float = SLOWDOWN, clock: Callable[[], float] = time.perf_counter
+        self,
+        most_tokens: int,
+        *,
+        slowdown: float = SLOWDOWN,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``most_tokens`` is the most that a step links, whatever was measured. ``clock`` returns seconds."""
+        """``most_tokens`` is the most that a step links, whatever was measured. ``clock`` returns
+        seconds."""
         self._most = most_tokens
         self._slowdown = slowdown
         self._clock = clock
         self._under_way: deque[tuple[StepWork, float]] = deque()  # with what was taken out for it
         self._last_end: float | None = None
-        self._plain: deque[tuple[int, float]] = deque(maxlen=PLAIN_STEPS)  # numbers of steps that decode alone, seconds
+        self._plain: deque[tuple[int, float]] = deque(
+            maxlen=PLAIN_STEPS
+        )  # numbers of steps that decode alone, seconds
         self._steps = 0  # in which vLLM computed anything
         self._computed: float | None = None  # seconds per token
         self._placed: float | None = None  # seconds per token
@@ -102,7 +115,8 @@ class TransferThrottle:
 
     @property
     def target_seconds(self) -> float | None:
-        """The seconds that others wait for a token while one prompt is linked, on average; None until measured."""
+        """The seconds that others wait for a token while one prompt is linked, on average; None
+        until measured."""
         return self._slowdown * self._plain_seconds if self._plain else None
 
     @property
@@ -125,8 +139,8 @@ class TransferThrottle:
     def may_end(self, tokens: float) -> bool:
         """Return whether a request may be linked to its end, where so many tokens are left.
 
-        These include the tokens that the request's own first step computes afterwards, since they keep others waiting,
-        too. Time is saved for them, but not indefinitely.
+        These include the tokens that the request's own first step computes afterwards, since they
+        keep others waiting, too. Time is saved for them, but not indefinitely.
         """
         return not self._plain or self._bucket >= self._reserve(tokens)
 
@@ -150,7 +164,8 @@ class TransferThrottle:
         self._bucket -= price
 
     def ended(self) -> None:
-        """Note that the oldest step is done. Steps follow each other closely as long as vLLM computes something."""
+        """Note that the oldest step is done. Steps follow each other closely as long as vLLM
+        computes something."""
         now = self._clock()
         work, price = self._under_way.popleft() if self._under_way else (StepWork(busy=False), 0.0)
         self._bucket += price
@@ -187,7 +202,11 @@ class TransferThrottle:
 
     def _price(self, work: StepWork) -> float:
         """Return the seconds that linking will take of a step, as far as is known."""
-        return work.computed * self._computed_price + work.placed * self._placed_price if self._plain else 0.0
+        return (
+            work.computed * self._computed_price + work.placed * self._placed_price
+            if self._plain
+            else 0.0
+        )
 
     def _learn(self, work: StepWork, seconds: float) -> None:
         if not work.links and not work.prefilled:

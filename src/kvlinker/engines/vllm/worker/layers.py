@@ -1,4 +1,5 @@
-"""Finds the attention layers of a model in vLLM by watching a pass, and places KV into their caches."""
+"""Finds the attention layers of a model in vLLM by watching a pass, and places KV into their
+caches."""
 
 from __future__ import annotations
 
@@ -16,22 +17,24 @@ from kvlinker.store import ChunkKV
 
 @dataclass(frozen=True, slots=True)
 class AttentionModules:
-    """An attention layer, and the module that applies the rotary embedding to its keys, if there is one."""
+    """An attention layer, and the module that applies the rotary embedding to its keys, if there is
+    one."""
 
     attention: AttentionLayer
     rotary: Any | None
 
     def rotated(self, key: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own arithmetic. May change
-        ``key``."""
+        """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own
+        arithmetic. May change ``key``."""
         return key if self.rotary is None else rotate(self.rotary, positions, key)
 
 
 def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
-    """Return the attention layers in the order in which the model calls them; there is no code per model family.
+    """Return the attention layers in the order in which the model calls them; there is no code per
+    model family.
 
-    Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or layers are not called
-    exactly once each.
+    Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or
+    layers are not called exactly once each.
     """
     by_name = {layer.name: layer for layer in bound.layers}
     layers: list[AttentionModules] = []
@@ -39,18 +42,24 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
 
     def rotated(module: Any, positions: Tensor, key: Tensor | None) -> None:
         if positions.ndim != 1 or key is None:
-            raise UnsupportedModelError("The model's rotary embedding is not one of positions in a text.")
+            raise UnsupportedModelError(
+                "The model's rotary embedding is not one of positions in a text."
+            )
         pending.append(module)
 
     def attended(name: str, *_: Tensor) -> None:
         if name not in by_name or len(pending) > 1:
-            raise UnsupportedModelError(f"The model's attention layer {name} is not one that kvlinker can place KV in.")
+            raise UnsupportedModelError(
+                f"The model's attention layer {name} is not one that kvlinker can place KV in."
+            )
         layers.append(AttentionModules(by_name[name], pending.pop() if pending else None))
 
     with watched(bound, rotated=rotated, attended=attended):
         bound.trace()
     if sorted(layer.attention.name for layer in layers) != sorted(by_name):
-        raise UnsupportedModelError("The model does not call each of its attention layers once per pass.")
+        raise UnsupportedModelError(
+            "The model does not call each of its attention layers once per pass."
+        )
     if all(layer.rotary is None for layer in layers):
         raise UnsupportedModelError(
             f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other positions, KV cannot move."
@@ -58,9 +67,11 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     return tuple(layers)
 
 
-def check_chunk(layers: Sequence[AttentionModules], shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not fit the model; None if
-    it does."""
+def check_chunk(
+    layers: Sequence[AttentionModules], shapes: Sequence[tuple[int, ...]]
+) -> str | None:
+    """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not
+    fit the model; None if it does."""
     if len(shapes) != len(layers):
         return f"it has {len(shapes)} layers, the model has {len(layers)}"
     for layer, shape in zip(layers, shapes, strict=True):
@@ -97,31 +108,42 @@ def place(layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]) -> Non
         layer.attention.write(*placed_kv(layers, index, parts), slots)
 
 
-def placed_kv(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
-    """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all tokens, heads,
-    head_dim] on its device."""
+def placed_kv(
+    layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
+) -> tuple[Tensor, Tensor]:
+    """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all
+    tokens, heads, head_dim] on its device."""
     values = [part.kv.layers[index].value for part in parts]
     return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
 
 
-def placed_keys(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> Tensor:
-    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads, head_dim]."""
+def placed_keys(
+    layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
+) -> Tensor:
+    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads,
+    head_dim]."""
     keys = [part.kv.layers[index].key for part in parts]
-    return layers[index].rotated(_own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts]))
+    return layers[index].rotated(
+        _own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts])
+    )
 
 
-def _own_heads(layer: AttentionModules, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
-    """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim], as [all tokens,
-    heads, head_dim].
+def _own_heads(
+    layer: AttentionModules, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]
+) -> Tensor:
+    """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim],
+    as [all tokens, heads, head_dim].
 
-    A chunk's heads are copied to another device as they lie in memory, which waits for nothing where that is pinned,
-    and are cut and transposed there.
+    A chunk's heads are copied to another device as they lie in memory, which waits for nothing
+    where that is pinned, and are cut and transposed there.
     """
     attention = layer.attention
     own = slice(attention.first_head, attention.first_head + attention.heads)
     tokens = sum(part.last - part.first for part in parts)
     device = parts[0].slots.device
-    gathered = torch.empty((tokens, attention.heads, attention.head_dim), dtype=chunks[0].dtype, device=device)
+    gathered = torch.empty(
+        (tokens, attention.heads, attention.head_dim), dtype=chunks[0].dtype, device=device
+    )
     begin = 0
     for chunk, part in zip(chunks, parts, strict=True):
         end = begin + part.last - part.first

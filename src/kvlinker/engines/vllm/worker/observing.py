@@ -1,4 +1,5 @@
-"""Observes the question's attention on placed and computed tokens in a first pass of vLLM's model."""
+"""Observes the question's attention on placed and computed tokens in a first pass of vLLM's
+model."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, pla
 
 
 class QuestionObservation:
-    """Collects the attention of a request's last token on all of its ``length`` tokens, layer by layer. Has this
-    worker's heads only."""
+    """Collects the attention of a request's last token on all of its ``length`` tokens, layer by
+    layer. Has this worker's heads only."""
 
     def __init__(self, layers: Sequence[AttentionModules], length: int) -> None:
         self.unplaced: tuple[ChunkPart, ...] = ()
-        """All chunks of the request where the pass itself is to place them, so that their keys are copied once."""
+        """All chunks of the request where the pass itself is to place them, so that their keys are
+        copied once."""
 
         self._layers = layers
         self._length = length
@@ -29,17 +31,21 @@ class QuestionObservation:
         self._weights: list[Tensor] = []
 
     def note(self, layer: int, begin: int, key: Tensor) -> None:
-        """Keep the computed keys [tokens, heads, head_dim], with their rotary embedding, of the positions from
-        ``begin`` on."""
+        """Keep the computed keys [tokens, heads, head_dim], with their rotary embedding, of the
+        positions from ``begin`` on."""
         self._computed[layer].append((begin, key.clone()))
 
     def ask(self, layer: int, query: Tensor, parts: Sequence[ChunkPart]) -> None:
-        """Weigh all positions by the last token's ``query`` [heads, head_dim], once all others' keys are noted.
+        """Weigh all positions by the last token's ``query`` [heads, head_dim], once all others'
+        keys are noted.
 
-        ``parts`` are all chunks of the request; those that are unplaced are placed, before the layer attends.
+        ``parts`` are all chunks of the request; those that are unplaced are placed, before the
+        layer attends.
         """
         attention = self._layers[layer].attention
-        keys = query.new_empty((attention.heads, self._length, attention.head_dim))  # as a matrix product reads them
+        keys = query.new_empty(
+            (attention.heads, self._length, attention.head_dim)
+        )  # as a matrix product reads them
         placed = self._placed_keys(layer, parts).transpose(0, 1)
         begin = 0
         for part in parts:
@@ -61,14 +67,18 @@ class QuestionObservation:
         return key
 
     def finish(self, bound: BoundModel) -> bytes:
-        """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for it."""
-        return QuestionAttention(bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy()).to_bytes()
+        """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for
+        it."""
+        return QuestionAttention(
+            bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy()
+        ).to_bytes()
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRows:
-    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request that observes. The
-    last row is the request's last token where there are ``parts``, its placed chunks."""
+    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request
+    that observes. The last row is the request's last token where there are ``parts``, its placed
+    chunks."""
 
     first: int
     count: int
@@ -78,8 +88,11 @@ class ObservedRows:
 
 
 @contextmanager
-def observing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ObservedRows]) -> Iterator[None]:
-    """Have a pass by the modules give its keys and the last tokens' queries to the rows' observations."""
+def observing(
+    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ObservedRows]
+) -> Iterator[None]:
+    """Have a pass by the modules give its keys and the last tokens' queries to the rows'
+    observations."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
 
     def attended(name: str, query: Tensor, key: Tensor, _: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Carries out a step's transfers: KV is placed, and runs go through the model in passes of limited size."""
+"""Carries out a step's transfers: KV is placed, and runs go through the model in passes of limited
+size."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ class TransferTask:
     """The plan's chunks by key, or None where one could not be loaded."""
 
     tokens: NDArray[np.int64]
-    """The tokens that runs compute: the prompt's, without its unrelated text until it begins again."""
+    """The tokens that runs compute: the prompt's, without its unrelated text until it begins
+    again."""
 
     captures: tuple[ChunkCapture, ...] = ()
 
     alone: tuple[ChunkCapture, ...] = ()
-    """The captures without the unrelated text, which are complete, once the prompt has begun again."""
+    """The captures without the unrelated text, which are complete, once the prompt has begun
+    again."""
 
     measurement: KVComparison | QuestionObservation | None = None
     """The collector of what a first pass measures."""
@@ -55,8 +58,8 @@ class TransferTask:
     failed: bool = False
 
     def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> Iterator[ChunkPart]:
-        """Yield the parts' KV and its places. If a chunk does not fit the plan, the task has failed, and there are no
-        more parts."""
+        """Yield the parts' KV and its places. If a chunk does not fit the plan, the task has
+        failed, and there are no more parts."""
         for part in parts:
             kvs = self.loaded.result()
             placed = self.started.plan.placements[part.placement]
@@ -65,7 +68,9 @@ class TransferTask:
                 return
             kv = kvs[placed.key]
             if part.last > kv.tokens:
-                logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
+                logger.error(
+                    "Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last
+                )
                 self.failed = True
                 return
             offsets = torch.arange(part.first, part.last)
@@ -76,7 +81,9 @@ class TransferTask:
     def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
         """Yield the parts of the placements at positions [begin, end)."""
         within = [
-            PlacedPart(index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start))
+            PlacedPart(
+                index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start)
+            )
             for index, placed in enumerate(self.started.plan.placements)
             if placed.begin < end and placed.end > begin
         ]
@@ -85,7 +92,8 @@ class TransferTask:
 
 @dataclass(frozen=True, slots=True)
 class _TaskRun:
-    """A run over positions [begin, end) of a task, in a pass whose rows before ``first`` are other runs'."""
+    """A run over positions [begin, end) of a task, in a pass whose rows before ``first`` are other
+    runs'."""
 
     task: TransferTask
     begin: int
@@ -96,7 +104,9 @@ class _TaskRun:
 class Passes:
     """Carries out slices of transfers."""
 
-    def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules], *, tokens: int, runs: int) -> None:
+    def __init__(
+        self, bound: BoundModel, layers: Sequence[AttentionModules], *, tokens: int, runs: int
+    ) -> None:
         """``tokens`` and ``runs`` are the most that one pass takes."""
         self._bound = bound
         self._layers = layers
@@ -104,13 +114,20 @@ class Passes:
         self._runs = runs
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Place the chunks of all slices, before anything is computed; those of a request that is observed in a single
-        pass are left to it."""
+        """Place the chunks of all slices, before anything is computed; those of a request that is
+        observed in a single pass are left to it."""
         observed = [run for task, each in slices if _observes(task) for run in each.runs]
-        one_pass = len(observed) <= self._runs and sum(end - begin for begin, end in observed) <= self._tokens
+        one_pass = (
+            len(observed) <= self._runs
+            and sum(end - begin for begin, end in observed) <= self._tokens
+        )
         others = []
         for task, each in slices:
-            if isinstance(task.measurement, QuestionObservation) and one_pass and each.is_whole(task.started.plan):
+            if (
+                isinstance(task.measurement, QuestionObservation)
+                and one_pass
+                and each.is_whole(task.started.plan)
+            ):
                 task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
             else:
                 others.append((task, each))
@@ -120,7 +137,9 @@ class Passes:
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Compute the slices' runs. Raises what the model does."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(runs, lambda task: not task.captures and task.measurement is None):
+        for group in self._grouped(
+            runs, lambda task: not task.captures and task.measurement is None
+        ):
             self._bound.forward(self._sequences(group))
         for group in self._grouped(runs, lambda task: bool(task.captures)):
             with capturing(self._bound, self._layers, _captured_rows(group)):
@@ -132,11 +151,20 @@ class Passes:
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
-    def _place(self, layers: Sequence[AttentionModules], slices: Iterable[tuple[TransferTask, TransferSlice]]) -> None:
-        place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
+    def _place(
+        self,
+        layers: Sequence[AttentionModules],
+        slices: Iterable[tuple[TransferTask, TransferSlice]],
+    ) -> None:
+        place(
+            layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)]
+        )
 
-    def _grouped(self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]) -> Iterator[list[_TaskRun]]:
-        """Group the runs of the tasks for which ``wanted`` is true, as many at once as a pass takes."""
+    def _grouped(
+        self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]
+    ) -> Iterator[list[_TaskRun]]:
+        """Group the runs of the tasks for which ``wanted`` is true, as many at once as a pass
+        takes."""
         group: list[_TaskRun] = []
         tokens = 0
         for run in self._cut(run for run in runs if wanted(run.task)):
@@ -157,9 +185,14 @@ class Passes:
 
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
         positions = [torch.arange(run.begin, run.end) for run in runs]
-        slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
+        slots = [
+            self._bound.slots(run.task.started.block_ids, own)
+            for run, own in zip(runs, positions, strict=True)
+        ]
         tokens = [torch.from_numpy(run.task.tokens[run.begin : run.end]) for run in runs]
-        rows = self._bound.to_device(torch.stack([torch.cat(each) for each in (tokens, positions, slots)]))
+        rows = self._bound.to_device(
+            torch.stack([torch.cat(each) for each in (tokens, positions, slots)])
+        )
         return VirtualSequences(
             tokens=rows[0],
             positions=rows[1],
@@ -195,4 +228,6 @@ def _observes(task: TransferTask) -> bool:
 
 
 def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:
-    return [CapturedRows(run.first, run.end - run.begin, run.begin, run.task.captures) for run in runs]
+    return [
+        CapturedRows(run.first, run.end - run.begin, run.begin, run.task.captures) for run in runs
+    ]

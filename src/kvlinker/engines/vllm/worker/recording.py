@@ -1,4 +1,5 @@
-"""Records from passes of vLLM's model: the KV of chunks, and the deviation of computed from placed KV."""
+"""Records from passes of vLLM's model: the KV of chunks, and the deviation of computed from placed
+KV."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ FIRST_LAYERS = slice(0, COMPARED_LAYER)
 
 
 class ChunkCapture:
-    """Collects the KV of one chunk at positions [begin, end) of a request slice by slice, this worker's heads of it:
-    keys before their rotary embedding, and the chunk's scores if wanted."""
+    """Collects the KV of one chunk at positions [begin, end) of a request slice by slice, this
+    worker's heads of it: keys before their rotary embedding, and the chunk's scores if wanted."""
 
     def __init__(
         self,
@@ -49,22 +50,30 @@ class ChunkCapture:
         self._scores: ScoreCollector | None = None
         if with_scores:
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
-            self._scores = ScoreCollector(len(layers), [(chunk.begin, chunk.end)], [content], device=device)
-            self._rotated: list[list[Tensor]] = [[] for _ in layers]  # keys [heads, tokens, head_dim], slice by slice
+            self._scores = ScoreCollector(
+                len(layers), [(chunk.begin, chunk.end)], [content], device=device
+            )
+            self._rotated: list[list[Tensor]] = [
+                [] for _ in layers
+            ]  # keys [heads, tokens, head_dim], slice by slice
 
     def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys, before their rotary embedding, and values [tokens, heads, head_dim] of the positions from
-        ``begin`` on."""
+        """Keep the keys, before their rotary embedding, and values [tokens, heads, head_dim] of the
+        positions from ``begin`` on."""
         first = max(begin, self.chunk.begin)
         last = min(begin + len(key), self.chunk.end)
         if first < last:
             for kept, new in zip(self._kv[layer], (key, value), strict=True):
                 own = new[first - begin : last - begin]
-                kept[first - self.chunk.begin : last - self.chunk.begin].copy_(own, non_blocking=True)
+                kept[first - self.chunk.begin : last - self.chunk.begin].copy_(
+                    own, non_blocking=True
+                )
 
-    def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """Score by queries and keys [tokens, heads, head_dim] with their rotary embedding; a request's slices come in
-        order."""
+    def observe(
+        self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions
+    ) -> None:
+        """Score by queries and keys [tokens, heads, head_dim] with their rotary embedding; a
+        request's slices come in order."""
         if self._scores is not None:
             earlier = self._rotated[layer]
             earlier.append(key.transpose(0, 1).clone())
@@ -72,7 +81,9 @@ class ChunkCapture:
 
             def weights(first: int, last: int) -> Tensor:
                 positions = Queries(torch.arange(begin + first, begin + last))
-                return attention_weights(positions, queries[:, first:last], keys[:, : positions.last + 1], options)
+                return attention_weights(
+                    positions, queries[:, first:last], keys[:, : positions.last + 1], options
+                )
 
             self._scores.observe(layer, begin, len(query), weights)
 
@@ -80,9 +91,12 @@ class ChunkCapture:
         """Return the chunk with the heads of all workers, which all have to ask for it."""
         bound.finish_copies()
         layers = tuple(
-            LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer)) for layer in self._kv
+            LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer))
+            for layer in self._kv
         )
-        return ChunkKV(layers, None if self._scores is None else _averaged(bound, *self._scores.finish()))
+        return ChunkKV(
+            layers, None if self._scores is None else _averaged(bound, *self._scores.finish())
+        )
 
 
 def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
@@ -90,26 +104,33 @@ def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
     known = scores.contextualization
     values = np.stack([scores.inter, scores.received]).astype(np.float32)
     intra = torch.tensor([known.intra], dtype=torch.float32, device=bound.device)
-    inter, received = bound.mean_over_workers(torch.from_numpy(values).to(bound.device)).cpu().numpy()
+    inter, received = (
+        bound.mean_over_workers(torch.from_numpy(values).to(bound.device)).cpu().numpy()
+    )
     own = replace(known, intra=float(bound.mean_over_workers(intra)))
     return ChunkScores(own, inter=inter, received=received)
 
 
 class KVComparison:
-    """Collects the deviation of the KV of a request's first ``length`` tokens, as computed in the compared layer, from
-    that of chunks: the measure that CacheBlend chooses by (CacheBlend, section 4.3). Has this worker's heads only."""
+    """Collects the deviation of the KV of a request's first ``length`` tokens, as computed in the
+    compared layer, from that of chunks: the measure that CacheBlend chooses by (CacheBlend, section
+    4.3). Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[AttentionModules], length: int, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[AttentionModules], length: int, device: torch.device
+    ) -> None:
         self._attention = layers[COMPARED_LAYER].attention
         self._squares = torch.zeros(2, length, device=device)
 
     def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
-        """Compare keys (``part`` 0) or values (1) [tokens, heads, head_dim] from ``position`` on."""
+        """Compare keys (``part`` 0) or values (1) [tokens, heads, head_dim] from ``position``
+        on."""
         distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
         self._squares[part, position : position + len(distances)] = distances
 
     def finish(self, bound: BoundModel) -> bytes:
-        """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for it."""
+        """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for
+        it."""
         mean = bound.mean_over_workers(self._squares).cpu()
         key, value = (mean * (self._attention.total_heads / self._attention.heads)).numpy()
         return KVDeviation(key, value).to_bytes()
@@ -117,7 +138,8 @@ class KVComparison:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request that captures."""
+    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request
+    that captures."""
 
     first: int
     count: int
@@ -127,8 +149,8 @@ class CapturedRows:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRows:
-    """Rows of a pass from ``first`` on, which are the positions from ``begin`` on of a request that compares, where the
-    ``parts`` of chunks belong."""
+    """Rows of a pass from ``first`` on, which are the positions from ``begin`` on of a request that
+    compares, where the ``parts`` of chunks belong."""
 
     first: int
     begin: int
@@ -137,7 +159,9 @@ class ComparedRows:
 
 
 @contextmanager
-def capturing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[CapturedRows]) -> Iterator[None]:
+def capturing(
+    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[CapturedRows]
+) -> Iterator[None]:
     """Have a pass by the modules give its KV to the rows' captures."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
     unrotated: list[Tensor] = []
@@ -167,8 +191,11 @@ class _PassIsOver(Exception):  # noqa: N818  # no error
 
 
 @contextmanager
-def comparing(bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ComparedRows]) -> Iterator[None]:
-    """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as they have it."""
+def comparing(
+    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ComparedRows]
+) -> Iterator[None]:
+    """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as
+    they have it."""
     attention = layers[COMPARED_LAYER].attention
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Checks that linking is exact with vLLM's model, in every worker when it starts: what no list of models can say."""
+"""Checks that linking is exact with vLLM's model, in every worker when it starts: what no list of
+models can say."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
-from kvlinker.engines.contract.selftest import CHUNK, GARBAGE, PROMPT_TOKENS, SCATTERED, TOLERANCE, SelfTestCheck
+from kvlinker.engines.contract.selftest import (
+    CHUNK,
+    GARBAGE,
+    PROMPT_TOKENS,
+    SCATTERED,
+    TOLERANCE,
+    SelfTestCheck,
+)
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
 from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
@@ -22,15 +30,16 @@ FARTHEST = 1000
 
 TOLERANCES = {torch.float32: TOLERANCE, torch.float16: 1e-2}
 ROUGH_TOLERANCE = 5e-2
-"""The tolerance in other dtypes, such as bfloat16, in which vLLM's rotary tables alone have errors of 2e-3, and where
-the KV cache is rounded to fewer bits than the model."""
+"""The tolerance in other dtypes, such as bfloat16, in which vLLM's rotary tables alone have errors
+of 2e-3, and where the KV cache is rounded to fewer bits than the model."""
 
 
 def self_test(bound: BoundModel, layers: Sequence[AttentionModules]) -> tuple[SelfTestCheck, ...]:
-    """Compare hidden states over linked KV with those of the model's own pass, on a fixed random prompt.
+    """Compare hidden states over linked KV with those of the model's own pass, on a fixed random
+    prompt.
 
-    Uses the first blocks of the KV cache, in which nothing may lie yet, and leaves zeros there. All workers have to
-    call it.
+    Uses the first blocks of the KV cache, in which nothing may lie yet, and leaves zeros there. All
+    workers have to call it.
     """
     subject = _Subject(bound, layers)
     try:
@@ -40,15 +49,17 @@ def self_test(bound: BoundModel, layers: Sequence[AttentionModules]) -> tuple[Se
 
 
 def require_exact(bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
-    """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer tokens than the prompt
-    is refused, too."""
+    """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer
+    tokens than the prompt is refused, too."""
     if bound.max_model_len < PROMPT_TOKENS:
         raise UnsupportedModelError(
             f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS} tokens."
         )
     failed = [check for check in self_test(bound, layers) if not check.passed]
     if failed:
-        figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
+        figures = "; ".join(
+            f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed
+        )
         raise UnsupportedModelError(
             f"{type(bound.model).__name__} cannot be linked exactly in vLLM. Relative errors over "
             f"{failed[0].allowed:.0e}: {figures}. Serve it without kvlinker, or report the model."
@@ -57,7 +68,9 @@ def require_exact(bound: BoundModel, layers: Sequence[AttentionModules]) -> None
 
 def _tolerance(bound: BoundModel) -> float:
     """Return the relative error that rounding may cause in the model's dtype and its cache's."""
-    return ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
+    return (
+        ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
+    )
 
 
 def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
@@ -74,12 +87,17 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)
     again = subject.computed(SCATTERED)
-    recompute = SelfTestCheck("recompute", "scattered tokens computed again over garbage", _error(again, own), allowed)
+    recompute = SelfTestCheck(
+        "recompute", "scattered tokens computed again over garbage", _error(again, own), allowed
+    )
 
     subject.fill(0, length, GARBAGE)
     subject.place(kv)
     link = SelfTestCheck(
-        "link", "stored KV placed where it was computed", _error(subject.computed(around), own), allowed
+        "link",
+        "stored KV placed where it was computed",
+        _error(subject.computed(around), own),
+        allowed,
     )
 
     there = subject.computed([(0, length)], moved=moved)
@@ -90,13 +108,15 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     subject.fill(0, length, GARBAGE)
     subject.place(kv, moved=moved)
     placed = subject.computed(around, moved=moved)
-    move = SelfTestCheck("move", f"stored KV placed {moved} positions further on", _error(placed, there), allowed)
+    move = SelfTestCheck(
+        "move", f"stored KV placed {moved} positions further on", _error(placed, there), allowed
+    )
     return recompute, link, relocate, move
 
 
 class _Subject:
-    """The model under test, with a prompt whose token at position p lies in slot p of the first blocks, however far its
-    rotary embedding is moved."""
+    """The model under test, with a prompt whose token at position p lies in slot p of the first
+    blocks, however far its rotary embedding is moved."""
 
     def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
         self.bound = bound
@@ -110,7 +130,8 @@ class _Subject:
         return ChunkCapture(chunk, self._tokens, self.layers, self.bound.dtype, with_scores=False)
 
     def computed(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
-        """Return the hidden states [tokens, hidden] of the last run, when all runs go through the model together."""
+        """Return the hidden states [tokens, hidden] of the last run, when all runs go through the
+        model together."""
         positions = torch.cat([torch.arange(*run, device=self.bound.device) for run in runs])
         sequences = VirtualSequences(
             tokens=torch.from_numpy(self._tokens).to(self.bound.device)[positions],
@@ -126,7 +147,8 @@ class _Subject:
         return hidden[begin - end :].float().clone()
 
     def place(self, kv: ChunkKV, *, moved: int = 0) -> None:
-        """Place CHUNK's KV in its slots, with the rotary embedding of ``moved`` positions further on."""
+        """Place CHUNK's KV in its slots, with the rotary embedding of ``moved`` positions further
+        on."""
         begin, end = CHUNK
         positions = torch.arange(begin, end, device=self.bound.device)
         slots = self.bound.slots(self._blocks, positions)
@@ -143,6 +165,7 @@ class _Subject:
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:
-    """Return the relative error of ours [tokens, hidden] from the last rows of the model's [tokens, hidden]."""
+    """Return the relative error of ours [tokens, hidden] from the last rows of the model's [tokens,
+    hidden]."""
     expected = expected[-len(ours) :]
     return float((ours - expected).norm() / expected.norm())

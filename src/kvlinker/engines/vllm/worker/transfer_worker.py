@@ -1,4 +1,5 @@
-"""The connector's worker side: it loads chunks, carries out the transfers of each step, and reports on them."""
+"""The connector's worker side: it loads chunks, carries out the transfers of each step, and reports
+on them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.vllm.adapter import BoundModel
-from kvlinker.engines.vllm.protocol.steps import StartedTransfer, StepReport, StepTransfers, TransferSlice
+from kvlinker.engines.vllm.protocol.steps import (
+    StartedTransfer,
+    StepReport,
+    StepTransfers,
+    TransferSlice,
+)
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk, TransferPlan
 from kvlinker.engines.vllm.worker.layers import check_chunk, trace_layers
 from kvlinker.engines.vllm.worker.observing import QuestionObservation
@@ -48,16 +54,22 @@ class WorkerResults:
 class TransferWorker:
     """Carries out transfers in one of vLLM's workers, whose thread calls everything.
 
-    A request that fails is reported, and vLLM computes it; with several workers, all of them give it up in the same
-    step, since each waits for the others in every pass. Nothing raises, except, with several workers, errors within a
-    pass of the model: the others wait already.
+    A request that fails is reported, and vLLM computes it; with several workers, all of them give
+    it up in the same step, since each waits for the others in every pass. Nothing raises, except,
+    with several workers, errors within a pass of the model: the others wait already.
     """
 
     def __init__(
-        self, bound: BoundModel, chunks: WorkerChunks, *, pass_tokens: int, pass_runs: int, with_scores: bool
+        self,
+        bound: BoundModel,
+        chunks: WorkerChunks,
+        *,
+        pass_tokens: int,
+        pass_runs: int,
+        with_scores: bool,
     ) -> None:
-        """``pass_tokens`` and ``pass_runs`` are the most that one pass of the model takes. With ``with_scores``,
-        captured chunks get their scores.
+        """``pass_tokens`` and ``pass_runs`` are the most that one pass of the model takes. With
+        ``with_scores``, captured chunks get their scores.
 
         Raises UnsupportedModelError for a model that cannot be linked.
         """
@@ -75,7 +87,8 @@ class TransferWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
 
     def step(self, transfers: StepTransfers) -> StepReport:
-        """Carry out the transfers that the scheduler side planned for this step, and report on them."""
+        """Carry out the transfers that the scheduler side planned for this step, and report on
+        them."""
         self._bound.hold_generators()
         try:
             self._step(transfers)
@@ -105,7 +118,11 @@ class TransferWorker:
         if transfers.idle and not transfers.slices:
             self._wait_a_little()
         self._carry_out(
-            [(self._tasks[part.request_id], part) for part in transfers.slices if part.request_id in self._tasks]
+            [
+                (self._tasks[part.request_id], part)
+                for part in transfers.slices
+                if part.request_id in self._tasks
+            ]
         )
         self._collect_written()
 
@@ -123,7 +140,9 @@ class TransferWorker:
         try:
             return self._task(started)
         except Exception:
-            logger.exception("Request %s cannot be linked; vLLM computes it alone.", started.request_id)
+            logger.exception(
+                "Request %s cannot be linked; vLLM computes it alone.", started.request_id
+            )
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(None)
             return TransferTask(started, loaded, started.tokens, failed=True)
@@ -132,7 +151,9 @@ class TransferWorker:
         plan, tokens = started.plan, started.tokens
         if plan.unrelated is not None:
             tokens = np.delete(tokens, slice(*plan.unrelated))
-        captures = self._captures((plan.alone or plan).captures, tokens, with_scores=self._with_scores)
+        captures = self._captures(
+            (plan.alone or plan).captures, tokens, with_scores=self._with_scores
+        )
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
         if len(resident) == len(plan.keys) and all(map(self._fits, resident, resident.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
@@ -169,8 +190,8 @@ class TransferWorker:
                 return None
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
-        """Load the chunks, in the loader's thread. All of them are read even if one is damaged, so that one request
-        finds all that are."""
+        """Load the chunks, in the loader's thread. All of them are read even if one is damaged, so
+        that one request finds all that are."""
         kvs = {}
         for key in keys:
             try:
@@ -193,7 +214,9 @@ class TransferWorker:
         return reason is None
 
     def _wait_a_little(self) -> None:
-        pending: list[Future[Any]] = [task.loaded for task in self._tasks.values() if not task.load_reported]
+        pending: list[Future[Any]] = [
+            task.loaded for task in self._tasks.values() if not task.load_reported
+        ]
         pending += self._writing.values()
         if pending:
             wait(pending, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
@@ -201,7 +224,11 @@ class TransferWorker:
     def _newly_loaded(self) -> list[TransferTask]:
         """Return the tasks whose chunks have been loaded, or could not be, since the last call."""
         tasks = self._tasks.values()
-        newly = [task for task in tasks if task.started.waits and not task.load_reported and task.loaded.done()]
+        newly = [
+            task
+            for task in tasks
+            if task.started.waits and not task.load_reported and task.loaded.done()
+        ]
         for task in newly:
             task.load_reported = True
         return newly
@@ -247,16 +274,22 @@ class TransferWorker:
             self._end(request_id)
         else:
             kvs = {each.chunk.key: each.finish(self._bound) for each in task.alone or task.captures}
-            behind = {each.chunk.key: each.finish(self._bound) for each in task.captures if task.alone}
+            behind = {
+                each.chunk.key: each.finish(self._bound) for each in task.captures if task.alone
+            }
             if self._bound.is_first_rank:
                 self._writing[request_id] = self._writer.submit(self._write, kvs, behind)
             else:
                 self._end(request_id)
 
     def _write(self, kvs: Mapping[str, ChunkKV], behind: Mapping[str, ChunkKV]) -> bool:
-        """Store captured chunks by key, in the writer's thread, and measure the sensitivity of those that were captured
-        ``behind`` another text, too. Returns whether the disk took all of them."""
-        measured = {key: with_sensitivity(kv, behind[key]) if key in behind else kv for key, kv in kvs.items()}
+        """Store captured chunks by key, in the writer's thread, and measure the sensitivity of
+        those that were captured ``behind`` another text, too. Returns whether the disk took all of
+        them."""
+        measured = {
+            key: with_sensitivity(kv, behind[key]) if key in behind else kv
+            for key, kv in kvs.items()
+        }
         stored = [self._chunks.put(key, kv) for key, kv in measured.items()]
         return all(stored)
 
@@ -270,8 +303,8 @@ class TransferWorker:
                 self._end(request_id, failed=error is not None or not written.result())
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not, vLLM is told which of
-        its blocks are invalid."""
+        """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not,
+        vLLM is told which of its blocks are invalid."""
         task = self._tasks.pop(request_id, None)
         if task is None:
             return
@@ -280,5 +313,7 @@ class TransferWorker:
         if task.started.waits:
             self._results.finished.add(request_id)
         elif failed:
-            first = 0 if task.started.plan.second_pass else task.started.begin // self._bound.block_size
+            first = (
+                0 if task.started.plan.second_pass else task.started.begin // self._bound.block_size
+            )
             self._results.invalid_blocks.update(task.started.block_ids[first:])

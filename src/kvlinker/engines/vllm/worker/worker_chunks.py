@@ -1,4 +1,5 @@
-"""The store's folder of chunk files in vLLM's processes, with the most recently used chunks in memory."""
+"""The store's folder of chunk files in vLLM's processes, with the most recently used chunks in
+memory."""
 
 from __future__ import annotations
 
@@ -17,11 +18,15 @@ _NO_LIMIT = 1 << 62
 
 
 class WorkerChunks:
-    """Reads and writes chunk files, but evicts none: the store does that, in the process that has the catalog, and
-    chunks that it deletes are gone here, too. All methods may be called from any thread."""
+    """Reads and writes chunk files, but evicts none: the store does that, in the process that has
+    the catalog, and chunks that it deletes are gone here, too. All methods may be called from any
+    thread."""
 
-    def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing, pinned: bool = False) -> None:
-        """Open the folder. With ``pinned``, chunks lie in pinned memory, which devices read without anybody waiting.
+    def __init__(
+        self, directory: Path, *, memory_bytes: int, sealing: Sealing, pinned: bool = False
+    ) -> None:
+        """Open the folder. With ``pinned``, chunks lie in pinned memory, which devices read without
+        anybody waiting.
 
         Raises StoreError where it cannot be used.
         """
@@ -35,7 +40,9 @@ class WorkerChunks:
 
     def contains(self, key: str) -> bool:
         """Return whether the chunk's file is in the folder."""
-        return os.path.exists(self._folder.path(key))  # not Path's, which raises what the file system does
+        return os.path.exists(
+            self._folder.path(key)
+        )  # not Path's, which raises what the file system does
 
     def resident(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV if it is in memory, and still in the folder."""
@@ -48,7 +55,8 @@ class WorkerChunks:
             return None
 
     def get(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV, verified, and keep it in memory if there is room; None if it is gone or damaged."""
+        """Return the chunk's KV, verified, and keep it in memory if there is room; None if it is
+        gone or damaged."""
         kv = self.resident(key)
         if kv is None and self.contains(key):
             kv = self._disk.get(key)
@@ -78,7 +86,9 @@ class WorkerChunks:
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep the KV in memory if there is room, and return what is to be used of it."""
         if self._pinned:
-            layers = tuple(LayerKV(layer.key.pin_memory(), layer.value.pin_memory()) for layer in kv.layers)
+            layers = tuple(
+                LayerKV(layer.key.pin_memory(), layer.value.pin_memory()) for layer in kv.layers
+            )
             kv = replace(kv, layers=layers)
         with self._lock:
             if key in self._index or not self._index.fits(kv.nbytes):

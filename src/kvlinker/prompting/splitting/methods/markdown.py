@@ -1,4 +1,5 @@
-"""Sections of Markdown documents, whose headings markdown-it-py finds as CommonMark defines them."""
+"""Sections of Markdown documents, whose headings markdown-it-py finds as CommonMark defines
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _LINE = re.compile(r"[^\r\n]*+(?>\r\n|\n|\r|$)")
 
 @register
 class MarkdownSplitter(Splitter):
-    """A piece is the section under one heading of any level; one over the limit becomes passages."""
+    """A piece is the section under one heading of any level; one over the limit becomes
+    passages."""
 
     name = "markdown"
 
@@ -25,9 +27,14 @@ class MarkdownSplitter(Splitter):
 
 
 def sections(text: str) -> list[str]:
-    """Return the text before the first heading, then one section per heading; joined, they are the text."""
+    """Return the text before the first heading, then one section per heading; joined, they are the
+    text."""
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])
     line_starts = [0, *accumulate(len(line) for line in _LINE.findall(text))]
-    headings = (token.map for token in parser.parse(text) if token.type == "heading_open" and token.level == 0)
+    headings = (
+        token.map
+        for token in parser.parse(text)
+        if token.type == "heading_open" and token.level == 0
+    )
     return cut_at(text, (line_starts[lines[0]] for lines in headings if lines))

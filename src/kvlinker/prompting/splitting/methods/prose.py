@@ -1,7 +1,7 @@
 """Paragraphs, which end at blank lines, and sentences, which sentencex finds in them.
 
-sentencex's rules know the stops of all scripts and the abbreviations of English. Where they are wrong, a chunk is
-shorter or longer than one sentence, nothing more.
+sentencex's rules know the stops of all scripts and the abbreviations of English. Where they are
+wrong, a chunk is shorter or longer than one sentence, nothing more.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvlinker.prompting.splitting.splitter import Splitter, cut_at, register
 
 _LANGUAGE = "en"
 _WINDOW = 4096
-"""The characters that sentencex reads at once: its time for quotation marks that are never closed grows
-quadratically."""
+"""The characters that sentencex reads at once: its time for quotation marks that are never closed
+grows quadratically."""
 
 _BLANK_LINES = re.compile(r"(?>\r\n|\n|\r)(?:[ \t\f\v]*+(?>\r\n|\n|\r))++")
 _SPACE = regex.compile(r"\s*+")
@@ -43,12 +43,15 @@ class ParagraphSplitter(Splitter):
     name = "paragraph"
 
     def split(self, text: str, limit: TokenLimit) -> list[str]:
-        return limit.limited(paragraphs(text), cut=lambda paragraph: limit.packed(sentences(paragraph)))
+        return limit.limited(
+            paragraphs(text), cut=lambda paragraph: limit.packed(sentences(paragraph))
+        )
 
 
 @register
 class PassageSplitter(Splitter):
-    """A piece is as many whole paragraphs as fit; a paragraph over the limit is cut between sentences."""
+    """A piece is as many whole paragraphs as fit; a paragraph over the limit is cut between
+    sentences."""
 
     name = "passage"
 
@@ -57,7 +60,8 @@ class PassageSplitter(Splitter):
 
 
 def paragraphs(text: str) -> list[str]:
-    """Return the text's paragraphs, each with the blank lines after it; joined, they are the text."""
+    """Return the text's paragraphs, each with the blank lines after it; joined, they are the
+    text."""
     return cut_at(text, (match.end() for match in _BLANK_LINES.finditer(text)))
 
 
@@ -69,7 +73,8 @@ def passages(text: str, limit: TokenLimit) -> list[str]:
 def sentences(text: str) -> list[str]:
     """Return the text's sentences; joined, they are the text. A blank line ends a sentence, too.
 
-    Line breaks after a sentence belong to it; spaces belong to the next one, because that is how tokenizers see them.
+    Line breaks after a sentence belong to it; spaces belong to the next one, because that is how
+    tokenizers see them.
     """
     return cut_at(text, _sentence_ends(text))
 
@@ -87,19 +92,21 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 
 def _stops(paragraph: str) -> Iterator[int]:
-    """Yield the ends of all sentences but the last, as sentencex finds them; a sentence that a window cuts short is
-    read again in the next window."""
+    """Yield the ends of all sentences but the last, as sentencex finds them; a sentence that a
+    window cuts short is read again in the next window."""
     start = 0
     while start < len(paragraph):
-        boundaries = sentencex.get_sentence_boundaries(_LANGUAGE, paragraph[start : start + _WINDOW])
+        boundaries = sentencex.get_sentence_boundaries(
+            _LANGUAGE, paragraph[start : start + _WINDOW]
+        )
         ends = [start + boundary["end_index"] for boundary in boundaries[:-1]]
         yield from ends
         start = ends[-1] if ends and start + _WINDOW < len(paragraph) else start + _WINDOW
 
 
 def _cut_position(text: str, position: int) -> int:
-    """Return the place to cut for a sentence that ends at ``position``, which may be before or behind the whitespace
-    there."""
+    """Return the place to cut for a sentence that ends at ``position``, which may be before or
+    behind the whitespace there."""
     while position > 0 and text[position - 1].isspace():
         position -= 1
     end = _EMPHASIS_END.match(text, position).end()

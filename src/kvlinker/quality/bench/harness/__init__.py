@@ -1,1 +1,2 @@
-"""Holds what benchmarks share: registration as a command, the subject, timed rounds and medians, and the report."""
+"""Holds what benchmarks share: registration as a command, the subject, timed rounds and medians,
+and the report."""

@@ -1,8 +1,9 @@
 """Says what a benchmark is, registers benchmarks by name, and lists them without importing them.
 
-A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords the options of its
-command, such as ``kvlinker bench NAME``, declared with typer. It returns a ``Report``. Its
-module imports what needs torch when it runs, so that the command's help comes at once.
+A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords
+the options of its command, such as ``kvlinker bench NAME``, declared with typer. It returns a
+``Report``. Its module imports what needs torch when it runs, so that the command's help comes at
+once.
 """
 
 from __future__ import annotations
@@ -80,15 +81,20 @@ class Setup:
         return make_subject(self.settings, shape=self.shape, command=self.command, **options)
 
     def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, MeasuredModel]:
-        """Load the model with its weights in each of the formats, by name; in that of the settings if there are none.
+        """Load the model with its weights in each of the formats, by name; in that of the settings
+        if there are none.
 
         Raises InvalidRequestError for an unknown format.
         """
         if unknown := set(formats) - set(get_args(WeightFormat)):
             known = ", ".join(get_args(WeightFormat))
-            raise InvalidRequestError(f"Unknown weight format {min(unknown)!r}; known are {known}.", param="formats")
+            raise InvalidRequestError(
+                f"Unknown weight format {min(unknown)!r}; known are {known}.", param="formats"
+            )
         return {
-            form: replace(self, settings=self.settings.model_copy(update={"weights": form})).subject(**options)
+            form: replace(
+                self, settings=self.settings.model_copy(update={"weights": form})
+            ).subject(**options)
             for form in dict.fromkeys(formats or (self.settings.weights,))
         }
 
@@ -109,7 +115,8 @@ class Benchmark:
     name: str
     run: Run
     settings: tuple[str, ...] = ()
-    """The fields of ``Settings`` that are options of its command, beside those that name the model."""
+    """The fields of ``Settings`` that are options of its command, beside those that name the
+    model."""
     plot: Callable[[Sequence[Row], Path], None] | None = None
     """Draws the rows that are shown into a file."""
     shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None
@@ -127,7 +134,8 @@ _registry: Registry[Benchmark] = Registry("benchmark", own=PACKAGE, group=ENTRY_
 def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
     """Make a decorator that registers a function as the benchmark of this name.
 
-    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError where another benchmark has the name.
+    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError where another
+    benchmark has the name.
     """
 
     def decorate(run: Run) -> Run:
@@ -147,7 +155,9 @@ def find_benchmark(name: str, package: str = PACKAGE) -> Benchmark:
         import_module(declared[name].module)
         if name in (registered := _registry.registered()):
             return registered[name]
-    raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(declared)}.", param="name")
+    raise InvalidRequestError(
+        f"Unknown benchmark {name!r}; known are {', '.join(declared)}.", param="name"
+    )
 
 
 class DeclaredBenchmark(NamedTuple):
@@ -159,27 +169,36 @@ class DeclaredBenchmark(NamedTuple):
 
 @cache
 def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, DeclaredBenchmark]:
-    """Find the benchmarks of a package by name; beside kvlinker's own, those that other packages have entry points for.
+    """Find the benchmarks of a package by name; beside kvlinker's own, those that other packages
+    have entry points for.
 
     They are read from the package's sources: to import all of them would take seconds.
     """
     found = {}
-    for path in (path for folder in import_module(package).__path__ for path in Path(folder).glob("*.py")):
+    for path in (
+        path for folder in import_module(package).__path__ for path in Path(folder).glob("*.py")
+    ):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             match node:
                 case ast.FunctionDef(
-                    decorator_list=[ast.Call(func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))])]
+                    decorator_list=[
+                        ast.Call(
+                            func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))]
+                        )
+                    ]
                 ):
                     summary = (ast.get_docstring(node) or "").partition("\n")[0]
                     found[name] = DeclaredBenchmark(f"{package}.{path.stem}", summary)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP) if package == PACKAGE else ():
-        found[entry_point.name] = DeclaredBenchmark(entry_point.module, f"A benchmark of {entry_point.module}.")
+        found[entry_point.name] = DeclaredBenchmark(
+            entry_point.module, f"A benchmark of {entry_point.module}."
+        )
     return MappingProxyType(dict(sorted(found.items())))
 
 
 def compared_policies(text: str | None, settings: Settings) -> list[str]:
-    """Read policies with commas between; without any, take those that are compared by default, among them the one that
-    requests have under these settings. Raises PolicyError for a bad one."""
+    """Read policies with commas between; without any, take those that are compared by default,
+    among them the one that requests have under these settings. Raises PolicyError for a bad one."""
     return policy_names(text or f"full,naive,{settings.policy},legolink-16,attnlink-16,random-15")
 
 
@@ -194,11 +213,14 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def counts(text: str) -> list[int]:
-    """Read whole numbers with commas between. Raises InvalidRequestError for others, and for numbers below 1."""
+    """Read whole numbers with commas between. Raises InvalidRequestError for others, and for
+    numbers below 1."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise InvalidRequestError(f"{text!r} is not a list of whole numbers with commas between.") from error
+        raise InvalidRequestError(
+            f"{text!r} is not a list of whole numbers with commas between."
+        ) from error
     if min(found) < 1:
         raise InvalidRequestError(f"{text!r}: every number must be at least 1.")
     return found

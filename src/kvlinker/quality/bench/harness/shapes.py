@@ -1,4 +1,5 @@
-"""Makes models of a given shape with random weights: for speed, which does not depend on what a model has learnt."""
+"""Makes models of a given shape with random weights: for speed, which does not depend on what a
+model has learnt."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 CHAT_TEMPLATE = (
-    "<s>{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}[assistant]"
+    "<s>{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n"
+    "{% endfor %}[assistant]"
 )
 
 
@@ -32,12 +34,15 @@ CHAT_TEMPLATE = (
 def random_model(
     shape: str, *, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "auto"
 ) -> LoadedModel:
-    """Make a Llama of the named shape with random weights and a tokenizer of one token per byte, for the engine.
+    """Make a Llama of the named shape with random weights and a tokenizer of one token per byte,
+    for the engine.
 
     Raises InvalidRequestError for an unknown shape.
     """
     return prepare_model(
-        random_transformer(shape, dtype=dtype, device=device), byte_tokenizer(VOCABULARY), weights=weights
+        random_transformer(shape, dtype=dtype, device=device),
+        byte_tokenizer(VOCABULARY),
+        weights=weights,
     )
 
 
@@ -47,7 +52,9 @@ def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) 
     Raises InvalidRequestError for an unknown shape.
     """
     if shape not in SHAPES:
-        raise InvalidRequestError(f"Unknown shape {shape!r}; known are {', '.join(SHAPES)}.", param="shape")
+        raise InvalidRequestError(
+            f"Unknown shape {shape!r}; known are {', '.join(SHAPES)}.", param="shape"
+        )
     size = SHAPES[shape]
     config = LlamaConfig(
         num_hidden_layers=size["layers"],
@@ -68,14 +75,18 @@ def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) 
 
 
 def byte_tokenizer(vocabulary: int = 258) -> Any:
-    """Make a byte-level tokenizer without merges: one token per byte, so that texts of any length are easy to make.
+    """Make a byte-level tokenizer without merges: one token per byte, so that texts of any length
+    are easy to make.
 
-    Ids 0 to 255 are bytes, 256 begins and 257 ends a sequence. Ids from there to ``vocabulary`` are in no encoded text,
-    but have a text: servers send no event for a token without one, and a random model answers with any id.
+    Ids 0 to 255 are bytes, 256 begins and 257 ends a sequence. Ids from there to ``vocabulary`` are
+    in no encoded text, but have a text: servers send no event for a token without one, and a random
+    model answers with any id.
     """
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
     symbols += [f"w{index}" for index in range(len(symbols), vocabulary)]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])

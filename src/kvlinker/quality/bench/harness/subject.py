@@ -1,4 +1,5 @@
-"""Holds the model that is measured, and runs it: with a store of its own in a temporary folder, or behind a server."""
+"""Holds the model that is measured, and runs it: with a store of its own in a temporary folder, or
+behind a server."""
 
 from __future__ import annotations
 
@@ -42,19 +43,30 @@ class MeasuredModel:
     """Further settings that the report lists."""
 
     @contextmanager
-    def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:
+    def llm(
+        self, *, kv_slots: int | None = None, tier: str = "host", **options: Any
+    ) -> Iterator[LLM]:
         """Run the model with a fresh engine and store; ``options`` are settings.
 
-        With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a ``redis_url``, and ``object``
-        is a folder. Raises InvalidRequestError for an unknown tier, and for ``redis`` without its URL.
+        With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a
+        ``redis_url``, and ``object`` is a folder. Raises InvalidRequestError for an unknown tier,
+        and for ``redis`` without its URL.
         """
         from kvlinker.llm import LLM
 
         if tier not in TIERS:
-            raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
+            raise InvalidRequestError(
+                f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier"
+            )
         with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
-            # What was asked before must not change what is measured now, and neither must other servers.
-            fixed: dict[str, Any] = {"max_variants": 0, "prefix_cache": "off", "redis_space": 0, "object_space": 0}
+            # What was asked before must not change what is measured now, and neither must other
+            # servers.
+            fixed: dict[str, Any] = {
+                "max_variants": 0,
+                "prefix_cache": "off",
+                "redis_space": 0,
+                "object_space": 0,
+            }
             if tier == "host":
                 fixed["host_memory"] = MEMORY
             else:
@@ -67,7 +79,9 @@ class MeasuredModel:
                 fixed["disk_space"] = 0
             settings = load_settings(state_dir=Path(folder), kv_slots=kv_slots, **fixed | options)
             if tier == "redis" and settings.redis_url is None:
-                raise InvalidRequestError("The tier redis needs the URL of a server: give --redis-url.", param="tier")
+                raise InvalidRequestError(
+                    "The tier redis needs the URL of a server: give --redis-url.", param="tier"
+                )
             with LLM.from_model(self.loaded, settings) as llm:
                 yield llm
 
@@ -77,15 +91,20 @@ class MeasuredModel:
             command=self.command,
             machine=describe_machine(self.loaded.device) | machine,
             versions=versions(),
-            settings={"model": self.name, "dtype": str(self.loaded.dtype).removeprefix("torch.")} | self.options,
+            settings={"model": self.name, "dtype": str(self.loaded.dtype).removeprefix("torch.")}
+            | self.options,
             rows=rows,
         )
 
 
-def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> MeasuredModel:
-    """Make random weights of the named shape, or load the model that ``settings`` name where there is none.
+def make_subject(
+    settings: Settings, *, shape: str | None, command: str, **options: Any
+) -> MeasuredModel:
+    """Make random weights of the named shape, or load the model that ``settings`` name where there
+    is none.
 
-    ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
+    ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown
+    shape.
     """
     from kvlinker.engines.embedded.model_loading import load_model
     from kvlinker.quality.bench.harness.shapes import random_model
@@ -94,7 +113,10 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
         return MeasuredModel(settings.served_name, command, load_model(settings), options)
     dtype, device = _placement(settings)
     return MeasuredModel(
-        shape, command, random_model(shape, dtype=dtype, device=device, weights=settings.weights), options
+        shape,
+        command,
+        random_model(shape, dtype=dtype, device=device, weights=settings.weights),
+        options,
     )
 
 
@@ -110,7 +132,8 @@ def make_transformer(settings: Settings, *, shape: str | None) -> Any:
 
 
 def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of a model, and have PyTorch compute in as many threads as the settings say."""
+    """Return the dtype and the device of a model, and have PyTorch compute in as many threads as
+    the settings say."""
 
     from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 
@@ -129,8 +152,12 @@ def served(llm: LLM) -> Iterator[str]:
 
     with closing(bind("127.0.0.1", 0)) as listening:
         app = create_app(llm, llm.settings)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, log_level="error", lifespan="off")
+        )
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True
+        )
         thread.start()
         while not server.started:
             time.sleep(0.01)

@@ -1,7 +1,8 @@
-"""Sends conversations to an OpenAI-compatible server, open- or closed-loop, and times the streams of its answers.
+"""Sends conversations to an OpenAI-compatible server, open- or closed-loop, and times the streams
+of its answers.
 
-In the open loop, requests are sent when they are due, however many are unanswered, and every time counts from when a
-request was due: a server that falls behind cannot slow its own traffic down.
+In the open loop, requests are sent when they are due, however many are unanswered, and every time
+counts from when a request was due: a server that falls behind cannot slow its own traffic down.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ UNFINISHED = "unfinished"
 NOT_SENT = "not sent"
 """The kind of failure of a turn behind one that failed."""
 NO_TEXT = "no text"
-"""The kind of failure of a complete answer whose first token cannot be timed, since it has no text."""
+"""The kind of failure of a complete answer whose first token cannot be timed, since it has no
+text."""
 BROKEN_OFF, UNREADABLE, CONNECTION, ERROR = "broken off", "unreadable", "connection", "error"
 """Kinds of failures of streams and connections; an HTTP error is "status N"."""
 
@@ -105,9 +107,9 @@ def drive(
 ) -> LoadRun:
     """Send all conversations, and wait until every request has been answered or has failed.
 
-    A request that takes longer than ``patience``, in seconds since it was due, is cancelled and counts as unfinished;
-    the turns behind a failed one count as not sent. ``seed`` is that of the arrivals. ``on_result`` is called with the
-    number of requests that have ended.
+    A request that takes longer than ``patience``, in seconds since it was due, is cancelled and
+    counts as unfinished; the turns behind a failed one count as not sent. ``seed`` is that of the
+    arrivals. ``on_result`` is called with the number of requests that have ended.
     """
     return asyncio.run(_drive(endpoint, conversations, load, form, patience, seed, on_result))
 
@@ -131,7 +133,9 @@ async def _drive(
         if isinstance(load, OpenLoop):
             requests = sum(len(conversation.turns) for conversation in conversations)
             rate = load.rate * len(conversations) / max(requests, 1)
-            await driver.open_loop(conversations, poisson_arrivals(rate, len(conversations), seed=seed))
+            await driver.open_loop(
+                conversations, poisson_arrivals(rate, len(conversations), seed=seed)
+            )
         else:
             await driver.closed_loop(conversations, load.users)
         return LoadRun(tuple(driver.results), clock.time() - begin)
@@ -157,7 +161,9 @@ class Driver:
         self._clock = asyncio.get_running_loop()
         self.results: list[RequestResult] = []
 
-    async def open_loop(self, conversations: Sequence[Conversation], arrivals: Sequence[float]) -> None:
+    async def open_loop(
+        self, conversations: Sequence[Conversation], arrivals: Sequence[float]
+    ) -> None:
         begin = self._clock.time()
         async with asyncio.TaskGroup() as tasks:
             for conversation, arrival in zip(conversations, arrivals, strict=True):
@@ -176,17 +182,22 @@ class Driver:
                 tasks.create_task(user())
 
     async def converse(self, conversation: Conversation, *, due: float) -> None:
-        """Send the turns of a conversation one after another; ``due`` is the first one's time on the loop's clock."""
+        """Send the turns of a conversation one after another; ``due`` is the first one's time on
+        the loop's clock."""
         answers: list[str] = []
         for number, turn in enumerate(conversation.turns):
             if number:
                 due = self._clock.time() + turn.think_seconds
                 await asyncio.sleep(turn.think_seconds)
-            result = await self._ask(write_request(conversation, answers, self._form, model=self._model), due)
+            result = await self._ask(
+                write_request(conversation, answers, self._form, model=self._model), due
+            )
             self._add(result)
             if result.failure is not None:
                 for _ in conversation.turns[number + 1 :]:
-                    self._add(RequestResult(None, None, 0.0, failure=NOT_SENT, detail=result.detail))
+                    self._add(
+                        RequestResult(None, None, 0.0, failure=NOT_SENT, detail=result.detail)
+                    )
                 return
             answers.append(result.text)
 
@@ -204,7 +215,9 @@ class Driver:
             ):
                 if source.response.is_error:
                     await source.response.aread()
-                    return stream.result(f"status {source.response.status_code}", error_message(source.response))
+                    return stream.result(
+                        f"status {source.response.status_code}", error_message(source.response)
+                    )
                 async for event in source.aiter_sse():
                     if event.data == "[DONE]":
                         break
@@ -253,20 +266,27 @@ class _Stream:
 
     @property
     def _reported_usage(self) -> PromptUsage | None:
-        """What ``usage`` tells, or, where that is silent about what was cached, what ``timings`` do."""
-        if self._timed_usage is not None and (self._usage is None or self._usage.cached_tokens is None):
+        """What ``usage`` tells, or, where that is silent about what was cached, what ``timings``
+        do."""
+        if self._timed_usage is not None and (
+            self._usage is None or self._usage.cached_tokens is None
+        ):
             return self._timed_usage
         return self._usage
 
     def result(self, failure: str | None = None, detail: str = "") -> RequestResult:
-        """Return what was read; an answer that was not complete, or had no text, is a failure, too."""
+        """Return what was read; an answer that was not complete, or had no text, is a failure,
+        too."""
         if failure is None:
             if self._error is not None:
                 failure, detail = ERROR, self._error
             elif not self._complete:
                 failure, detail = BROKEN_OFF, "the stream ended before the answer did"
             elif not self._times:
-                failure, detail = NO_TEXT, "the answer had no text, so that its first token cannot be timed"
+                failure, detail = (
+                    NO_TEXT,
+                    "the answer had no text, so that its first token cannot be timed",
+                )
         return RequestResult(
             first_token=self._times[0] if self._times else None,
             last_token=self._times[-1] if self._times else None,
@@ -281,11 +301,14 @@ class _Stream:
 
 def _prompt_usage(usage: Mapping[str, Any]) -> PromptUsage:
     details = usage.get("prompt_tokens_details") or {}
-    return PromptUsage(int(usage["prompt_tokens"]), details.get("cached_tokens"), details.get("recomputed_tokens"))
+    return PromptUsage(
+        int(usage["prompt_tokens"]), details.get("cached_tokens"), details.get("recomputed_tokens")
+    )
 
 
 def _timed_usage(timings: Mapping[str, Any]) -> PromptUsage | None:
-    """Read what llama.cpp's server tells with its timings: the prompt's tokens that were cached, and that were not."""
+    """Read what llama.cpp's server tells with its timings: the prompt's tokens that were cached,
+    and that were not."""
     if not {"cache_n", "prompt_n"} <= timings.keys():
         return None
     cached = int(timings["cache_n"])

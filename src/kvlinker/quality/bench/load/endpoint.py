@@ -36,13 +36,16 @@ class Endpoint:
 
     @classmethod
     def find(cls, url: str, api_key: str | None = None) -> Self:
-        """Ask a server for the first model that it serves. Raises ServerFailedError if it does not answer."""
+        """Ask a server for the first model that it serves. Raises ServerFailedError if it does not
+        answer."""
         unnamed = cls(url.rstrip("/").removesuffix("/v1"), "", api_key)
         models = unnamed._json("GET", _MODELS)
         try:
             return cls(unnamed.url, str(models["data"][0]["id"]), api_key)
         except (LookupError, TypeError) as error:
-            raise ServerFailedError(f"{unnamed.url}{_MODELS} lists no model: {models!r:.200}") from error
+            raise ServerFailedError(
+                f"{unnamed.url}{_MODELS} lists no model: {models!r:.200}"
+            ) from error
 
     @property
     def headers(self) -> dict[str, str]:
@@ -55,33 +58,50 @@ class Endpoint:
         Raises ServerFailedError where the server does not answer, or tells no counts.
         """
         generator = np.random.default_rng(0)
-        few, many = (self._prompt_tokens(random_text(generator, length)) for length in _SAMPLE_CHARACTERS)
+        few, many = (
+            self._prompt_tokens(random_text(generator, length)) for length in _SAMPLE_CHARACTERS
+        )
         if many <= few:
-            raise ServerFailedError(f"{self.url} counts {many} tokens in a long prompt, and {few} in a short one.")
+            raise ServerFailedError(
+                f"{self.url} counts {many} tokens in a long prompt, and {few} in a short one."
+            )
         return (_SAMPLE_CHARACTERS[1] - _SAMPLE_CHARACTERS[0]) / (many - few)
 
     def _prompt_tokens(self, text: str) -> int:
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 1,
+        }
         answer = self._json("POST", CHAT, body)
         try:
             return int(answer["usage"]["prompt_tokens"])
         except (LookupError, TypeError) as error:
-            raise ServerFailedError(f"{self.url} does not tell how many tokens a prompt has.") from error
+            raise ServerFailedError(
+                f"{self.url} does not tell how many tokens a prompt has."
+            ) from error
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
-            response = httpx.request(method, f"{self.url}{path}", json=body, headers=self.headers, timeout=_TIMEOUT)
+            response = httpx.request(
+                method, f"{self.url}{path}", json=body, headers=self.headers, timeout=_TIMEOUT
+            )
             response.raise_for_status()
             return response.json()
         except httpx.HTTPStatusError as error:
             said = error_message(error.response)
-            raise ServerFailedError(f"{self.url}{path} answers {error.response.status_code}: {said}") from error
+            raise ServerFailedError(
+                f"{self.url}{path} answers {error.response.status_code}: {said}"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise ServerFailedError(f"No OpenAI-compatible server answers at {self.url}{path}: {error}.") from error
+            raise ServerFailedError(
+                f"No OpenAI-compatible server answers at {self.url}{path}: {error}."
+            ) from error
 
 
 def error_message(response: httpx.Response) -> str:
-    """Return what an error's answer says, in OpenAI's words or as it stands, cut to 200 characters."""
+    """Return what an error's answer says, in OpenAI's words or as it stands, cut to 200
+    characters."""
     try:
         return str(response.json()["error"]["message"])[:200]
     except (ValueError, LookupError, TypeError):

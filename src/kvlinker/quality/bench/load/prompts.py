@@ -1,4 +1,5 @@
-"""Writes conversations as requests: with documents as context caches, as plain text, or reordered for prefix hits."""
+"""Writes conversations as requests: with documents as context caches, as plain text, or reordered
+for prefix hits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 from kvlinker.quality.bench.load.traffic import Conversation
 
 PLAIN, REORDERED = "plain", "reordered"
-"""Documents as text, in the order of the traffic or in one that prefix caches find again: in place of a policy."""
+"""Documents as text, in the order of the traffic or in one that prefix caches find again: in place
+of a policy."""
 
 Content = str | list[dict[str, Any]]
 
@@ -41,7 +43,9 @@ class CachedDocuments:
         return {"link": {"policy": self.policy}}
 
     def content(self, documents: Sequence[int], text: str) -> Content:
-        parts: list[dict[str, Any]] = [{"type": "context_cache", "id": self.ids[document]} for document in documents]
+        parts: list[dict[str, Any]] = [
+            {"type": "context_cache", "id": self.ids[document]} for document in documents
+        ]
         return [*parts, {"type": "text", "text": text}] if text else parts
 
 
@@ -72,16 +76,21 @@ class MarkedDocuments:
 
     def content(self, documents: Sequence[int], text: str) -> Content:
         mark = {"type": "ephemeral"}
-        parts = [{"type": "text", "text": self.texts[document], "cache_control": mark} for document in documents]
+        parts = [
+            {"type": "text", "text": self.texts[document], "cache_control": mark}
+            for document in documents
+        ]
         return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def write_request(
     conversation: Conversation, answers: Sequence[str], form: DocumentForm, *, model: str
 ) -> dict[str, Any]:
-    """Write the body of the chat completion for the turn behind ``answers``, those to all turns before it.
+    """Write the body of the chat completion for the turn behind ``answers``, those to all turns
+    before it.
 
-    Exactly the turn's number of tokens is asked for, sampled greedily and streamed, with the usage at the end.
+    Exactly the turn's number of tokens is asked for, sampled greedily and streamed, with the usage
+    at the end.
     """
     messages: list[dict[str, Any]] = []
     if conversation.preamble:
@@ -105,27 +114,32 @@ def write_request(
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Remembers in which orders documents were sent, to put those of new prompts into an order that begins alike.
+    """Remembers in which orders documents were sent, to put those of new prompts into an order that
+    begins alike.
 
-    This is ContextPilot's way, request by request: the longest known beginning that has only documents of this prompt
-    comes first. The others follow in order of how often they were asked for, so that beginnings come to be shared. A
-    prompt is exact for the order that it has.
+    This is ContextPilot's way, request by request: the longest known beginning that has only
+    documents of this prompt comes first. The others follow in order of how often they were asked
+    for, so that beginnings come to be shared. A prompt is exact for the order that it has.
     """
 
     _root: _Node = field(default_factory=lambda: _Node())
     _asked: Counter[int] = field(default_factory=Counter)
 
     def reorder(self, conversation: Conversation) -> Conversation:
-        """Reorder the documents of the first turn, and remember the order. What comes later stands behind answers,
-        which no two conversations share."""
+        """Reorder the documents of the first turn, and remember the order. What comes later stands
+        behind answers, which no two conversations share."""
         first, *others = conversation.turns
-        return replace(conversation, turns=(replace(first, documents=self.arrange(first.documents)), *others))
+        return replace(
+            conversation, turns=(replace(first, documents=self.arrange(first.documents)), *others)
+        )
 
     def arrange(self, documents: Sequence[int]) -> tuple[int, ...]:
         """Put the documents into the order of the longest known beginning, and remember it."""
         self._asked.update(documents)
         known = max(self._root.beginnings(frozenset(documents)), key=len)
-        rest = sorted(set(documents) - set(known), key=lambda one: (-self._asked[one], documents.index(one)))
+        rest = sorted(
+            set(documents) - set(known), key=lambda one: (-self._asked[one], documents.index(one))
+        )
         ordered = (*known, *rest)
         node = self._root
         for document in ordered:

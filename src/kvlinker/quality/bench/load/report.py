@@ -46,14 +46,24 @@ class ServiceObjective:
         """Return whether a request was answered completely and in time."""
         if result.failure is not None or result.first_token is None:
             return False
-        return result.first_token <= self.ttft_seconds and (result.seconds_per_token or 0.0) <= self.tpot_seconds
+        return (
+            result.first_token <= self.ttft_seconds
+            and (result.seconds_per_token or 0.0) <= self.tpot_seconds
+        )
 
 
 def load_row(
-    policy: str, engine: str, load: Load, run: LoadRun, objective: ServiceObjective, *, memory_mb: float | None
+    policy: str,
+    engine: str,
+    load: Load,
+    run: LoadRun,
+    objective: ServiceObjective,
+    *,
+    memory_mb: float | None,
 ) -> Row:
-    """Make the row of one run. Percentiles are over all requests: those that failed took for ever, and a percentile
-    that one of them has is None. Shares are over all complete answers, None where the server does not tell."""
+    """Make the row of one run. Percentiles are over all requests: those that failed took for ever,
+    and a percentile that one of them has is None. Shares are over all complete answers, None where
+    the server does not tell."""
     complete = [result for result in run.results if result.failure is None]
     failures = Counter(result.failure for result in run.results if result.failure is not None)
     never: list[float | None] = [None] * failures.total()
@@ -91,20 +101,32 @@ def load_row(
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Add to each row its requests per second over those of ``full``, in the same engine and under the same load."""
+    """Add to each row its requests per second over those of ``full``, in the same engine and under
+    the same load."""
     full = {_case(row): row["requests_per_s"] for row in rows if row["policy"] == "full"}
     return [
-        {**row, "ratio_to_full": row["requests_per_s"] / base if (base := full.get(_case(row))) else None}
+        {
+            **row,
+            "ratio_to_full": row["requests_per_s"] / base
+            if (base := full.get(_case(row)))
+            else None,
+        }
         for row in rows
     ]
 
 
 def plot_load(rows: Sequence[Row], path: Path) -> None:
-    """Draw the time to the first token over the rate, over the number of users, or both, with goodput beneath.
+    """Draw the time to the first token over the rate, over the number of users, or both, with
+    goodput beneath.
 
-    Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not know.
+    Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not
+    know.
     """
-    axes_of = {column: label for column, label in _LOADS.items() if any(row[column] is not None for row in rows)}
+    axes_of = {
+        column: label
+        for column, label in _LOADS.items()
+        if any(row[column] is not None for row in rows)
+    }
     figure = empty_figure(6.5 * len(axes_of), 7)
     panels = figure.subplots(2, len(axes_of), squeeze=False, sharex="col")
     for (above, below), (column, label) in zip(panels.T, axes_of.items(), strict=True):
@@ -112,7 +134,9 @@ def plot_load(rows: Sequence[Row], path: Path) -> None:
         draw_over_load(above, shown, column, "ttft_p50_ms")
         draw_over_load(above, shown, column, "ttft_p99_ms", linestyle=":", alpha=0.6)
         draw_over_load(below, shown, column, "goodput_per_s")
-        above.set(yscale="log", ylabel="time to first token (ms)", title="median; 99th percentile dotted")
+        above.set(
+            yscale="log", ylabel="time to first token (ms)", title="median; 99th percentile dotted"
+        )
         below.set(xlabel=label, ylabel="good answers per second")
         below.set_ylim(bottom=0)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
@@ -124,9 +148,11 @@ _LOADS = {"rate": "requests per second", "users": "users"}
 
 
 def draw_over_load(axes: Any, rows: Sequence[Row], load: str, value: str, **style: Any) -> None:
-    """Draw one column of the rows over another, a line per policy and engine. What is None is left out.
+    """Draw one column of the rows over another, a line per policy and engine. What is None is left
+    out.
 
-    Every policy and engine has its colour; solid lines alone have labels, so that a legend has each once.
+    Every policy and engine has its colour; solid lines alone have labels, so that a legend has each
+    once.
     """
     systems = list(dict.fromkeys((row["policy"], row["engine"]) for row in rows))
     engines = {engine for _, engine in systems}
@@ -136,7 +162,11 @@ def draw_over_load(axes: Any, rows: Sequence[Row], load: str, value: str, **styl
             for row in rows
             if (row["policy"], row["engine"]) == (policy, engine) and row[value] is not None
         )
-        label = {} if "linestyle" in style else {"label": policy if len(engines) == 1 else f"{policy} ({engine})"}
+        label = (
+            {}
+            if "linestyle" in style
+            else {"label": policy if len(engines) == 1 else f"{policy} ({engine})"}
+        )
         xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, color=f"C{index % 10}", marker="o", markersize=4, **label, **style)
 
@@ -146,7 +176,8 @@ def _case(row: Row) -> tuple[Any, ...]:
 
 
 def _percentile_ms(seconds: Sequence[float | None], percent: float) -> float | None:
-    """Return the nearest-rank percentile in milliseconds, None counting as infinity; None for that, and of nothing."""
+    """Return the nearest-rank percentile in milliseconds, None counting as infinity; None for that,
+    and of nothing."""
     if not seconds:
         return None
     values = [np.inf if one is None else one for one in seconds]

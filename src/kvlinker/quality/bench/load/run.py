@@ -23,7 +23,12 @@ from kvlinker.quality.bench.load.prompts import (
 )
 from kvlinker.quality.bench.load.report import ServiceObjective, load_row, with_ratios
 from kvlinker.quality.bench.load.servers import PeakMemory, Server
-from kvlinker.quality.bench.load.traffic import Conversation, TrafficShape, make_conversations, make_library
+from kvlinker.quality.bench.load.traffic import (
+    Conversation,
+    TrafficShape,
+    make_conversations,
+    make_library,
+)
 from kvlinker.quality.progress import Progress, silent
 
 EMBEDDED = "embedded"
@@ -59,7 +64,8 @@ class LoadPlan:
     shape: TrafficShape
     loads: Sequence[Load]
     requests: int
-    """Requests of each load, made by as many whole conversations as have this many, at least one."""
+    """Requests of each load, made by as many whole conversations as have this many, at least
+    one."""
     objective: ServiceObjective
     warm_up: int = 2
     """Conversations before the first load, one after another, which do not count."""
@@ -82,9 +88,14 @@ class LoadReport:
 
 
 def competing_policies(text: str) -> list[str]:
-    """Read policies with commas between, among which ``plain`` and ``reordered`` may be. Raises PolicyError."""
+    """Read policies with commas between, among which ``plain`` and ``reordered`` may be. Raises
+    PolicyError."""
     words = [word.strip() for word in text.split(",")]
-    return list(dict.fromkeys(word if word in (PLAIN, REORDERED) else parse_policy(word).name for word in words))
+    return list(
+        dict.fromkeys(
+            word if word in (PLAIN, REORDERED) else parse_policy(word).name for word in words
+        )
+    )
 
 
 def run_load(
@@ -97,8 +108,8 @@ def run_load(
 ) -> LoadReport:
     """Measure all competitors under all loads of the plan.
 
-    The first server tells how many characters a token has; all get the same texts. A competitor that cannot take part
-    is left out with a warning. Raises InvalidRequestError if none can.
+    The first server tells how many characters a token has; all get the same texts. A competitor
+    that cannot take part is left out with a warning. Raises InvalidRequestError if none can.
     """
     rows: list[Row] = []
     warnings: list[str] = []
@@ -142,11 +153,15 @@ class _Trial:
         arranged = prefixes.reorder if self.competitor.policy == REORDERED else _as_it_is
         if not self.competitor.links and self.competitor.engine == EMBEDDED:
             self._require_prefix_cache(form)
-        self._warm_up(form, [arranged(one) for one in self._conversations(plan.warm_up, seed=plan.seed + 1)])
+        self._warm_up(
+            form, [arranged(one) for one in self._conversations(plan.warm_up, seed=plan.seed + 1)]
+        )
         rows = []
         for number, load in enumerate(plan.loads, start=2):
             seed = plan.seed + number
-            conversations = [arranged(one) for one in self._conversations(plan.conversations, seed=seed)]
+            conversations = [
+                arranged(one) for one in self._conversations(plan.conversations, seed=seed)
+            ]
             with PeakMemory(self.server.process) as memory:
                 run = self._drive(conversations, load, form, seed=seed)
             rows.append(
@@ -174,12 +189,15 @@ class _Trial:
         return CachedDocuments(ids, self.competitor.policy)
 
     def _require_prefix_cache(self, form: DocumentForm) -> None:
-        """Raise ServerFailedError if the server computes a prompt again that it has just answered."""
+        """Raise ServerFailedError if the server computes a prompt again that it has just
+        answered."""
         (whole,) = self._conversations(1, seed=self.plan.seed)
         first = replace(whole, turns=whole.turns[:1])
         result = self._drive([first, first], ClosedLoop(1), form, seed=0).results[-1]
         if result.failure is None and result.usage is not None and not result.usage.cached_tokens:
-            raise ServerFailedError("the engine has no prefix cache, so that it would be measured like full.")
+            raise ServerFailedError(
+                "the engine has no prefix cache, so that it would be measured like full."
+            )
 
     def _warm_up(self, form: DocumentForm, conversations: Sequence[Conversation]) -> None:
         """Raise ServerFailedError if no request is answered."""
@@ -187,12 +205,20 @@ class _Trial:
         if all(result.failure is not None for result in results):
             raise ServerFailedError(_failure_of(results[0]))
 
-    def _drive(self, conversations: Sequence[Conversation], load: Load, form: DocumentForm, *, seed: int) -> LoadRun:
+    def _drive(
+        self, conversations: Sequence[Conversation], load: Load, form: DocumentForm, *, seed: int
+    ) -> LoadRun:
         what = f"{self.competitor}, {_named(load)}"
         total = sum(len(conversation.turns) for conversation in conversations)
         on_result = partial(_tell, self.progress, what, total)
         return drive(
-            self.endpoint, conversations, load, form, patience=self.plan.patience, seed=seed, on_result=on_result
+            self.endpoint,
+            conversations,
+            load,
+            form,
+            patience=self.plan.patience,
+            seed=seed,
+            on_result=on_result,
         )
 
 
@@ -205,7 +231,11 @@ def _tell(progress: Progress, what: str, total: int, done: int) -> None:
 
 
 def _named(load: Load) -> str:
-    return f"{load.users} users" if isinstance(load, ClosedLoop) else f"{load.rate:g} requests per second"
+    return (
+        f"{load.users} users"
+        if isinstance(load, ClosedLoop)
+        else f"{load.rate:g} requests per second"
+    )
 
 
 def _failure_of(result: RequestResult) -> str:

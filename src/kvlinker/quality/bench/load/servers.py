@@ -52,7 +52,8 @@ class Server:
 
     url: str
     process: psutil.Process | None = None
-    """Its process, which another takes the place of when it is restarted; None where that is not known."""
+    """Its process, which another takes the place of when it is restarted; None where that is not
+    known."""
     state_dir: Path | None = None
     """The folder with its chunk files and its catalog; None where that is not known."""
     log: Path | None = None
@@ -61,9 +62,11 @@ class Server:
     """What starts it again at the same address; empty where that is not known."""
 
     def restart(self) -> int:
-        """Tell the server to stop by SIGTERM, start it again when it has ended, and return its exit status.
+        """Tell the server to stop by SIGTERM, start it again when it has ended, and return its exit
+        status.
 
-        Raises ServerFailedError where it does not end within ``STOP_SECONDS``, or does not start again.
+        Raises ServerFailedError where it does not end within ``STOP_SECONDS``, or does not start
+        again.
         """
         assert self.process is not None
         assert self.log is not None
@@ -71,7 +74,9 @@ class Server:
         try:
             status = self.process.wait(STOP_SECONDS)
         except psutil.TimeoutExpired:
-            raise ServerFailedError(f"kvlinker serve did not end within {STOP_SECONDS:g} s of SIGTERM.") from None
+            raise ServerFailedError(
+                f"kvlinker serve did not end within {STOP_SECONDS:g} s of SIGTERM."
+            ) from None
         self.process = _start(self.command, self.log)
         _wait_until_up(self.process, self.log, self.url)
         return int(status or 0)
@@ -79,12 +84,15 @@ class Server:
 
 @contextmanager
 def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
-    """Serve the model of ``settings`` in a process of its own, with a new state directory, until the context ends.
+    """Serve the model of ``settings`` in a process of its own, with a new state directory, until
+    the context ends.
 
-    ``options`` are further settings. Anything else comes from the environment and the configuration file, as always.
-    Raises ServerFailedError where it does not start.
+    ``options`` are further settings. Anything else comes from the environment and the configuration
+    file, as always. Raises ServerFailedError where it does not start.
     """
-    named = {name: getattr(settings, name) for name in ("model", "engine", "dtype", "device", "threads")}
+    named = {
+        name: getattr(settings, name) for name in ("model", "engine", "dtype", "device", "threads")
+    }
     vllm_options = settings.vllm_options | options.pop("vllm_options", {})
     with tempfile.TemporaryDirectory(prefix="kvlinker-load-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "output.txt"
@@ -92,7 +100,11 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
         given = {**named, **_FIXED, "state_dir": state_dir, **options}
         if vllm_options:
             given["vllm_options"] = json.dumps(vllm_options)
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        flags = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ]
         command = [*COMMAND, "serve", *flags]
         with _ended_by_signals():
             process = _start(command, log)
@@ -107,7 +119,8 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
 
 @contextmanager
 def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
-    """Write random weights of a shape into a folder, and name it in the settings; without a shape, change nothing.
+    """Write random weights of a shape into a folder, and name it in the settings; without a shape,
+    change nothing.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -129,7 +142,8 @@ def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as an exit does, so that its servers end before it."""
+    """Let SIGTERM and SIGHUP end this process as an exit does, so that its servers end before
+    it."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -188,7 +202,8 @@ def _stop(process: psutil.Process) -> None:
 
 
 class PeakMemory:
-    """Watches the resident memory of a server and its children, from a thread, while the context lasts."""
+    """Watches the resident memory of a server and its children, from a thread, while the context
+    lasts."""
 
     def __init__(self, process: psutil.Process | None) -> None:
         self._process = process
@@ -219,7 +234,8 @@ class PeakMemory:
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Return what a process and its children have resident; pages that several of them share count for each."""
+    """Return what a process and its children have resident; pages that several of them share count
+    for each."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         for one in (process, *process.children(recursive=True)):

@@ -1,6 +1,8 @@
-"""Makes traffic from a seed: a library of documents, conversations about some of them, and when they arrive.
+"""Makes traffic from a seed: a library of documents, conversations about some of them, and when
+they arrive.
 
-Everything is an immutable value that follows from its seed alone, so that every competitor gets the same traffic.
+Everything is an immutable value that follows from its seed alone, so that every competitor gets the
+same traffic.
 """
 
 from __future__ import annotations
@@ -59,11 +61,14 @@ class TrafficShape:
     think_seconds: float = 1.0
     """Seconds from an answer to a user's next turn."""
     zipf: float = 1.0
-    """The exponent of the documents' popularity: the one of rank r is asked for in proportion to r ** -zipf."""
+    """The exponent of the documents' popularity: the one of rank r is asked for in proportion to r
+    ** -zipf."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidRequestError(f"Unknown traffic {self.kind!r}; known are {', '.join(KINDS)}.", param="traffic")
+            raise InvalidRequestError(
+                f"Unknown traffic {self.kind!r}; known are {', '.join(KINDS)}.", param="traffic"
+            )
         needed = self.chunks + (self.kind != "documents")
         if self.library < needed:
             raise InvalidRequestError(
@@ -73,7 +78,9 @@ class TrafficShape:
             )
         least, most = self.output_tokens
         if not 1 <= least <= most:
-            raise InvalidRequestError(f"Answers of {least} to {most} tokens are none.", param="output_tokens")
+            raise InvalidRequestError(
+                f"Answers of {least} to {most} tokens are none.", param="output_tokens"
+            )
 
     @property
     def requests_per_conversation(self) -> int:
@@ -98,23 +105,28 @@ def make_conversations(
 
 
 def poisson_arrivals(rate: float, count: int, *, seed: int) -> tuple[float, ...]:
-    """Draw when ``count`` conversations arrive, in seconds: a Poisson process of ``rate`` a second that brings just so
-    many in ``count / rate`` seconds.
+    """Draw when ``count`` conversations arrive, in seconds: a Poisson process of ``rate`` a second
+    that brings just so many in ``count / rate`` seconds.
 
-    Given how many come, such a process has them come independently at any time. So few arrivals have the named rate,
-    too, where free ones would miss it by 1/√count.
+    Given how many come, such a process has them come independently at any time. So few arrivals
+    have the named rate, too, where free ones would miss it by 1/√count.
     """
     generator = np.random.default_rng([seed, 2])
     return tuple(np.sort(generator.uniform(0, count / rate, count)).tolist())
 
 
 def random_text(generator: np.random.Generator, characters: int) -> str:
-    """Make exactly this many characters: random words of two to four syllables, and a line's end."""
+    """Make exactly this many characters: random words of two to four syllables, and a line's
+    end."""
     words: list[str] = []
     length = 0
     while length < characters:
-        syllables = generator.integers(0, (len(_CONSONANTS), len(_VOWELS)), (generator.integers(2, 5), 2))
-        words.append("".join(_CONSONANTS[consonant] + _VOWELS[vowel] for consonant, vowel in syllables))
+        syllables = generator.integers(
+            0, (len(_CONSONANTS), len(_VOWELS)), (generator.integers(2, 5), 2)
+        )
+        words.append(
+            "".join(_CONSONANTS[consonant] + _VOWELS[vowel] for consonant, vowel in syllables)
+        )
         length += len(words[-1]) + 1
     return " ".join(words)[: max(characters - 1, 0)] + "\n"
 
@@ -130,14 +142,19 @@ class _Maker:
     def turn(self, documents: Sequence[int], *, think_seconds: float = 0.0) -> Turn:
         least, most = self.shape.output_tokens
         question = random_text(self.generator, self.question_characters)
-        return Turn(tuple(documents), question, int(self.generator.integers(least, most + 1)), think_seconds)
+        return Turn(
+            tuple(documents), question, int(self.generator.integers(least, most + 1)), think_seconds
+        )
 
     def documents(self, count: int, *, but: Sequence[int] = ()) -> list[int]:
         """Draw different documents by their popularity, in random order, none of ``but``."""
         weights = np.arange(1, self.shape.library + 1, dtype=np.float64) ** -self.shape.zipf
         weights[list(but)] = 0
         return [
-            int(one) for one in self.generator.choice(len(weights), count, replace=False, p=weights / weights.sum())
+            int(one)
+            for one in self.generator.choice(
+                len(weights), count, replace=False, p=weights / weights.sum()
+            )
         ]
 
 
@@ -159,7 +176,8 @@ def _conversation(maker: _Maker) -> Conversation:
 
 
 def _agent(maker: _Maker) -> Conversation:
-    """Give an agent a task behind descriptions of tools, which are the same for all, then the result of each step."""
+    """Give an agent a task behind descriptions of tools, which are the same for all, then the
+    result of each step."""
     tools = range(maker.shape.chunks)
     turns = [maker.turn([])]
     turns += [maker.turn(maker.documents(1, but=tools)) for _ in range(maker.shape.turns - 1)]

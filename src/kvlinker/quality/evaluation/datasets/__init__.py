@@ -50,7 +50,14 @@ __all__ = [
 
 BUNDLED = {
     name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz"
-    for name in ("reader", "reader-long", "reader-hard", "reader-hard-long", "reader-choice", "prose")
+    for name in (
+        "reader",
+        "reader-long",
+        "reader-hard",
+        "reader-hard-long",
+        "reader-choice",
+        "prose",
+    )
 }
 """The files of the data sets that ship with kvlinker, by name."""
 
@@ -59,12 +66,17 @@ HAYSTACK = "needle"
 
 
 def load_dataset(
-    name_or_path: str, splitter: ContextSplitter, *, limit: int | None = None, tasks: Collection[str] = ()
+    name_or_path: str,
+    splitter: ContextSplitter,
+    *,
+    limit: int | None = None,
+    tasks: Collection[str] = (),
 ) -> Dataset:
     """Load a bundled data set, a file of records, or a folder of texts to hide needles in.
 
-    At most ``limit`` examples are taken, of the named tasks only if ``tasks`` has any. Raises InvalidRequestError for a
-    path that does not exist, a file of no known format, and data without any usable example.
+    At most ``limit`` examples are taken, of the named tasks only if ``tasks`` has any. Raises
+    InvalidRequestError for a path that does not exist, a file of no known format, and data without
+    any usable example.
     """
     path = BUNDLED.get(name_or_path, Path(name_or_path))
     if path.is_dir():
@@ -85,13 +97,18 @@ def load_dataset(
         wanted = f" of {', '.join(tasks)}" if tasks else ""
         read_as = f", read as {known}," if known else ""
         raise InvalidRequestError(
-            f"{path}{read_as} has no usable example{wanted} ({reasons or 'none at all'}).", param="dataset"
+            f"{path}{read_as} has no usable example{wanted} ({reasons or 'none at all'}).",
+            param="dataset",
         )
     return dataset
 
 
 def _collect(
-    name: str, known: str, found: Iterable[Example | Skipped], limit: int | None, tasks: Collection[str]
+    name: str,
+    known: str,
+    found: Iterable[Example | Skipped],
+    limit: int | None,
+    tasks: Collection[str],
 ) -> Dataset:
     examples: list[Example] = []
     skipped: list[Skipped] = []

@@ -1,8 +1,10 @@
-"""Reads the files of CacheBlend's evaluation: multi-hop questions such as MuSiQue's, and SAMSum's few-shot summaries.
+"""Reads the files of CacheBlend's evaluation: multi-hop questions such as MuSiQue's, and SAMSum's
+few-shot summaries.
 
-Multi-hop questions have ``ctxs`` (each with ``title`` and ``text``), ``question`` and ``answers``. SAMSum (Gliwa et al.
-2019) has ``question``, a dialogue with a line ``Name: words`` for every turn, and ``answer``, its summary; the first
-records are the examples to choose from, each a chunk that many prompts share, and the others are asked.
+Multi-hop questions have ``ctxs`` (each with ``title`` and ``text``), ``question`` and ``answers``.
+SAMSum (Gliwa et al. 2019) has ``question``, a dialogue with a line ``Name: words`` for every turn,
+and ``answer``, its summary; the first records are the examples to choose from, each a chunk that
+many prompts share, and the others are asked.
 """
 
 from __future__ import annotations
@@ -13,8 +15,20 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.evaluation.datasets.formats import Format, Source, one_by_one, register, short_question
-from kvlinker.quality.evaluation.datasets.records import BadRecordError, Record, field, text_field, texts_field
+from kvlinker.quality.evaluation.datasets.formats import (
+    Format,
+    Source,
+    one_by_one,
+    register,
+    short_question,
+)
+from kvlinker.quality.evaluation.datasets.records import (
+    BadRecordError,
+    Record,
+    field,
+    text_field,
+    texts_field,
+)
 from kvlinker.quality.evaluation.examples import Example, Question, Skipped
 
 POOL = 20
@@ -59,7 +73,8 @@ def _summaries(records: Iterable[Record], source: Source) -> Iterator[Example | 
             yield Skipped(f"record {record.number}", str(error))
     if not pool:
         raise InvalidRequestError(
-            f"{source.name}: none of the first {POOL} records can be an example of a summary.", param="dataset"
+            f"{source.name}: none of the first {POOL} records can be an example of a summary.",
+            param="dataset",
         )
 
     def parse(record: Record, source: Source) -> Question:
@@ -80,7 +95,10 @@ def _summaries(records: Iterable[Record], source: Source) -> Iterator[Example | 
         asked += 1
         yield example
     if not asked:
-        yield Skipped("all records", f"the first {POOL} are examples of summaries, and there are no more to ask")
+        yield Skipped(
+            "all records",
+            f"the first {POOL} are examples of summaries, and there are no more to ask",
+        )
 
 
 def _dialogue(record: Record) -> str:

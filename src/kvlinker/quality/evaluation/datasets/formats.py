@@ -1,4 +1,5 @@
-"""Says what a format of data sets is, registers formats by name, and recognises them by the fields of records."""
+"""Says what a format of data sets is, registers formats by name, and recognises them by the fields
+of records."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Format:
     """The fields that every record has."""
     read: RecordReader
     objection: Callable[[Record], str | None] = _no_objection
-    """Says why a record that has the fields is of another format all the same; None if it is not."""
+    """Says why a record that has the fields is of another format all the same; None if it is
+    not."""
 
     def mismatch(self, record: Record) -> str | None:
         """Say why the record is not of this format; return None if it is."""
@@ -66,16 +68,21 @@ def known_formats() -> Mapping[str, Format]:
 def recognise(records: Sequence[Record], path: Path) -> Format:
     """Return the format that most records are of, and of several the one with the most fields.
 
-    Raises InvalidRequestError where no record is of any, with what each format misses in the first record.
+    Raises InvalidRequestError where no record is of any, with what each format misses in the first
+    record.
     """
     formats = list(known_formats().values())
-    counts = {known.name: sum(known.mismatch(record) is None for record in records) for known in formats}
+    counts = {
+        known.name: sum(known.mismatch(record) is None for record in records) for known in formats
+    }
     best = max(formats, key=lambda known: (counts[known.name], len(known.fields)))
     if counts[best.name]:
         return best
     first = records[0]
     formats.sort(key=lambda known: sum(name not in first.fields for name in known.fields))
-    reasons = "; ".join(f"{known.name} ({', '.join(known.fields)}): {known.mismatch(first)}" for known in formats)
+    reasons = "; ".join(
+        f"{known.name} ({', '.join(known.fields)}): {known.mismatch(first)}" for known in formats
+    )
     raise InvalidRequestError(
         f"{path} is of no known format: its first record has the fields {', '.join(first.fields) or '(none)'}. Here is "
         f"what speaks against each format: {reasons}.",
@@ -84,7 +91,8 @@ def recognise(records: Sequence[Record], path: Path) -> Format:
 
 
 def one_by_one(parse: Callable[[Record, Source], Example]) -> RecordReader:
-    """Make the reader of a format whose records are examples by themselves; ``parse`` may raise BadRecordError."""
+    """Make the reader of a format whose records are examples by themselves; ``parse`` may raise
+    BadRecordError."""
 
     def read(records: Iterable[Record], source: Source) -> Iterator[Example | Skipped]:
         for record in records:
@@ -97,7 +105,8 @@ def one_by_one(parse: Callable[[Record, Source], Example]) -> RecordReader:
 
 
 def short_question(question: str) -> str:
-    """Return the prompt of a question whose answer is a few words (the wording follows LongBench's)."""
+    """Return the prompt of a question whose answer is a few words (the wording follows
+    LongBench's)."""
     return (
         "Answer the question based on the given passages. Only give me the answer and do not output any other "
         f"words.\n\nQuestion: {question.strip()}\nAnswer:"

@@ -1,11 +1,24 @@
-"""Reads any task of LongBench (Bai et al. 2023): ``input``, ``context``, ``answers``, and ``dataset``, the task."""
+"""Reads any task of LongBench (Bai et al. 2023): ``input``, ``context``, ``answers``, and
+``dataset``, the task."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvlinker.quality.evaluation.datasets.formats import Format, Source, one_by_one, register, short_question
-from kvlinker.quality.evaluation.datasets.records import BadRecordError, Record, field, text_field, texts_field
+from kvlinker.quality.evaluation.datasets.formats import (
+    Format,
+    Source,
+    one_by_one,
+    register,
+    short_question,
+)
+from kvlinker.quality.evaluation.datasets.records import (
+    BadRecordError,
+    Record,
+    field,
+    text_field,
+    texts_field,
+)
 from kvlinker.quality.evaluation.examples import Question
 
 
@@ -15,12 +28,15 @@ class Task(NamedTuple):
     metric: str
     max_tokens: int
     question: str | None = None
-    """The prompt behind the context, ``{input}`` being the record's own; None for a question with a short answer."""
+    """The prompt behind the context, ``{input}`` being the record's own; None for a question with a
+    short answer."""
     first_line: bool = True
 
 
 _SUMMARY = "Write a one-page summary of the text above.\n\nSummary:"
-_QUERY = "Answer the query based on the text above in one or more sentences.\n\nQuery: {input}\nAnswer:"
+_QUERY = (
+    "Answer the query based on the text above in one or more sentences.\n\nQuery: {input}\nAnswer:"
+)
 
 QUESTION = Task("f1", 32)
 TASKS: dict[str, Task] = {
@@ -39,7 +55,8 @@ TASKS: dict[str, Task] = {
     "passage_count": Task("exact_match", 32),
     "passage_retrieval_en": Task("exact_match", 32),
 }
-"""Tasks by name, with LongBench's lengths and metrics, as far as kvlinker has them. Others are asked as QUESTION."""
+"""Tasks by name, with LongBench's lengths and metrics, as far as kvlinker has them. Others are
+asked as QUESTION."""
 
 
 def _parse(record: Record, source: Source) -> Question:

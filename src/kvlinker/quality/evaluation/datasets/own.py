@@ -1,13 +1,19 @@
 """Reads kvlinker's own formats: questions about passages, and text that goes on behind passages.
 
-Texts are taken to the letter: a passage carries its own separator, such as an empty line at its end. Optional are
-``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line`` and ``choices``, as in ``Question``.
+Texts are taken to the letter: a passage carries its own separator, such as an empty line at its
+end. Optional are ``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line``
+and ``choices``, as in ``Question``.
 """
 
 from __future__ import annotations
 
 from kvlinker.quality.evaluation.datasets.formats import Format, Source, one_by_one, register
-from kvlinker.quality.evaluation.datasets.records import BadRecordError, Record, text_field, texts_field
+from kvlinker.quality.evaluation.datasets.records import (
+    BadRecordError,
+    Record,
+    text_field,
+    texts_field,
+)
 from kvlinker.quality.evaluation.examples import Continuation, Question
 from kvlinker.quality.evaluation.metrics import METRICS
 
@@ -21,7 +27,9 @@ def _question(record: Record, source: Source) -> Question:
         raise BadRecordError(f"'metric' is {metric!r}, but must be one of {', '.join(METRICS)}")
     max_tokens = fields.get("max_tokens", 32)
     if type(max_tokens) is not int or max_tokens < 1:
-        raise BadRecordError(f"'max_tokens' is {max_tokens!r}, but must be a whole number of at least 1")
+        raise BadRecordError(
+            f"'max_tokens' is {max_tokens!r}, but must be a whole number of at least 1"
+        )
     return Question(
         id=str(fields.get("id", record.number)),
         dataset=source.name,
@@ -44,7 +52,9 @@ def _choices(record: Record, *, first_line: bool) -> tuple[str, ...]:
         rule = "but must be two texts or more, one of 'answers' among them"
         raise BadRecordError(f"'choices' is {list(choices)}, {rule}")
     if first_line and any("\n" in choice.strip() for choice in choices):
-        raise BadRecordError(f"'choices' is {list(choices)}, but an answer ends with its first line ('first_line')")
+        raise BadRecordError(
+            f"'choices' is {list(choices)}, but an answer ends with its first line ('first_line')"
+        )
     return choices
 
 

@@ -26,7 +26,8 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[Record | Skipped]:
-    """Yield the entries of a ``.json`` list or of JSON Lines; those that are no objects are skipped.
+    """Yield the entries of a ``.json`` list or of JSON Lines; those that are no objects are
+    skipped.
 
     Raises InvalidRequestError for a file that cannot be read.
     """
@@ -36,9 +37,13 @@ def read_records(path: Path) -> Iterator[Record | Skipped]:
         try:
             entries = json.loads(text)
         except json.JSONDecodeError as error:
-            raise InvalidRequestError(f"{path} is not valid JSON: {error}. JSON Lines end in .jsonl.") from error
+            raise InvalidRequestError(
+                f"{path} is not valid JSON: {error}. JSON Lines end in .jsonl."
+            ) from error
         if not isinstance(entries, list):
-            raise InvalidRequestError(f"{path} holds no list of records, but {type(entries).__name__}.")
+            raise InvalidRequestError(
+                f"{path} holds no list of records, but {type(entries).__name__}."
+            )
         yield from (_checked(number, entry) for number, entry in enumerate(entries, 1))
         return
     for number, line in enumerate(text.splitlines(), 1):
@@ -60,7 +65,8 @@ def text_field(record: Record, name: str) -> str:
 
 
 def texts_field(record: Record, name: str) -> tuple[str, ...]:
-    """Return a field that must hold one text or a list of them, nested lists included; blank ones are dropped.
+    """Return a field that must hold one text or a list of them, nested lists included; blank ones
+    are dropped.
 
     Raises BadRecordError where none is left.
     """

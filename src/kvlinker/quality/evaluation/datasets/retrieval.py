@@ -1,8 +1,10 @@
-"""Makes questions that ask for one thing in a long context: key-value retrieval, and the needle in a haystack.
+"""Makes questions that ask for one thing in a long context: key-value retrieval, and the needle in
+a haystack.
 
-Key-value retrieval is Lost in the Middle's (Liu et al. 2023), with ``ordered_kv_records`` (pairs), ``key`` and
-``value``. The needle (Kamradt 2023) is one sentence inside essays, at every depth and for several lengths; its data set
-is a folder of ``.txt`` files, the haystack. EPIC measures its answer by F1.
+Key-value retrieval is Lost in the Middle's (Liu et al. 2023), with ``ordered_kv_records`` (pairs),
+``key`` and ``value``. The needle (Kamradt 2023) is one sentence inside essays, at every depth and
+for several lengths; its data set is a folder of ``.txt`` files, the haystack. EPIC measures its
+answer by F1.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.evaluation.datasets.formats import Format, Source, one_by_one, register, short_question
+from kvlinker.quality.evaluation.datasets.formats import (
+    Format,
+    Source,
+    one_by_one,
+    register,
+    short_question,
+)
 from kvlinker.quality.evaluation.datasets.records import BadRecordError, Record, field, text_field
 from kvlinker.quality.evaluation.examples import Question
 
@@ -34,10 +42,14 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 def _key_and_value(record: Record, source: Source) -> Question:
     pairs = field(record, "ordered_kv_records")
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    ):
         raise BadRecordError("'ordered_kv_records' must be a list of pairs")
     lines = [f'"{key}": "{value}"\n' for key, value in pairs]
-    passages = ["".join(lines[i : i + PAIRS_PER_PASSAGE]) for i in range(0, len(lines), PAIRS_PER_PASSAGE)]
+    passages = [
+        "".join(lines[i : i + PAIRS_PER_PASSAGE]) for i in range(0, len(lines), PAIRS_PER_PASSAGE)
+    ]
     if not passages:
         raise BadRecordError("'ordered_kv_records' is empty")
     key = text_field(record, "key")
@@ -55,14 +67,19 @@ def _key_and_value(record: Record, source: Source) -> Question:
 
 
 def needle_examples(folder: Path, source: Source) -> Iterator[Question]:
-    """Yield questions of all lengths at one depth, then at the next. Lengths that the essays do not fill are left out.
+    """Yield questions of all lengths at one depth, then at the next. Lengths that the essays do not
+    fill are left out.
 
     Raises InvalidRequestError for a folder without texts.
     """
     files = sorted(folder.glob("*.txt"))
-    haystack = "\n\n".join(file.read_text(encoding="utf-8", errors="replace").strip() for file in files)
+    haystack = "\n\n".join(
+        file.read_text(encoding="utf-8", errors="replace").strip() for file in files
+    )
     if not haystack.strip():
-        raise InvalidRequestError(f"{folder} has no .txt files with text: a haystack needs some.", param="dataset")
+        raise InvalidRequestError(
+            f"{folder} has no .txt files with text: a haystack needs some.", param="dataset"
+        )
     pieces = source.splitter.pieces(haystack)
     ends = list(accumulate(piece.tokens for piece in pieces))
     for depth in DEPTHS:
@@ -83,12 +100,21 @@ def needle_examples(folder: Path, source: Source) -> Iterator[Question]:
 
 
 def _with_needle(passages: list[str], depth: float) -> tuple[str, ...]:
-    """Put the needle between two sentences of the passages, as near as can be to ``depth`` (0 to 1) of the text."""
+    """Put the needle between two sentences of the passages, as near as can be to ``depth`` (0 to 1)
+    of the text."""
     starts = list(accumulate(map(len, passages), initial=0))
-    gaps = [(0, 0)] + [(i, end.end()) for i, passage in enumerate(passages) for end in _SENTENCE_END.finditer(passage)]
+    gaps = [(0, 0)] + [
+        (i, end.end())
+        for i, passage in enumerate(passages)
+        for end in _SENTENCE_END.finditer(passage)
+    ]
     index, place = min(gaps, key=lambda gap: abs(starts[gap[0]] + gap[1] - depth * starts[-1]))
     passage = passages[index]
-    return (*passages[:index], f"{passage[:place]}{NEEDLE} {passage[place:]}", *passages[index + 1 :])
+    return (
+        *passages[:index],
+        f"{passage[:place]}{NEEDLE} {passage[place:]}",
+        *passages[index + 1 :],
+    )
 
 
 register(Format("kv-retrieval", ("ordered_kv_records", "key", "value"), one_by_one(_key_and_value)))

@@ -1,7 +1,8 @@
-"""The codec interface, the registry of codecs by name, and the codec ``raw``, which changes nothing.
+"""The codec interface, the registry of codecs by name, and the codec ``raw``, which changes
+nothing.
 
-A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. Each is registered twice:
-plain, and as ``<name>+zstd``, with its parts compressed.
+A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. Each is
+registered twice: plain, and as ``<name>+zstd``, with its parts compressed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvlinker.base.registry import Registry
 from kvlinker.store.format.compression import MissingLibraryError, require_zstd
 
 Parts = Mapping[str, Tensor]
-"""Named tensors, in order; "" names the main one, whose first two dimensions are [heads, tokens]."""
+"""Named tensors, in order; "" names the main one, whose first two dimensions are [heads,
+tokens]."""
 
 Layout = Mapping[str, tuple[torch.dtype, int]]
 """The dtype and the number of dimensions of each part."""
@@ -27,7 +29,8 @@ Room = Callable[..., Tensor]
 
 
 class Codec(Protocol):
-    """Encodes keys or values [heads, tokens, dim] of a floating dtype, and decodes them. It holds no state."""
+    """Encodes keys or values [heads, tokens, dim] of a floating dtype, and decodes them. It holds
+    no state."""
 
     @property
     def name(self) -> str:
@@ -44,11 +47,13 @@ class Codec(Protocol):
         ...
 
     def encode(self, heads: Tensor) -> Parts:
-        """Turn heads into contiguous CPU tensors. Raises ValueError for numbers that the codec cannot write."""
+        """Turn heads into contiguous CPU tensors. Raises ValueError for numbers that the codec
+        cannot write."""
         ...
 
     def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
-        """Turn the parts of one ``encode`` into [heads, tokens, dim], in ``room`` unless that is one of the parts."""
+        """Turn the parts of one ``encode`` into [heads, tokens, dim], in ``room`` unless that is
+        one of the parts."""
         ...
 
 
@@ -66,11 +71,14 @@ class Compressed:
 
 C = TypeVar("C", bound=type[Codec])
 
-_registry: Registry[type[Codec]] = Registry("codec", own="kvlinker.store.format.codecs", group="kvlinker.codecs")
+_registry: Registry[type[Codec]] = Registry(
+    "codec", own="kvlinker.store.format.codecs", group="kvlinker.codecs"
+)
 
 
 def register(kind: C) -> C:
-    """Class decorator: makes the codec available under its ``name``, and compressed under ``<name>+zstd``.
+    """Class decorator: makes the codec available under its ``name``, and compressed under
+    ``<name>+zstd``.
 
     Raises ValueError where another class has the name, or the name has a "+".
     """
@@ -82,7 +90,8 @@ def register(kind: C) -> C:
 
 
 def known_codecs() -> Mapping[str, Codec]:
-    """Return all registered codecs by name, those of installed packages included, and then all of them compressed."""
+    """Return all registered codecs by name, those of installed packages included, and then all of
+    them compressed."""
     plain: list[Codec] = [kind() for kind in _registry.known().values()]
     return {codec.name: codec for codec in (*plain, *map(Compressed, plain))}
 
@@ -90,12 +99,14 @@ def known_codecs() -> Mapping[str, Codec]:
 def find_codec(name: str) -> Codec:
     """Return the codec of this name, ready to be used.
 
-    Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError where its library is missing.
+    Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError where its
+    library is missing.
     """
     known = known_codecs()
     if name not in known:
         raise InvalidRequestError(
-            f"Unknown codec {name!r}; known are {', '.join(known)}.{did_you_mean(name, known)}", param="codec"
+            f"Unknown codec {name!r}; known are {', '.join(known)}.{did_you_mean(name, known)}",
+            param="codec",
         )
     codec = known[name]
     if codec.compresses:

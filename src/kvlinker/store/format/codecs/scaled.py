@@ -1,7 +1,7 @@
 """Codecs that store keys and values in fewer bits: eight, or four after a rotation.
 
-The error is bounded per token and head: each has a scale of its own. Numbers that are not finite are refused, since no
-scale fits them.
+The error is bounded per token and head: each has a scale of its own. Numbers that are not finite
+are refused, since no scale fits them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _PIECE_NUMBERS = 16_384
 
 @register
 class Int8:
-    """Writes eight bits per number, and a half-precision scale per token and head: the largest number becomes ±127."""
+    """Writes eight bits per number, and a half-precision scale per token and head: the largest
+    number becomes ±127."""
 
     name = "int8"
     compresses = False
@@ -44,11 +45,12 @@ class Int8:
 
 @register
 class Int4:
-    """Writes four bits per number behind a block-Hadamard rotation, and a scale per token and head, as SAW-INT4 does.
+    """Writes four bits per number behind a block-Hadamard rotation, and a scale per token and head,
+    as SAW-INT4 does.
 
-    The rotation spreads outliers over a block (the largest power of two that divides ``dim``, at most 128), so that all
-    numbers of a block need about the same range. The number that is largest becomes -8, whatever its sign. Two numbers
-    share a byte, the earlier one in its lower half.
+    The rotation spreads outliers over a block (the largest power of two that divides ``dim``, at
+    most 128), so that all numbers of a block need about the same range. The number that is largest
+    becomes -8, whatever its sign. Two numbers share a byte, the earlier one in its lower half.
     """
 
     name = "int4"
@@ -86,8 +88,8 @@ def _half(scale: Tensor) -> Tensor:
 
 
 def _range(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest number, and the negated smallest one, of each token and head: [heads, tokens, 1] each, not
-    finite where one of the numbers is not."""
+    """Return the largest number, and the negated smallest one, of each token and head: [heads,
+    tokens, 1] each, not finite where one of the numbers is not."""
     return heads.amax(-1, keepdim=True), heads.amin(-1, keepdim=True).neg_()
 
 
@@ -97,14 +99,20 @@ def _divisor(scale: Tensor) -> Tensor:
     return wide.masked_fill(wide == 0, 1)
 
 
-def _pieces(stored: Tensor, scale: Tensor, decoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows at a time: so few
-    that PyTorch does not split them among threads, which would not help threads that read, and that they fit in the
-    processor's cache."""
+def _pieces(
+    stored: Tensor, scale: Tensor, decoded: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows
+    at a time: so few that PyTorch does not split them among threads, which would not help threads
+    that read, and that they fit in the processor's cache."""
     rows = max(1, _PIECE_NUMBERS // decoded.shape[-1])
     flat = stored.flatten(0, 1), scale.flatten()[:, None], decoded.view(-1, decoded.shape[-1])
     for begin in range(0, len(flat[1]), rows):
-        yield flat[0][begin : begin + rows], flat[1][begin : begin + rows], flat[2][begin : begin + rows]
+        yield (
+            flat[0][begin : begin + rows],
+            flat[1][begin : begin + rows],
+            flat[2][begin : begin + rows],
+        )
 
 
 def _rotate(heads: Tensor, out: Tensor) -> None:
