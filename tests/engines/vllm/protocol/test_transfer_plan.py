@@ -230,3 +230,12 @@ def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):
     assert (tmp_path / "state" / "signing.key").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["signing.key"]
     assert SIGNATURE in params
+
+
+def test_what_fits_is_taken_to_the_last_token():
+    """Placing takes a sixteenth of a token's room: what is left of one has room for more."""
+    _, transfer = transfer_for(linked_prompt(1, 15, header=0, fresh=1), "naive")
+    progress = TransferProgress("r", transfer)
+    budget = StepBudget(1, 1, 16)
+    assert progress.fits(budget)
+    assert progress.take(budget).is_last

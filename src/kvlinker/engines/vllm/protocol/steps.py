@@ -132,6 +132,11 @@ class StepBudget:
         """True if there is no room for another token."""
         return self.tokens < 1 or self.runs < 1
 
+    @property
+    def placeable(self) -> float:
+        """The tokens that may still be placed."""
+        return self.tokens * self.placed_per_computed
+
     def place(self, tokens: float) -> None:
         """Take room for so many tokens to place."""
         self.placed += tokens
@@ -163,9 +168,7 @@ class TransferProgress:
         self._runs = [
             (max(first, computed_from), last) for first, last in plan.runs if last > computed_from
         ]
-        self._again: list[
-            tuple[int, int]
-        ] = []  # the runs that follow where the prompt begins again
+        self._again: list[tuple[int, int]] = []  # where the prompt begins again
         self._begins_again = False
         if plan.alone is not None:
             self._runs, self._again = list(plan.alone.runs), self._runs
@@ -192,12 +195,9 @@ class TransferProgress:
         """
         begins_again, self._begins_again = self._begins_again, False
         parts = []
-        while self._parts and not budget.spent:
+        while self._parts and (room := _whole(budget.placeable / self._share)):
             part = self._parts[0]
-            last = min(
-                part.last,
-                part.first + int(budget.tokens * budget.placed_per_computed / self._share),
-            )
+            last = min(part.last, part.first + room)
             parts.append(PlacedPart(part.placement, part.first, last))
             budget.place((last - part.first) * self._share)
             if last == part.last:
@@ -205,9 +205,12 @@ class TransferProgress:
             else:
                 self._parts[0] = PlacedPart(part.placement, last, part.last)
         runs = []
-        while not self._parts and self._runs and not budget.spent:
+        while not self._parts and self._runs and budget.runs:
+            room = _whole(budget.tokens / self._share)
+            if not room:
+                break
             begin, end = self._runs[0]
-            stop = min(end, begin + int(budget.tokens / self._share))
+            stop = min(end, begin + room)
             runs.append((begin, stop))
             budget.compute((stop - begin) * self._share)
             if stop == end:
@@ -218,3 +221,8 @@ class TransferProgress:
             self._runs, self._again, self._begins_again = self._again, [], True
         is_last = not (self._parts or self._runs)
         return TransferSlice(self._request_id, tuple(parts), tuple(runs), is_last, begins_again)
+
+
+def _whole(tokens: float) -> int:
+    """Return the whole tokens in a room that sums and quotients have made a little smaller."""
+    return max(0, int(tokens + 1e-6))
