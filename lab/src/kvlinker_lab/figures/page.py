@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker_lab.figures.figure import Figure
+
+WIDTH = 100
+"""Characters of a line of prose."""
 
 _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"
 
@@ -55,15 +59,22 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
     return "\n\n".join(
         [
             f"## {figure.title}",
-            f"**{figure.source}**: {figure.claim}",
-            f"**Here**: {figure.finding(rows)}",
+            _wrapped(f"**{figure.source}**: {figure.claim}"),
+            _wrapped(f"**Here**: {figure.finding(rows)}"),
             f"![{figure.title}]({image})",
             _table(figure.printed(rows), figure.columns),
-            f"`{content['command']}`; {content['settings']['model']} in {content['settings']['dtype']}, "
-            f"{machine['processor']}, {machine['threads']} threads, kvlinker {content['versions']['kvlinker']}, "
-            f"torch {content['versions']['torch']}.",
+            f"`{content['command']}`",
+            _wrapped(
+                f"{content['settings']['model']} in {content['settings']['dtype']}, "
+                f"{machine['processor']}, {machine['threads']} threads, "
+                f"kvlinker {content['versions']['kvlinker']}, torch {content['versions']['torch']}."
+            ),
         ]
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
