@@ -28,6 +28,8 @@ from kvlinker.settings import load_settings
 from kvlinker.store import TenantUsage
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.variants import VariantIndex
+from kvlinker.store.loading import prompt_load
+from kvlinker.store.loading.bandwidths import Bandwidths
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = [
@@ -39,7 +41,10 @@ QUESTION = "What do the two have in common?"
 
 
 @pytest.fixture
-def make_llm(tmp_path):
+def make_llm(tmp_path, monkeypatch):
+    """Makes LLMs that read stored chunks to their end, however busy the machine is."""
+    monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
+    monkeypatch.setattr(Bandwidths, "worth_loading", lambda *_: True)
     made = []
 
     def make(loaded=None, **options):
