@@ -217,5 +217,5 @@ def test_another_model_is_noticed(answers):
 
 
 def test_systems_that_are_missing_say_how_to_get_them(answers):
-    with pytest.raises(InvalidRequestError, match=r"kvlinker\[peers\].*kvlinker\[vllm\]"):
+    with pytest.raises(InvalidRequestError, match=r"kvlinker-lab\[peers\].*kvlinker\[vllm\]"):
         run(systems="llama.cpp,vllm")

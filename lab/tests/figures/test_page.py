@@ -68,6 +68,22 @@ def test_stored_rows_are_shown_again(tmp_path: Path) -> None:
     assert "| naive | 0.5 |  |" in page.read_text()
 
 
+def test_plots_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
+    page, plots = tmp_path / "lab" / "page.md", tmp_path / "docs" / "plots"
+    page.parent.mkdir()
+    write_figure(page, figure("first"), report(0.5), ORDER, plots)
+    assert "](../docs/plots/first.png)" in page.read_text()
+    assert (plots / "first.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in page.with_suffix("").iterdir()] == ["first.json"]
+
+
+def test_prose_is_wrapped(tmp_path: Path) -> None:
+    write_figure(
+        tmp_path / "page.md", figure("first", claim="several words " * 30), report(0.5), ORDER
+    )
+    assert max(map(len, (tmp_path / "page.md").read_text().splitlines())) <= 100
+
+
 def test_nothing_stored(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="without --redraw"):
         show_figure(tmp_path / "page.md", figure("first"), ORDER)

@@ -25,6 +25,13 @@ def figure(
     page: Annotated[
         Path, typer.Option(help="Write the figure into this page.", dir_okay=False)
     ] = Path("reproduction.md"),
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the plots; by default the one of the rows, beside the page.",
+            file_okay=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each measurement.")] = None,
     shape: Annotated[
         str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")
@@ -47,12 +54,12 @@ def figure(
         require_folders(page)
         for one in known.values() if name == "all" else [find_figure(name)]:
             if redraw:
-                show_figure(page, one, list(known))
+                show_figure(page, one, list(known), plots)
                 continue
             command = shlex.join(
                 ["kvlinker-lab", *(one.name if word == "all" else word for word in sys.argv[1:])]
             )
             with progress_display() as progress:
                 rows = one.measure(lab := Lab(settings, command, limit, shape, progress))
-            write_figure(page, one, lab.report(rows, one.shape), list(known))
+            write_figure(page, one, lab.report(rows, one.shape), list(known), plots)
             typer.echo(f"{one.name}: {one.finding(rows)}")

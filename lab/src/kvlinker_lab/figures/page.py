@@ -1,9 +1,10 @@
-"""Writes the page that shows figures: a part for each, replaced without touching what stands around
+"""Writes the page of figures: a section for each, replaced without a change to the text around
 it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,28 +15,30 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker_lab.figures.figure import Figure
 
-WIDTH = 100
-"""Characters of a line of prose."""
-
+_WIDTH = 100
 _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"
 
 
-def write_figure(page: Path, figure: Figure, report: Report, order: Sequence[str]) -> None:
-    """Write plot and rows into the folder named like the page, and the figure's part into the page.
+def write_figure(
+    page: Path, figure: Figure, report: Report, order: Sequence[str], plots: Path | None = None
+) -> None:
+    """Write the rows into the folder named like the page, the plot, and the section of the page.
 
-    A part that is there is replaced; a new one stands where ``order``, the names of all figures,
-    puts it.
+    A section of this figure is replaced; a new one goes where ``order``, the names of all figures,
+    puts it. The plot is beside the rows, or in the folder ``plots``.
     """
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     report.write_json(folder / f"{figure.name}.json")
-    show_figure(page, figure, order)
+    show_figure(page, figure, order, plots)
 
 
-def show_figure(page: Path, figure: Figure, order: Sequence[str]) -> None:
-    """Draw the stored rows of a figure, and write its part of the page.
+def show_figure(
+    page: Path, figure: Figure, order: Sequence[str], plots: Path | None = None
+) -> None:
+    """Draw the stored rows of a figure, and write its section of the page.
 
-    Raises InvalidRequestError if there are none.
+    Raises InvalidRequestError if no rows are stored.
     """
     folder = page.with_suffix("")
     stored = folder / f"{figure.name}.json"
@@ -46,11 +49,15 @@ def show_figure(page: Path, figure: Figure, order: Sequence[str]) -> None:
         raise InvalidRequestError(
             f"{stored} has no results of a figure: run it without --redraw."
         ) from error
+    plots = folder if plots is None else plots
+    plots.mkdir(parents=True, exist_ok=True)
+    plot = plots / f"{figure.name}.png"
     canvas = empty_figure(*figure.size)
     figure.draw(canvas, rows)
-    save_figure(canvas, folder / f"{figure.name}.png")
+    save_figure(canvas, plot)
+    image = Path(os.path.relpath(plot, page.parent)).as_posix()
     text = page.read_text(encoding="utf-8") if page.exists() else _INTRODUCTION
-    part = _part(figure, rows, content, f"{folder.name}/{figure.name}.png")
+    part = _part(figure, rows, content, image)
     page.write_text(_placed(text, figure.name, part, order), encoding="utf-8")
 
 
@@ -65,16 +72,17 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
             _table(figure.printed(rows), figure.columns),
             f"`{content['command']}`",
             _wrapped(
-                f"{content['settings']['model']} in {content['settings']['dtype']}, "
-                f"{machine['processor']}, {machine['threads']} threads, "
-                f"kvlinker {content['versions']['kvlinker']}, torch {content['versions']['torch']}."
+                f"{content['settings']['model']} in {content['settings']['dtype']}, {machine['processor']}, "
+                f"{machine['threads']} threads, kvlinker {content['versions']['kvlinker']}, "
+                f"torch {content['versions']['torch']}."
             ),
         ]
     )
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def _wrapped(paragraph: str) -> str:
+    """Break a paragraph into lines, but no word."""
+    return textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ for _name, _quantization in QUANTIZATIONS.items():
             program="llama.cpp",
             modules=("llama_cpp", "gguf"),
             distributions=("llama-cpp-python",),
-            installation="pip install 'kvlinker[peers]', which compiles it",
+            installation="pip install 'kvlinker-lab[peers]', which compiles it",
             model_types=frozenset({ARCHITECTURE}),
         )
     )

@@ -160,7 +160,7 @@ def _finding(rows: Sequence[Row]) -> str:
     elif oracle["vs_random_low"] > 0:
         verdict = "the tokens that deviate most matter less than others"
     else:
-        verdict = "no difference that could be told from chance"
+        verdict = "no significant difference"
     first, second = 100 - left(f"{ORACLE}-10"), left(f"{ORACLE}-10") - left(f"{ORACLE}-20")
     blend = by_policy["cacheblend-10"]
     return (

@@ -162,7 +162,7 @@ def _beside_full(row: Row) -> str:
     elif row["vs_full_low"] > 0:
         verdict = "ahead of full"
     else:
-        verdict = "no difference that could be told from chance"
+        verdict = "no significant difference"
     return f"{row['policy']} {row['vs_full']:+.2f} ({row['vs_full_low']:+.2f} to {row['vs_full_high']:+.2f}), {verdict}"
 
 

@@ -90,8 +90,8 @@ def _finding(rows: Sequence[Row]) -> str:
     return (
         f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. All of Cache-Craft "
         f"reaches, for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With the same share of every chunk in "
-        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare what "
-        "lies at equal shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
+        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare "
+        "designs at equal shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
     )
 
 

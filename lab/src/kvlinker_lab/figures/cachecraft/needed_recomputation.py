@@ -120,7 +120,7 @@ def _finding(rows: Sequence[Row]) -> str:
         f"to bring a reused chunk's relative KV deviation down to {SHOWN}, {sum(needed) / len(needed):.0%} of its "
         f"tokens must be computed again on average, in the order of inter attention. This share has rank correlation "
         f"{grouped_correlation(x, needed, groups)} with CCI·(1 − β′); the best line through zero has "
-        f"α = {line.slope:.2f} with R² = {fit}: {explains}. α depends on the deviation that is put up with: {slopes}."
+        f"α = {line.slope:.2f} with R² = {fit}: {explains}. α depends on the deviation that is accepted: {slopes}."
     )
 
 

@@ -68,11 +68,7 @@ def _finding(rows: Sequence[Row]) -> str:
         or rouge["causality"]["ci_low"] > rouge["positions"]["ci_high"]
     )
     better = max("positions", "causality", key=lambda fixed: float(rouge[fixed]["score"]))
-    verdict = (
-        f"fixing {better} alone gives more"
-        if apart
-        else "which of the two gives more cannot be told"
-    )
+    verdict = f"fixing {better} alone gives more" if apart else "neither of the two is better"
     return (
         f"ROUGE-L against full's own answers is {scores('rouge_l_vs_full')}; the tasks' own metric is {scores(TASK)} "
         f"(full: {overall(rows, TASK)['full']['score']:.2f}). By the intervals, {verdict}. Every chunk's KV comes from "

@@ -50,7 +50,7 @@ def _finding(rows: Sequence[Row]) -> str:
         f"beside {CACHEBLEND}, by request rate: {beside(ATTNLINK)}. {beside(LEGOLINK)}. "
         f"Of {sum(row['requests'] for row in rows)} requests {failed} failed. Times count from a request's arrival, so "
         "waiting is in them, where the paper leaves it out; throughput below saturation is the rate itself. Context "
-        "caches do not lie in the memory of running requests here, so the share that they take of it is not varied."
+        "caches are not in the memory of running requests here, so their share of it is not varied."
     )
 
 
