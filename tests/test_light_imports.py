@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-LIGHT = ("base", "prompting", "linking", "doors/client")
+LIGHT = ("base/types", "prompting", "linking", "doors/client")
 HEAVY = (
     "torch",
     "fastapi",

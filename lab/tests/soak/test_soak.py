@@ -89,7 +89,7 @@ def test_restarts_lose_no_request(tmp_path: Path) -> None:
         "6",
     ]
     result = CliRunner().invoke(
-        app, ["bench", "soak", *arguments, "--growth", "300", "--json", str(tmp_path / "soak.json")]
+        app, ["soak", *arguments, "--growth", "300", "--json", str(tmp_path / "soak.json")]
     )
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "soak.json").read_text())

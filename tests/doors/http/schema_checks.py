@@ -24,6 +24,7 @@ BEYOND_SCHEMAS = {
     "'metadata' is a list of": "A schema cannot compare the lengths of lists.",
     "has no word to search for": "What is a word is known by the index.",
     "Unknown policy": "Names of policies have parameters.",
+    "is in the past": "A schema does not know what time it is.",
     "of the same name": "Entries of a list are told apart by one of their fields.",
     "the context window takes": "Only the tokenizer can count tokens.",
     "Input should be a JSON object, as text": "A text may be JSON or not.",
