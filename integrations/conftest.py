@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from integrations.sample_facts import FACTS
 from tests.programs import kvlinker_serve
-
-from sample_facts import FACTS
 
 
 @pytest.fixture(scope="session")

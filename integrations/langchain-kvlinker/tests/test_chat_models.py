@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from integrations.sample_facts import FACTS, QUESTION
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
@@ -16,7 +17,6 @@ from langchain_kvlinker import (
     KVLinkerRetriever,
     context_blocks,
 )
-from sample_facts import FACTS, QUESTION
 
 
 @pytest.fixture

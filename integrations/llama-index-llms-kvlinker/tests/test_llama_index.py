@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from integrations.sample_facts import FACTS, QUESTION
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import (
     CacheControl,
@@ -32,8 +33,6 @@ from llama_index.llms.kvlinker import (
 )
 from llama_index.llms.kvlinker.content import body_messages, element, without_chunks
 from pydantic import BaseModel
-
-from sample_facts import FACTS, QUESTION
 
 TEMPLATE = PromptTemplate("{context_str}\n\nQuestion: {query_str}")
 
