@@ -103,6 +103,19 @@ def test_dashboard_shows_every_metric(exposed: Mapping[str, set[str]]) -> None:
     assert {name for name in exposed if name and not hidden.search(name)} <= shown
 
 
+def test_documentation_names_every_metric(exposed: Mapping[str, set[str]]) -> None:
+    """It names histograms as a whole, and no times of creation."""
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = page.split("\n## Metrics\n")[1].split("\n## ")[0]
+    named = {f"kvlinker:{name}" for name in re.findall(r"`(\w+)(?:\{[^}`]*\})?`", section)}
+    given = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for name in exposed
+        if name.startswith("kvlinker:") and not name.endswith("_created")
+    }
+    assert named - {"kvlinker:cached"} == given
+
+
 def test_panels_lie_side_by_side() -> None:
     """Ids are unique, and no panel covers another."""
     panels = dashboard()["panels"]
