@@ -1,7 +1,16 @@
 import pytest
 
 from kvlinker.linking import Needs, known_policies, parse_policy
-from kvlinker.linking.needs import EVERYTHING
+
+EVERYTHING = Needs(
+    forecast=True,
+    scores=True,
+    sensitivity=True,
+    variants=True,
+    question_attention=True,
+    layers="every",
+    chunk_attention=True,
+)
 
 
 @pytest.mark.parametrize(

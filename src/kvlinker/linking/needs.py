@@ -89,14 +89,3 @@ class Needs:
 
 NOTHING = Needs()
 """The needs of a policy that decides by the prompt alone."""
-
-EVERYTHING = Needs(
-    forecast=True,
-    scores=True,
-    sensitivity=True,
-    variants=True,
-    question_attention=True,
-    layers=EVERY_LAYER,
-    chunk_attention=True,
-)
-"""The needs that an engine offers which supports all policies."""
