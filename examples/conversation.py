@@ -30,7 +30,8 @@ def main() -> None:
                     end=" ",
                 )
                 print(
-                    f"{usage.fresh_tokens} fresh; first token after {1000 * answer.timing.ttft:.0f} ms"
+                    f"{usage.fresh_tokens} fresh; first token after"
+                    f" {1000 * answer.timing.ttft:.0f} ms"
                 )
 
 

@@ -31,7 +31,8 @@ class PrintUsage(BaseEventHandler):
         if isinstance(event, LLMChatEndEvent):
             usage = event.response.raw.usage
             print(
-                f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens} of them cached"
+                f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens}"
+                " of them cached"
             )
 
 

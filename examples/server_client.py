@@ -35,7 +35,8 @@ def main() -> None:
         if event.usage:
             details = event.usage.prompt_tokens_details
             print(
-                f"\n{event.usage.prompt_tokens} prompt tokens, {details.cached_tokens} of them cached,",
+                f"\n{event.usage.prompt_tokens} prompt tokens, {details.cached_tokens} of them"
+                " cached,",
                 end=" ",
             )
             print(f"{details.recomputed_tokens} recomputed")

@@ -9,7 +9,10 @@ import sys
 
 from openai import OpenAI
 
-TEXT = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a pilot.\n\n"
+TEXT = (
+    "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a"
+    " pilot.\n\n"
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Lisbon", "Oslo", "Varna"]}},

@@ -41,23 +41,25 @@ GEMMA3_ROPE = {
 }
 
 HERMES_TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "{{ '</tools>\\nCall as <tool_call>{\"name\": …}</tool_call><|im_end|>\\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{%"
+    " endfor %}{{ '</tools>\\nCall as <tool_call>{\"name\": …}</tool_call><|im_end|>\\n' }}{%"
+    " endif %}"
 )
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    "{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% if enable_thinking"
+    " is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{%"
+    " endif %}"
 )
 QWEN3 = HERMES_TOOLS + CHATML
 SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + CHATML
 LLAMA3 = (
-    "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
-    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}"
-    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% for"
+    " tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}{% for m in"
+    " messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{"
+    " '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>'"
+    " }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 GEMMA3 = (
     "{{ bos_token }}{% for m in messages %}"
@@ -70,8 +72,8 @@ PHI4 = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 OLMO2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 

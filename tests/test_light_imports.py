@@ -23,7 +23,8 @@ HEAVY = (
 COLLECT = """
 import sys, pytest
 status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1].split(",")])
-print(status.value, *(name for name in sys.argv[2].split(",") if name in sys.modules), file=sys.stderr)
+loaded = [name for name in sys.argv[2].split(",") if name in sys.modules]
+print(status.value, *loaded, file=sys.stderr)
 """
 
 

@@ -32,9 +32,18 @@ from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import RedisServer
 
 TEXTS = [
-    "The kettle stands in the kitchen, and it is green, as all the others in that house have been since spring.",
-    "The bicycle stands in the hall, and it is red, for somebody has painted it with what was left of the door.",
-    "The ladder stands in the shed, and it is blue, which nobody who had to climb it in the dark has ever noticed.",
+    (
+        "The kettle stands in the kitchen, and it is green, as all the others in that house have"
+        " been since spring."
+    ),
+    (
+        "The bicycle stands in the hall, and it is red, for somebody has painted it with what was"
+        " left of the door."
+    ),
+    (
+        "The ladder stands in the shed, and it is blue, which nobody who had to climb it in the"
+        " dark has ever noticed."
+    ),
 ]
 POLICIES = ["full", "naive", "legolink-4", "set-prefix", "h2o-30", "query-10", "cachecraft-1"]
 VARIANT_POLICIES = ["prefix", "set-prefix", "cachecraft-1"]

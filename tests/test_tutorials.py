@@ -25,7 +25,10 @@ MARK = "— next command —"
 SHELL = """
 set -m
 # What a reader installs goes beside this environment rather than into it.
-pip() { python -m pip "$1" --no-deps --no-build-isolation --disable-pip-version-check --target "$SITE" "${@:2}"; }
+pip() {
+  python -m pip "$1" --no-deps --no-build-isolation --disable-pip-version-check \\
+    --target "$SITE" "${@:2}"
+}
 """
 
 

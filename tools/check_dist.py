@@ -25,7 +25,8 @@ import sys
 from importlib.metadata import version
 from importlib.resources import files
 import kvlinker
-assert not kvlinker.__file__.startswith(sys.argv[1]), f"{kvlinker.__file__} is the source, not the wheel"
+path = kvlinker.__file__
+assert not path.startswith(sys.argv[1]), f"{path} is the source, not the wheel"
 missing = [name for name in sys.argv[2:] if not files("kvlinker").joinpath(name).is_file()]
 assert not missing, f"the wheel lacks {missing}"
 print(version("kvlinker"))
@@ -36,7 +37,8 @@ from kvlinker.settings import load_settings
 from kvlinker.quality.bench.load.servers import kvlinker_server
 with kvlinker_server(load_settings()) as server, Client(server.url) as client:
     question = "Tom Reyes lives in Oslo.\\n\\nQuestion: Where does Tom Reyes live?"
-    print(client.chat_completion([{"role": "user", "content": question}], max_tokens=8, temperature=0).text)
+    messages = [{"role": "user", "content": question}]
+    print(client.chat_completion(messages, max_tokens=8, temperature=0).text)
 """
 
 
@@ -114,7 +116,8 @@ def main(dist: Path, other: Path) -> None:
     if not answer:
         sys.exit(f"{wheel.name} serves a model that says nothing")
     print(
-        f"{wheel.name} and {source.name} are sound: {len(data)} data files, version {expected}, answer {answer!r}"
+        f"{wheel.name} and {source.name} are sound: {len(data)} data files, version {expected},"
+        f" answer {answer!r}"
     )
 
 

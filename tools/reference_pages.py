@@ -50,7 +50,10 @@ def main() -> None:
         (REFERENCE / page).parent.mkdir(parents=True, exist_ok=True)
         (REFERENCE / page).write_text(text, encoding="utf-8")
     modules = "\n".join(listed[1:])
-    first = f"---\ntitle: Reference\n---\n\n# Reference\n\n## Modules\n\n{modules}\n\n## kvlinker\n\n::: kvlinker\n"
+    first = (
+        f"---\ntitle: Reference\n---\n\n# Reference\n\n## Modules\n\n{modules}\n\n##"
+        " kvlinker\n\n::: kvlinker\n"
+    )
     (REFERENCE / "index.md").write_text(first, encoding="utf-8")
 
 

@@ -25,7 +25,10 @@ def subject():
 
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
-    names = "codecs conversation creation isolation memory neighbour overhead peers recognition soak store"
+    names = (
+        "codecs conversation creation isolation memory neighbour overhead peers recognition soak"
+        " store"
+    )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
     listed = CliRunner().invoke(app, ["--help"])

@@ -132,7 +132,8 @@ class AsyncLLM:
         """
         if stream and tools and tool_choice != "none":
             raise InvalidRequestError(
-                "'stream' gives the answer's text alone, in which no calls of 'tools' are. Leave one of them out.",
+                "'stream' gives the answer's text alone, in which no calls of 'tools' are. Leave"
+                " one of them out.",
                 param="stream",
             )
         asked = await asyncio.to_thread(

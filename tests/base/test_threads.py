@@ -25,7 +25,8 @@ SERVE_A_REQUEST = """
 import os, sys, threading
 from kvlinker import LLM
 with LLM(dtype="float32", state_dir=sys.argv[1], disk_space="1GiB") as llm:
-    caches = llm.generate_context_cache(["The kettle stands in the kitchen. " * 20, "The dog sleeps on the mat. " * 20])
+    texts = ["The kettle stands in the kitchen. " * 20, "The dog sleeps on the mat. " * 20]
+    caches = llm.generate_context_cache(texts)
     llm.completion([*caches, "Where is the kettle?"], policy="legolink-16", max_tokens=4)
     llm.store.flush()
     llm.completion([*caches, "Where is the dog?"], policy="cacheblend-15", max_tokens=4)
@@ -40,7 +41,11 @@ def native_threads(threads: int, folder: Path) -> int:
         [sys.executable, "-c", SERVE_A_REQUEST, str(folder)],
         env=os.environ
         | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        | {"MKL_DYNAMIC": "FALSE", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        | {
+            "MKL_DYNAMIC": "FALSE",
+            "OPENBLAS_NUM_THREADS": "1",
+            "RAYON_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=True,

@@ -34,8 +34,10 @@ def pdf(*lines: str) -> bytes:
     objects = (
         "<< /Type /Catalog /Pages 2 0 R >>",
         "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
-        " /Resources << /Font << /F1 5 0 R >> >> >>",
+        (
+            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
+            " /Resources << /Font << /F1 5 0 R >> >> >>"
+        ),
         f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream",
         "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     )
@@ -52,12 +54,20 @@ def docx(*paragraphs: str) -> bytes:
     body = "".join(f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in paragraphs)
     return archive(
         {
-            "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types"><Default Extension="rels" ContentType='
-            '"application/vnd.openxmlformats-package.relationships+xml"/><Override PartName="/word/document.xml" '
-            'ContentType="application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"/></Types>',
-            "_rels/.rels": f'<Relationships xmlns="{PACKAGE}/relationships"><Relationship Id="r1" Type='
-            f'"{OFFICE}/relationships/officeDocument" Target="word/document.xml"/></Relationships>',
-            "word/document.xml": f'<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>',
+            "[Content_Types].xml": (
+                f'<Types xmlns="{PACKAGE}/content-types"><Default Extension="rels" ContentType='
+                '"application/vnd.openxmlformats-package.relationships+xml"/><Override'
+                ' PartName="/word/document.xml" '
+                'ContentType="application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"/></Types>'
+            ),
+            "_rels/.rels": (
+                f'<Relationships xmlns="{PACKAGE}/relationships"><Relationship Id="r1"'
+                f' Type="{OFFICE}/relationships/officeDocument"'
+                ' Target="word/document.xml"/></Relationships>'
+            ),
+            "word/document.xml": (
+                f'<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>'
+            ),
         }
     )
 
@@ -70,11 +80,17 @@ def epub(title: str, *chapters: str) -> bytes:
     spine = "".join(f'<itemref idref="{name}"/>' for name in names)
     return archive(
         {
-            "META-INF/container.xml": '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
-            '<rootfile full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>',
-            "book.opf": '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata xmlns:dc='
-            f'"http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata>'
-            f"<manifest>{items}</manifest><spine>{spine}</spine></package>",
+            "META-INF/container.xml": (
+                "<container"
+                ' xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles><rootfile'
+                ' full-path="book.opf"'
+                ' media-type="application/oebps-package+xml"/></rootfiles></container>'
+            ),
+            "book.opf": (
+                '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata xmlns:dc='
+                f'"http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata>'
+                f"<manifest>{items}</manifest><spine>{spine}</spine></package>"
+            ),
         }
         | {
             name: f"<html><body>{text}</body></html>"
@@ -84,7 +100,8 @@ def epub(title: str, *chapters: str) -> bytes:
 
 
 HTML = """<html><head><title>t</title><style>p {color: red}</style></head>
-<body><h1>Tom Reyes</h1><p>lives in <b>Oslo</b>, Ærø &amp; Lima</p><script>alert(1)</script></body></html>"""
+<body><h1>Tom Reyes</h1><p>lives in <b>Oslo</b>, Ærø &amp; Lima</p>
+<script>alert(1)</script></body></html>"""
 
 
 def text_of(name: str, content: bytes) -> str:

@@ -68,7 +68,10 @@ def test_help_says_what_the_commands_say() -> None:
 
 
 def test_help_imports_no_command() -> None:
-    code = "import sys; from kvlinker.cli import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = (
+        "import sys; from kvlinker.cli import app; app(['--help'], standalone_mode=False);"
+        " print(*sys.modules)"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -238,9 +238,11 @@ def test_sync_removes_what_is_gone_and_nothing_else(
     assert result.exit_code == 0, result.stderr
     texts = set(kept(state).values())
     assert "numbers 1 2 3 and more words" not in texts
-    assert {"far away", "a note", "not a file's"} <= texts, (
-        "not below the path; another glob; not ingested"
-    )
+    assert {
+        "far away",
+        "a note",
+        "not a file's",
+    } <= texts, "not below the path; another glob; not ingested"
     assert any(text.startswith("# Cats") for text in texts)
     shutil.rmtree(library / "deep")
     (library / "cats.md").write_text(" ")
@@ -313,8 +315,8 @@ def test_cost_is_told_before_and_after(
     (line,) = lines(result)
     nbytes = line["tokens"] * tiny_model().kv_bytes_per_token
     assert (
-        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes / 1000:.1f} KB of KV for 28 B of text"
-        in result.stderr
+        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes / 1000:.1f} KB of KV for 28 B of"
+        " text" in result.stderr
     )
     assert "disk_codec int8" in result.stderr
     assert re.search(r"[\d.]+ K?B on disk for 28 B of text", result.stderr)

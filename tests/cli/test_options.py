@@ -38,7 +38,8 @@ def probe() -> typer.Typer:
     def show(settings: Settings) -> None:
         print(f"port={settings.port} policy={settings.policy} memory={int(settings.host_memory)}")
         print(
-            f"dir={settings.state_dir} remote={settings.trust_remote_code} keys={','.join(settings.api_keys)}"
+            f"dir={settings.state_dir} remote={settings.trust_remote_code}"
+            f" keys={','.join(settings.api_keys)}"
         )
 
     return probing
@@ -153,7 +154,8 @@ for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "benc
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         app([*command.split(), "--help"])
     assert "Usage" in shown.getvalue()
-heavy = {"torch", "transformers", "fastapi", "matplotlib", "sentencex", "scipy", "kvlinker.llm", "kvlinker.store"}
+heavy = {"torch", "transformers", "fastapi", "matplotlib", "sentencex", "scipy", "kvlinker.llm",
+         "kvlinker.store"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -162,8 +164,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a command with the settings that it names, and found among the modules of its
     folder."""
-    (tmp_path / "nap.py").write_text(
-        '''"""Measures how long a nap takes."""
+    (tmp_path / "nap.py").write_text('''"""Measures how long a nap takes."""
 
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 
@@ -173,8 +174,7 @@ def nap(setup: Setup, *, minutes: int = 20) -> None:
     """Measure a nap."""
     print(f"{minutes} minutes with {setup.settings.threads} threads")
     raise SystemExit
-'''
-    )
+''')
     monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
     monkeypatch.setattr(benchmark._registry, "_values", dict(benchmark._registry._values))
     benchmark.declared_benchmarks.cache_clear()

@@ -13,7 +13,10 @@ from kvlinker.cli import app
 from kvlinker.llm import LLM, Answer
 from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
-PEOPLE = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a pilot."
+PEOPLE = (
+    "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a"
+    " pilot."
+)
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ ONLY_TOOLS = (
     "{{ m.role + ': ' + m.content }}{% endfor %}"
 )
 KEY_BY_KEY = (
-    '{{ \'{"type": "function", "function": {\' }}{% for key, value in tool.function.items() %}'
-    "{% if value is string %}{{ '\"' + key + '\": \"' + value + '\"' }}"
-    "{% else %}{{ '\"' + key + '\": ' + value | tojson }}{% endif %}{{ ', ' if not loop.last }}{% endfor %}"
-    "{{ '}}' }}{{ ', ' if not loop.last else ']' }}"
+    '{{ \'{"type": "function", "function": {\' }}{% for key, value in tool.function.items()'
+    " %}{% if value is string %}{{ '\"' + key + '\": \"' + value + '\"' }}{% else %}{{ '\"' + key +"
+    " '\": ' + value | tojson }}{% endif %}{{ ', ' if not loop.last }}{% endfor %}{{ '}}' }}{{ ', '"
+    " if not loop.last else ']' }}"
 )
 IN_TAGS = (
     "\n<tool>\n<name>{{ tool.function.name }}</name><about>{{ tool.function.description }}</about>"
@@ -60,19 +60,20 @@ def each(tool: str) -> str:
 
 
 STYLES = {
-    "as Qwen's": "<tools>"
-    + each("{{ '\\n' }}{{ tool | tojson }}")
-    + "{{ '\\n' }}</tools>{{ '\\n\\n' }}",
-    "as Llama's": "No variables.{{ '\\n\\n' }}"
-    + each("{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}"),
+    "as Qwen's": (
+        "<tools>" + each("{{ '\\n' }}{{ tool | tojson }}") + "{{ '\\n' }}</tools>{{ '\\n\\n' }}"
+    ),
+    "as Llama's": (
+        "No variables.{{ '\\n\\n' }}" + each("{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}")
+    ),
     "as Mistral's": "[AVAILABLE_TOOLS] [" + each(KEY_BY_KEY) + "[/AVAILABLE_TOOLS]",
     "as SmolLM3's": "<tools>{{ '\\n' }}" + each("{{ tool | string }}{{ '\\n' }}") + "</tools>",
     "a list": "{{ tools | tojson }}",
     "an indented list": "{{ tools | tojson(indent=2) }}",
     "in tags": "<tools>" + each(IN_TAGS) + "{{ '\\n' }}</tools>",
-    "as types": "namespace functions {{ '{\\n\\n' }}"
-    + each(AS_TYPES)
-    + "{{ '}' }} // namespace functions",
+    "as types": (
+        "namespace functions {{ '{\\n\\n' }}" + each(AS_TYPES) + "{{ '}' }} // namespace functions"
+    ),
 }
 STYLED = {name: ONLY_TOOLS.replace("%s", style) for name, style in STYLES.items()}
 ALL = STYLED | {"in the message": templates.CHATML}

@@ -15,9 +15,10 @@ from tests.prompting.test_answer_forms import TIME, TOOLS
 from tests.toy_tokenizers import byte_level
 
 WITH_TOOLS = (
-    "{% if tools %}[{% for t in tools %}{{ t | tojson }};{% endfor %}]{% endif %}{% for m in messages %}"
-    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    "({{ c.function.arguments | tojson }}){% endfor %}{{ '#' ~ m.tool_call_id if m.tool_call_id else '' }}{% endfor %}"
+    "{% if tools %}[{% for t in tools %}{{ t | tojson }};{% endfor %}]{% endif %}{% for m in"
+    " messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name"
+    " }}({{ c.function.arguments | tojson }}){% endfor %}{{ '#' ~ m.tool_call_id if m.tool_call_id"
+    " else '' }}{% endfor %}"
 )
 CALL = {
     "id": "abc",
@@ -43,9 +44,10 @@ def text(template: str, messages: Any, *tools: Any) -> str:
 
 def test_templates_that_show_tools_are_given_them() -> None:
     shown = text(WITH_TOOLS, HISTORY, TIME)
-    assert shown == (
-        '[{"type": "function", "function": {"name": "get_time"}};]<user>Time?'
-        '<assistant>Wait.get_time({"zone": "CET"})get_time({"zone": "CET"})<tool>12:00#abc<tool>13:00#abc'
+    assert (
+        shown == '[{"type": "function", "function": {"name":'
+        ' "get_time"}};]<user>Time?<assistant>Wait.get_time({"zone": "CET"})get_time({"zone":'
+        ' "CET"})<tool>12:00#abc<tool>13:00#abc'
     )
 
 
@@ -56,8 +58,9 @@ def test_a_template_that_calls_them_otherwise_is_given_them_too() -> None:
 
 def test_others_show_calls_and_results_as_text() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
-    assert text(templates.CHATML, HISTORY) == (
-        f"<|start|>user\nTime?<|end|>\n<|start|>assistant\nWait.\n{call}\n{call}<|end|>\n"
+    assert (
+        text(templates.CHATML, HISTORY)
+        == f"<|start|>user\nTime?<|end|>\n<|start|>assistant\nWait.\n{call}\n{call}<|end|>\n"
         "<|start|>user\n<tool_response>\n12:00\n</tool_response>\n<tool_response>\n13:00\n</tool_response><|end|>\n"
         "<|start|>assistant\n"
     )

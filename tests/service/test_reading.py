@@ -169,9 +169,10 @@ def test_chunks_take_the_places_of_references() -> None:
         ChatMessage("system", (Chunk((1,)), "a", Chunk((0,)))),
         ChatMessage("user", ("b", Chunk((1,))), "ann"),
     ]
-    assert read.linked == (LinkedCache("cc_2", 1, False), LinkedCache("cc_1", 1, False)), (
-        "in the order of the prompt"
-    )
+    assert read.linked == (
+        LinkedCache("cc_2", 1, False),
+        LinkedCache("cc_1", 1, False),
+    ), "in the order of the prompt"
     assert read.ids == {Chunk((1,)).content: "cc_2", Chunk((0,)).content: "cc_1"}
     assert caches.asked == [("cc_2", "cc_1")], "once, and each id once"
     assert reading.completion((ONE, "a"), ANNA).prompt == (Chunk((0,)), "a")

@@ -17,9 +17,9 @@ from kvlinker.settings import load_settings
 def test_quotas_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kvlinker.toml"
     file.write_text(
-        'api_keys = ["a", "b"]\nadmin_keys = ["root", "a"]\ntenant_quota_bytes = "10MB"\ntenant_quota_caches = 5\n'
-        '[tenant_quotas.b]\nbytes = "20MB"\n[tenant_quotas.shared]\ncaches = 7\n'
-        '[tenant_quotas.a]\npinned_bytes = "1MB"\n'
+        'api_keys = ["a", "b"]\nadmin_keys = ["root", "a"]\ntenant_quota_bytes ='
+        ' "10MB"\ntenant_quota_caches = 5\n[tenant_quotas.b]\nbytes ='
+        ' "20MB"\n[tenant_quotas.shared]\ncaches = 7\n[tenant_quotas.a]\npinned_bytes = "1MB"\n'
     )
     monkeypatch.setenv("KVLINKER_CONFIG", str(file))
     settings = load_settings()
@@ -87,8 +87,10 @@ def test_bad_quotas(options: dict[str, Any]) -> None:
         ),
         (
             {"dtype": "flaot32"},
-            "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16' or 'float16'. "
-            "Did you mean 'float32'?",
+            (
+                "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16'"
+                " or 'float16'. Did you mean 'float32'?"
+            ),
         ),
         (
             {"generation_context": "prefx"},
@@ -102,8 +104,10 @@ def test_bad_quotas(options: dict[str, Any]) -> None:
         ),
         (
             {"tenant_quotas": {"shared": {"cache": 1}}},
-            "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
-            "Did you mean 'tenant_quotas.*.caches'?",
+            (
+                "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
+                "Did you mean 'tenant_quotas.*.caches'?"
+            ),
         ),
         (
             {"port": -1, "host": 3},

@@ -148,8 +148,8 @@ def is_sound(folder: Path, shared: Shared = ALONE) -> None:
     ) == (
         accounts(
             folder,
-            "SELECT tenant, (SELECT count(*) FROM context_caches c WHERE c.tenant = k.tenant), count(*), sum(length),"
-            " sum(nbytes) FROM chunks k GROUP BY tenant",
+            "SELECT tenant, (SELECT count(*) FROM context_caches c WHERE c.tenant = k.tenant),"
+            " count(*), sum(length), sum(nbytes) FROM chunks k GROUP BY tenant",
         )
     )
 

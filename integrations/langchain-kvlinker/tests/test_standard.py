@@ -13,7 +13,10 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from langchain_kvlinker import ChatKVLinker, KVLinkerRetriever
 
 understanding = pytest.mark.xfail(
-    reason="The model in the box is a toy: its calls are valid, but it knows no tools but those it was trained with."
+    reason=(
+        "The model in the box is a toy: its calls are valid, but it knows no tools but those it was"
+        " trained with."
+    )
 )
 
 

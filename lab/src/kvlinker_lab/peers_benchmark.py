@@ -49,7 +49,10 @@ def peers(
     systems: Annotated[
         str,
         typer.Option(
-            help="What to compare, with commas between; also kvlinker-int8, -int4, llama.cpp-q8_0, -q4_0."
+            help=(
+                "What to compare, with commas between; also kvlinker-int8, -int4, llama.cpp-q8_0,"
+                " -q4_0."
+            )
         ),
     ] = SYSTEMS,
     python: Annotated[
@@ -166,7 +169,8 @@ def _choose(
             )
         elif kind.model_types is not None and model_type not in kind.model_types:
             reasons.append(
-                f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not {model_type}."
+                f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not"
+                f" {model_type}."
             )
         else:
             running.append(kind)
@@ -213,7 +217,8 @@ def _correlations(taken: Mapping[str, Sequence[Measured]]) -> dict[str, float]:
 
 def _doubts(correlations: Mapping[str, float]) -> list[str]:
     return [
-        f"{name} does not run the same model: its log probabilities correlate with the others' by {correlation:.3f}."
+        f"{name} does not run the same model: its log probabilities correlate with the others' by"
+        f" {correlation:.3f}."
         for name, correlation in correlations.items()
         if correlation < SAME_MODEL
     ]

@@ -65,16 +65,22 @@ def recognition(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="Questions about passages, as bench quality takes them: reader (the default), a file, or a folder of "
-            "texts; may be repeated.",
+            help=(
+                "Questions about passages, as bench quality takes them: reader (the default), a"
+                " file, or a folder of "
+                "texts; may be repeated."
+            ),
             show_default=False,
         ),
     ] = None,
     template: Annotated[
         list[str] | None,
         typer.Option(
-            help="How passages are joined: plain (the default), langchain or llama-index (if installed), or a text "
-            "with {context} and {question}; may be repeated.",
+            help=(
+                "How passages are joined: plain (the default), langchain or llama-index (if"
+                " installed), or a text "
+                "with {context} and {question}; may be repeated."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -166,8 +172,10 @@ def _measured(
         "second_sight": _share(again),
         "known": _share(known),
         "whole": sum(each.whole for each in again) / passages,
-        "outside": sum(each.outside for each in again)
-        / max(1, sum(each.inside + each.outside for each in again)),
+        "outside": (
+            sum(each.outside for each in again)
+            / max(1, sum(each.inside + each.outside for each in again))
+        ),
         "ms_per_10k_characters": 1e3 * statistics.median(seconds),
         "answered": len(answers),
         "metric": questions[0].metric,

@@ -87,8 +87,10 @@ def test_what_breaks_in_a_restart_is_lost_and_what_is_told_to_be_cut_off_is_not(
     told = tally(ANSWER, cut)
     assert (told.cut, told.lost, told.requests) == (1, 0, 2)
     assert checks.nothing_failed(told).passed
-    assert checks.nothing_lost(told, [0, 0], refused=7).finding == (
-        "0 requests lost and 1 cut off in 2 restarts, beside 7 refusals of requests that were sent again"
+    assert (
+        checks.nothing_lost(told, [0, 0], refused=7).finding
+        == "0 requests lost and 1 cut off in 2 restarts, beside 7 refusals of requests that were"
+        " sent again"
     )
     lost = tally(ANSWER, RequestResult(0.1, 0.2, 1.0, failure=kind, detail="It broke."))
     assert lost.lost == 1

@@ -26,7 +26,10 @@ class WayOut(Enum):
     )
     DELETE = (
         "expire_cache() deletes one, expire_caches() all with some metadata.",
-        "DELETE /v1/context_caches/{id} deletes one, DELETE /v1/context_caches all with some metadata.",
+        (
+            "DELETE /v1/context_caches/{id} deletes one, DELETE /v1/context_caches all with some"
+            " metadata."
+        ),
         "`kvlinker caches rm` deletes them.",
     )
     SPLIT = (
@@ -162,7 +165,8 @@ class ContextCacheNotFoundError(KVLinkerError):
 
     def __init__(self, cache_id: str) -> None:
         super().__init__(
-            f"No context cache {cache_id!r}: it does not exist, has expired or was deleted. {WayOut.CREATE}",
+            f"No context cache {cache_id!r}: it does not exist, has expired or was deleted."
+            f" {WayOut.CREATE}",
             param="id",
         )
         self.cache_id = cache_id
@@ -176,8 +180,8 @@ class ContextCacheModelError(InvalidRequestError):
 
     def __init__(self, cache_id: str, *, made_with: str, served: str) -> None:
         super().__init__(
-            f"Context cache {cache_id!r} was made with another model ({made_with}, or other weights or dtype) "
-            f"than the one served now ({served}). Create it again.",
+            f"Context cache {cache_id!r} was made with another model ({made_with}, or other weights"
+            f" or dtype) than the one served now ({served}). Create it again.",
             param="id",
         )
         self.cache_id = cache_id

@@ -61,8 +61,9 @@ class Registry(Generic[T]):
                     entry_point.load()
                 except Exception as error:
                     raise KVLinkerError(
-                        f"The {self._kind} {entry_point.name!r} cannot be loaded from {entry_point.value}: {error}. "
-                        "Repair or uninstall the package that brings it."
+                        f"The {self._kind} {entry_point.name!r} cannot be loaded from"
+                        f" {entry_point.value}: {error}. Repair or uninstall the package that"
+                        " brings it."
                     ) from error
             self._loaded = True
         return self.registered()

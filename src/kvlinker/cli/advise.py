@@ -56,14 +56,20 @@ def advise(
         int | None,
         typer.Option(
             min=1,
-            help=f"Tokens of the context that is loaded; {DEFAULT_CONTEXT_TOKENS} by default, or what the model takes.",
+            help=(
+                f"Tokens of the context that is loaded; {DEFAULT_CONTEXT_TOKENS} by default, or"
+                " what the model takes."
+            ),
             show_default=False,
         ),
     ] = None,
     price: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Price of a tier per GB and month; may be given several times. Examples stand in: {_PRICES}.",
+            help=(
+                "Price of a tier per GB and month; may be given several times. Examples stand in:"
+                f" {_PRICES}."
+            ),
             metavar="TIER=NUMBER",
             show_default=False,
         ),

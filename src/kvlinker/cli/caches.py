@@ -173,7 +173,8 @@ def check_caches(
             if repair:
                 store.delete(key)
             typer.echo(
-                f"  {key}: no context cache holds it; {'removed' if repair else '--repair removes it'}"
+                f"  {key}: no context cache holds it;"
+                f" {'removed' if repair else '--repair removes it'}"
             )
         absent = len(held - store.keys())
         typer.echo(

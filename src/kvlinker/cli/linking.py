@@ -62,7 +62,8 @@ def check(
     typer.echo(f"{model} can be linked, in contexts of up to {window:,} tokens.")
     if window < transformer.config.get_text_config().max_position_embeddings:
         typer.echo(
-            "Its configuration says more, but further on it computes something else for the same text."
+            "Its configuration says more, but further on it computes something else for the same"
+            " text."
         )
 
 
@@ -93,7 +94,8 @@ def policies(
         )
     Console().print(table)
     typer.echo(
-        "Policies are joined with +, as in query-5+legolink-4: what any of them wants is recomputed."
+        "Policies are joined with +, as in query-5+legolink-4: what any of them wants is"
+        " recomputed."
     )
 
 
@@ -123,7 +125,10 @@ def calibrate(
     values: Annotated[
         str | None,
         typer.Option(
-            help="Numbers to try, with commas between; by default some from the range that the policy takes."
+            help=(
+                "Numbers to try, with commas between; by default some from the range that the"
+                " policy takes."
+            )
         ),
     ] = None,
     dataset: Annotated[

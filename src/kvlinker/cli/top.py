@@ -145,7 +145,8 @@ def read(client: Client) -> Snapshot:
         ) from error
     if missing := sorted(SHOWN - status.keys() if isinstance(status, dict) else SHOWN):
         raise ServerUnreachableError(
-            f"What answers is no server of kvlinker's: its status has no {', '.join(missing)}. Check the address."
+            f"What answers is no server of kvlinker's: its status has no {', '.join(missing)}."
+            " Check the address."
         )
     return Snapshot(time.monotonic(), status, samples)
 

@@ -138,9 +138,9 @@ class Forecast:
         """Return the percent of tokens that can be computed again while the chunks are loaded, at
         no cost in time.
 
-        It is at least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then max(r, r*), at most
-        100. Loading that overlaps with nothing hides nothing: the result is ``least`` then, unless it would be quicker
-        to compute everything.
+        It is at least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then
+        max(r, r*), at most 100. Loading that overlaps with nothing hides nothing: the result is
+        ``least`` then, unless it would be quicker to compute everything.
         """
         if self.load is None or not self.prefill:
             return least

@@ -42,7 +42,10 @@ class Number:
 
     @property
     def allowed(self) -> str:
-        return f"{'a whole number' if self.whole else 'a number'} from {self.minimum:g} to {self.maximum:g}"
+        return (
+            f"{'a whole number' if self.whole else 'a number'} from {self.minimum:g} to"
+            f" {self.maximum:g}"
+        )
 
     def read(self, text: str) -> float | int | None:
         """Parse the value that ``text`` writes; None when it is something else."""
@@ -176,7 +179,8 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
                 break
         else:
             raise PolicyError(
-                f"Policy {family!r} does not take {word!r} in '{family}-{text}'. It is written {usage(cls, family)}.",
+                f"Policy {family!r} does not take {word!r} in '{family}-{text}'. It is written"
+                f" {usage(cls, family)}.",
                 param="link.policy",
             )
     for name, (parameter, entry) in parameters.items():

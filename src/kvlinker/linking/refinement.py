@@ -186,7 +186,8 @@ class _StepEvidence:
     def chunk_attention(self) -> NDArray[np.float32]:
         if self.watch is None:
             raise RuntimeError(
-                "a policy that looks at the question's attention on chunks must say that it needs it"
+                "a policy that looks at the question's attention on chunks must say that it"
+                " needs it"
             )
         self.watch.want(self.layer)
         attention = self.watch.attention

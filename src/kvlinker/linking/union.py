@@ -30,7 +30,8 @@ class Union(Policy):
     def __post_init__(self) -> None:
         if len(self.members) < 2 or len({member.positioned for member in self.members}) > 1:
             raise PolicyError(
-                f"Policy {self.name!r}: only two or more policies that place keys alike can be joined.",
+                f"Policy {self.name!r}: only two or more policies that place keys alike can be"
+                " joined.",
                 param="link.policy",
             )
 

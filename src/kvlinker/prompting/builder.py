@@ -121,8 +121,8 @@ class PromptBuilder:
             case GenerationContext.BOS:
                 if self._bos is None:
                     raise InvalidRequestError(
-                        "The model's tokenizer has no BOS token, so chunks cannot be generated in context 'bos'. "
-                        "Use 'alone' or 'prefix'.",
+                        "The model's tokenizer has no BOS token, so chunks cannot be generated in"
+                        " context 'bos'. Use 'alone' or 'prefix'.",
                         param="context",
                     )
                 return Chunk(tokens if tokens[0] == self._bos else (self._bos, *tokens))

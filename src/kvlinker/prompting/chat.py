@@ -150,9 +150,9 @@ class ChatTemplate:
         parts, shown = pieces.cut(rendered)
         if sorted(shown) != list(range(len(pieces))):
             raise InvalidRequestError(
-                f"The chat template drops or repeats content: it shows {len(set(shown))} of {len(pieces)} "
-                f"context caches, {len(shown)} times in all. Place them in messages that it shows once. "
-                f"{WayOut.COMPLETE}",
+                f"The chat template drops or repeats content: it shows {len(set(shown))} of"
+                f" {len(pieces)} context caches, {len(shown)} times in all. Place them in messages"
+                f" that it shows once. {WayOut.COMPLETE}",
                 param="messages",
             )
         return parts

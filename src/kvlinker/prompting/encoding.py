@@ -152,8 +152,9 @@ def require_unicode(text: str, *, param: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}. "
-            "Send valid UTF-8, and surrogates in JSON escapes only in pairs.",
+            f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at"
+            f" character {error.start}. Send valid UTF-8, and surrogates in JSON escapes only in"
+            " pairs.",
             param=param,
         ) from None
 

@@ -40,8 +40,8 @@ class LengthLimit:
         characters = sum(map(len, texts))
         if characters > self.max_characters:
             raise ContextLengthError(
-                f"The text has {characters:,} characters; the context window of {self.max_tokens:,} tokens takes at "
-                f"most {self.max_characters:,}. {WayOut.SPLIT}",
+                f"The text has {characters:,} characters; the context window of {self.max_tokens:,}"
+                f" tokens takes at most {self.max_characters:,}. {WayOut.SPLIT}",
                 param=param,
             )
         sampled = self.max_tokens * SAMPLED_CHARACTERS
@@ -50,8 +50,9 @@ class LengthLimit:
                 tokens = self._encoder.count_roughly(text[:sampled])
                 if tokens > self.max_tokens * SAMPLE_EXCESS:
                     raise ContextLengthError(
-                        f"The text has {len(text):,} characters, of which the first {sampled:,} alone are {tokens:,} "
-                        f"tokens; the context window takes {self.max_tokens:,}. {WayOut.SPLIT}",
+                        f"The text has {len(text):,} characters, of which the first {sampled:,}"
+                        f" alone are {tokens:,} tokens; the context window takes"
+                        f" {self.max_tokens:,}. {WayOut.SPLIT}",
                         param=param,
                     )
 
@@ -59,7 +60,8 @@ class LengthLimit:
         """Check the number of tokens of a whole prompt. Raises ContextLengthError."""
         if tokens > self.max_tokens:
             raise ContextLengthError(
-                f"The prompt has {tokens:,} tokens; the context window takes {self.max_tokens:,}. Shorten the prompt.",
+                f"The prompt has {tokens:,} tokens; the context window takes {self.max_tokens:,}."
+                " Shorten the prompt.",
                 param="messages",
             )
 
@@ -67,6 +69,7 @@ class LengthLimit:
         """Check the number of token ids of one prompt. Raises ContextLengthError."""
         if count > self.max_tokens:
             raise ContextLengthError(
-                f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send fewer.",
+                f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send"
+                " fewer.",
                 param=param,
             )

@@ -49,6 +49,7 @@ def marked_text(part: Mapping[str, Any], text: str, *, param: str) -> str | Mark
         case {"type": "ephemeral"} if control.get("ttl") is None:
             return MarkedText(text)
     raise InvalidRequestError(
-        f"'cache_control' is {control!r}, but must be {{'type': 'ephemeral'}}, perhaps with a 'ttl' such as '5m'.",
+        f"'cache_control' is {control!r}, but must be {{'type': 'ephemeral'}}, perhaps with a 'ttl'"
+        " such as '5m'.",
         param=param,
     )

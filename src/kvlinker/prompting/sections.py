@@ -22,8 +22,8 @@ _INTRODUCTION = (
     "Each line describes one, with a JSON schema of its arguments:\n"
 )
 _INSTRUCTIONS = (
-    "\nTo call one, write its name and its arguments as JSON between these tags, and then wait for the result:\n"
-    '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
+    "\nTo call one, write its name and its arguments as JSON between these tags, and then wait for"
+    ' the result:\n<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
 
 _GAP = "\n\n"

@@ -56,7 +56,8 @@ def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[CachedPart]:
         return (prompt,)
     if not isinstance(prompt, Sequence):
         raise InvalidRequestError(
-            f"'prompt' is {prompt!r}, but must be a text, token ids, or a list of texts and context caches.",
+            f"'prompt' is {prompt!r}, but must be a text, token ids, or a list of texts and context"
+            " caches.",
             param="prompt",
         )
     token_ids = tuple(part for part in prompt if isinstance(part, int))
@@ -89,8 +90,8 @@ def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
                 if isinstance(parameters, Mapping | None):
                     continue
         raise InvalidRequestError(
-            f"Tool {index} is {tool!r}, but must be {{'type': 'function', 'function': {{'name': …}}}}, perhaps with a "
-            "'description' and 'parameters', a JSON schema.",
+            f"Tool {index} is {tool!r}, but must be {{'type': 'function', 'function': {{'name':"
+            " …}}, perhaps with a 'description' and 'parameters', a JSON schema.",
             param="tools",
         )
     return tuple({**tool, "function": _given(tool["function"])} for tool in tools)
@@ -141,7 +142,8 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
     parts: Any = (content,) if isinstance(content, str) else content
     if not isinstance(parts, Sequence):
         raise InvalidRequestError(
-            f"The content of message {index} is {content!r}, but must be a text or a list of texts and context caches.",
+            f"The content of message {index} is {content!r}, but must be a text or a list of texts"
+            " and context caches.",
             param="messages",
         )
     if not isinstance(name, str | None):
@@ -152,7 +154,8 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
     for field in message.keys() - known:
         if message[field] is not None:
             raise InvalidRequestError(
-                f"Message {index} has a field {field!r}, which is not known.{did_you_mean(str(field), known)}",
+                f"Message {index} has a field {field!r}, which is not"
+                f" known.{did_you_mean(str(field), known)}",
                 param="messages",
             )
     fields = {field: message[field] for field in _FIELDS if message.get(field) is not None}
@@ -164,7 +167,8 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
 def _parse_calls(index: int, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise InvalidRequestError(
-            f"The tool_calls of message {index} are {calls!r}, but must be a list of calls, as answers have them.",
+            f"The tool_calls of message {index} are {calls!r}, but must be a list of calls, as"
+            " answers have them.",
             param="messages",
         )
     return [template_call(call) for call in calls]
@@ -187,10 +191,12 @@ def _parse_part(part: ContentPart, param: str) -> str | CachedPart:
             )
         case Mapping():
             raise InvalidRequestError(
-                f"Content part of type {part.get('type')!r}: only 'text' and 'context_cache' are supported.",
+                f"Content part of type {part.get('type')!r}: only 'text' and 'context_cache' are"
+                " supported.",
                 param=param,
             )
     raise InvalidRequestError(
-        f"A content part is {part!r}, but must be a text, a context cache, or a part with a 'type'.",
+        f"A content part is {part!r}, but must be a text, a context cache, or a part with a"
+        " 'type'.",
         param=param,
     )

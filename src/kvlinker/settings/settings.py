@@ -115,8 +115,10 @@ class Settings(BaseSettings):
     )
     on_engine_failure: Literal["exit", "restart"] = Field(
         default="exit",
-        description="When the engine has failed, as after a kill of vLLM's process: end the server with code 3, or "
-        "start the engine again.",
+        description=(
+            "When the engine has failed, as after a kill of vLLM's process: end the server with"
+            " code 3, or start the engine again."
+        ),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
@@ -139,7 +141,9 @@ class Settings(BaseSettings):
     )
     generation_config: Literal["auto", "off"] = Field(
         default="auto",
-        description="Sampling parameters that requests leave out are the model's own recommendation.",
+        description=(
+            "Sampling parameters that requests leave out are the model's own recommendation."
+        ),
     )
     max_answer_tokens: int | None = Field(
         default=None,
@@ -156,7 +160,10 @@ class Settings(BaseSettings):
     )
     chunk_scores: bool = Field(
         default=True,
-        description="Collect chunks' attention scores and sensitivity; cachecraft, h2o and query-…-sensitive use them.",
+        description=(
+            "Collect chunks' attention scores and sensitivity; cachecraft, h2o and"
+            " query-…-sensitive use them."
+        ),
     )
     max_variants: int = Field(
         default=64,
@@ -166,8 +173,11 @@ class Settings(BaseSettings):
 
     implicit: Literal["auto", "marked", "off"] = Field(
         default="marked",
-        description="Texts that become chunks without an id: marked (documents, and parts with cache_control), auto "
-        "(also long ones that come again, and known ones inside others), off.",
+        description=(
+            "Texts that become chunks without an id: marked (documents, and parts with"
+            " cache_control), auto (also long ones that come again, and known ones inside others),"
+            " off."
+        ),
     )
     implicit_policy: str | None = Field(
         default=None,
@@ -199,13 +209,17 @@ class Settings(BaseSettings):
     slo_tpot: float | None = Field(
         default=None,
         gt=0,
-        description="Most milliseconds per token of answers under way: prompts beside them are computed in pieces that "
-        "fit; by default 2.25 times what a step takes without prompts.",
+        description=(
+            "Most milliseconds per token of answers under way: prompts beside them are computed in"
+            " pieces that fit; by default 2.25 times what a step takes without prompts."
+        ),
     )
     slo_ttft: float | None = Field(
         default=None,
         gt=0,
-        description="Requests that would wait longer for their first token, in seconds, answer 429.",
+        description=(
+            "Requests that would wait longer for their first token, in seconds, answer 429."
+        ),
     )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads for the model; all that there are by default."
@@ -213,7 +227,10 @@ class Settings(BaseSettings):
 
     native_attention: bool = Field(
         default=True,
-        description="Compile code for attention, norms and products with weights where the CPU multiplies bfloat16.",
+        description=(
+            "Compile code for attention, norms and products with weights where the CPU multiplies"
+            " bfloat16."
+        ),
     )
 
     state_dir: Path = Field(
@@ -222,8 +239,10 @@ class Settings(BaseSettings):
     )
     device_memory: ByteSize | None = Field(
         default=None,
-        description="Device tier budget, where the model's device has memory of its own; by default a tenth of what is "
-        "free on CUDA.",
+        description=(
+            "Device tier budget, where the model's device has memory of its own; by default a tenth"
+            " of what is free on CUDA."
+        ),
     )
     host_memory: ByteSize = Field(
         default_factory=lambda: ByteSize(machine.memory() // 4), description="Host tier budget."
@@ -235,11 +254,16 @@ class Settings(BaseSettings):
     )
     eviction: Eviction = Field(
         default="lru",
-        description="What device, host and disk tier give up first: least recently used chunks, or least reused ones.",
+        description=(
+            "What device, host and disk tier give up first: least recently used chunks, or least"
+            " reused ones."
+        ),
     )
     redis_url: SecretStr | None = Field(
         default=None,
-        description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0.",
+        description=(
+            "Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+        ),
     )
     redis_space: ByteSize = Field(
         default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers."
@@ -271,7 +295,9 @@ class Settings(BaseSettings):
 
     tenant_quota_bytes: ByteSize | None = Field(
         default=None,
-        description="KV that each tenant may keep, as computed, each chunk once; no limit by default.",
+        description=(
+            "KV that each tenant may keep, as computed, each chunk once; no limit by default."
+        ),
     )
     tenant_quota_caches: int | None = Field(
         default=None,
@@ -280,24 +306,33 @@ class Settings(BaseSettings):
     )
     tenant_quota_pinned_bytes: ByteSize | None = Field(
         default=None,
-        description="KV that each tenant may pin, as computed, each chunk once; no limit by default.",
+        description=(
+            "KV that each tenant may pin, as computed, each chunk once; no limit by default."
+        ),
     )
 
     encryption_key: SecretStr | None = Field(
         default=None,
-        description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable.",
+        description=(
+            "Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
+        ),
     )
 
     search: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted.",
+        description=(
+            "Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
+        ),
     )
 
     audit: Share = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Share of answers, such as 1%, that are compared with the full computation in idle time.",
+        description=(
+            "Share of answers, such as 1%, that are compared with the full computation in idle"
+            " time."
+        ),
     )
     audit_tokens: int | None = Field(
         default=None,
@@ -316,17 +351,24 @@ class Settings(BaseSettings):
         default=None,
         gt=0.5,
         lt=1,
-        description="Share of answers, such as 0.98, that are to agree with the full computation: the default policy's "
-        "number follows what the audit finds.",
+        description=(
+            "Share of answers, such as 0.98, that are to agree with the full computation: the"
+            " default policy's number follows what the audit finds."
+        ),
     )
     quality_policies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(),
-        description="Policies that it may become, the cheapest first, with commas between; by default other numbers of "
-        "policy. The last resort is full.",
+        description=(
+            "Policies that it may become, the cheapest first, with commas between; by default other"
+            " numbers of policy. The last resort is full."
+        ),
     )
     require_certificate: bool = Field(
         default=False,
-        description="Answer only under policies that kvlinker certify has certified with this model, and full.",
+        description=(
+            "Answer only under policies that kvlinker certify has certified with this model, and"
+            " full."
+        ),
     )
     quality_per_tenant: bool = Field(
         default=False, description="Steer the default policy of each tenant apart."
@@ -339,13 +381,17 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(),
-        description="Host names that requests may use beside localhost, with commas between; * for any. Without them, "
-        "only servers without API keys check.",
+        description=(
+            "Host names that requests may use beside localhost, with commas between; * for any."
+            " Without them, only servers without API keys check."
+        ),
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(),
-        description="Origins whose pages may call the server from browsers, such as https://app.example, with commas "
-        "between; * for any. None by default.",
+        description=(
+            "Origins whose pages may call the server from browsers, such as https://app.example,"
+            " with commas between; * for any. None by default."
+        ),
     )
     request_timeout: float = Field(
         default=30,
@@ -359,7 +405,9 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="What is logged: info has a line per request, warning and error only what is wrong.",
+        description=(
+            "What is logged: info has a line per request, warning and error only what is wrong."
+        ),
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="How the log is written: text, or json, an object per line."
@@ -416,8 +464,8 @@ class Settings(BaseSettings):
     def _weights_fit(cls, value: WeightFormat, info: ValidationInfo) -> WeightFormat:
         if value != "auto" and info.data.get("engine") == "vllm":
             raise ValueError(
-                'vLLM quantises by options of its own: leave it out, and give vllm_options {"quantization": "fp8"}, or '
-                "another of vLLM's methods"
+                "vLLM quantises by options of its own: leave it out, and give vllm_options"
+                ' {"quantization": "fp8"}, or another of vLLM\'s methods'
             )
         dtype = info.data.get("dtype")
         if value == "bf16" and dtype not in ("auto", "bfloat16"):
@@ -443,7 +491,8 @@ class Settings(BaseSettings):
         for origin in value:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+", origin):
                 raise ValueError(
-                    f"{origin!r} is no origin: write scheme, host and port, such as https://app.example"
+                    f"{origin!r} is no origin: write scheme, host and port, such as"
+                    " https://app.example"
                 )
         return value
 

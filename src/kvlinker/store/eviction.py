@@ -28,8 +28,8 @@ def use_weight(recomputed: float) -> float:
     """Return what a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1 /
     LEAST_SHARE.
 
-    ``recomputed`` is the share of the chunk's tokens that the use computes again; under Cache-Craft the CFO (section
-    3.3).
+    ``recomputed`` is the share of the chunk's tokens that the use computes again; under Cache-Craft
+    the CFO (section 3.3).
     """
     return 1 / min(1.0, max(recomputed, LEAST_SHARE))
 

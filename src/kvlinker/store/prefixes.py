@@ -52,8 +52,8 @@ class SpilledPrefixes:
             self._folder = ProcessFolder(root)
         except OSError as error:
             raise StoreError(
-                f"The folder {root} cannot be used: {error}. Make it a folder that this user may write to, or set "
-                "prefix_cache to off."
+                f"The folder {root} cannot be used: {error}. Make it a folder that this user may"
+                " write to, or set prefix_cache to off."
             ) from error
         self._events = events
         self._tier = disk.beside(self._folder.path, NAME)

@@ -58,7 +58,8 @@ def rekey(
             return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
         except OSError as error:
             raise StoreError(
-                f"A chunk file below {chunks} was not encrypted anew: {error}. Run this again with the same keys."
+                f"A chunk file below {chunks} was not encrypted anew: {error}. Run this again with"
+                " the same keys."
             ) from error
 
 

@@ -165,7 +165,8 @@ class Speeds:
             )
             return {}
         self._complain(
-            f"{self._path} is of version {version}, not {FORMAT_VERSION}: it is not used, and left alone."
+            f"{self._path} is of version {version}, not {FORMAT_VERSION}: it is not used, and left"
+            " alone."
         )
         self._path = None
         return {}

@@ -277,7 +277,10 @@ def answering(status: int, content: bytes, **headers: str) -> Client:
 
 
 def test_overload_tells_when_to_come_back() -> None:
-    body = b'{"error": {"message": "busy", "type": "overloaded_error", "param": null, "code": "overloaded"}}'
+    body = (
+        b'{"error": {"message": "busy", "type": "overloaded_error", "param": null, "code":'
+        b' "overloaded"}}'
+    )
     with pytest.raises(OverloadedError) as caught:
         answering(429, body, **{"Retry-After": "7"}).chat_completion(HELLO)
     assert caught.value.retry_after == 7

@@ -28,7 +28,9 @@ BEYOND_SCHEMAS = {
     "of the same name": "Entries of a list are told apart by one of their fields.",
     "the context window takes": "Only the tokenizer can count tokens.",
     "Input should be a JSON object, as text": "A text may be JSON or not.",
-    "a message of role": "Where tools and documents are shown depends on the model's chat template.",
+    "a message of role": (
+        "Where tools and documents are shown depends on the model's chat template."
+    ),
 }
 """By pattern of the error, why no JSON schema can say it."""
 

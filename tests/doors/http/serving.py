@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 MODEL_NAME = "tiny"
 CONTEXT_WINDOW = 2048
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|start|>{{ message['role'] }}\n{{"
+    " message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{%"
+    " endif %}"
 )
 
 

@@ -25,7 +25,10 @@ from kvlinker.doors.http.edge.connections import (
 from kvlinker.doors.http.edge.draining import Drain
 from tests.doors.http.serving import Served, serving
 
-HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n"
+HEAD = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+    b" application/json\r\nContent-Length: 13\r\n"
+)
 BODY = b'{"text": "a"}'
 WAIT = 20.0
 """Seconds after which a connection counts as never closed."""

@@ -134,9 +134,10 @@ def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(
         }
         for field, entries in told.items():
             assert entries[0] is None
-            assert {len(entry) - given[field] for entry in entries[1:]} <= {0, 1}, (
-                "the token itself may be one of them"
-            )
+            assert {len(entry) - given[field] for entry in entries[1:]} <= {
+                0,
+                1,
+            }, "the token itself may be one of them"
 
 
 def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> None:
@@ -172,8 +173,9 @@ def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> 
 
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.name ~ ': ' if m.name else '' }}{{ m.role }}{{ m.reasoning_content or '' }}"
-    "{{ m.content }};{% endfor %}{% if mood %}({{ mood }}){% endif %}{% if add_generation_prompt %}>{% endif %}"
+    "{% for m in messages %}{{ m.name ~ ': ' if m.name else '' }}{{ m.role }}{{ m.reasoning_content"
+    " or '' }}{{ m.content }};{% endfor %}{% if mood %}({{ mood }}){% endif %}{% if"
+    " add_generation_prompt %}>{% endif %}"
 )
 
 

@@ -42,8 +42,9 @@ def test_a_body_that_announces_too_much_is_refused_before_it_comes(served: Serve
 
 def test_two_lengths_of_one_body_are_refused_and_the_connection_closed(served: Served) -> None:
     request = (
-        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 6\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+        b" application/json\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET"
+        b" /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     )
     received = exchanged(served, request)
     assert received.startswith(b"HTTP/1.1 400 ")

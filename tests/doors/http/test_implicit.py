@@ -241,8 +241,8 @@ TEMPLATE_WITH_TOOLS = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     + TEMPLATE_WITH_DOCUMENTS.replace(
         "{{ message['content'] }}",
-        "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
-        "{{ message.tool_call_id }}",
+        "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function |"
+        " tojson }}{% endfor %}{{ message.tool_call_id }}",
     )
 )
 
@@ -326,7 +326,7 @@ def test_what_is_marked_lives_on_with_every_use(tmp_path: Path) -> None:
     a, b, short = text("la"), text("lb"), {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
     with server(tmp_path, implicit_ttl=2000) as served:
         begun = time.time()
-        (long_id, short_id) = ids(ask(served, part(a, EPHEMERAL), part(b, short)))
+        long_id, short_id = ids(ask(served, part(a, EPHEMERAL), part(b, short)))
 
         def life(cache_id: str) -> float:
             expires: float = served.get(f"/v1/context_caches/{cache_id}").json()["expires_at"]

@@ -13,10 +13,11 @@ from kvlinker.llm import LLM
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 
 TEMPLATE = (
-    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ["
-    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{{ eos_token }}"
-    "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in"
+    " messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls"
+    " %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{{ eos_token"
+    " }}{% elif m.role == 'tool' %}[RESULT]{{ m.content }}{% else %}{{ m.content }}{{ eos_token"
+    " }}{% endif %}{% endfor %}"
 )
 TOOL: Any = {
     "type": "function",

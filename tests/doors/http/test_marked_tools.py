@@ -25,16 +25,17 @@ MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
 TEMPLATE_WITH_TOOLS = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n' }}</tools>"
-    "{% endif %}" + TEMPLATE
+    "{% if tools %}<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n'"
+    " }}</tools>{% endif %}" + TEMPLATE
 )
 
 
 def function(name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "description": f"Tells the {name}: "
-        + " ".join(f"{name}{number:03d}" for number in range(40)),
+        "description": (
+            f"Tells the {name}: " + " ".join(f"{name}{number:03d}" for number in range(40))
+        ),
         "parameters": {
             "type": "object",
             "properties": {"city": {"enum": ["Oslo", "Varna"]}},

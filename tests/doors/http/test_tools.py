@@ -372,8 +372,9 @@ class TestMistakes:
 
 
 REASONING_TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor"
+    " %}<|start|>assistant\n{% if enable_thinking is defined and not enable_thinking"
+    " %}<think>\n\n</think>\n\n{% endif %}"
 )
 
 

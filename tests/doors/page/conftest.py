@@ -25,7 +25,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DROP = """files => {
   const transfer = new DataTransfer();
   for (const [name, bytes] of files) transfer.items.add(new File([new Uint8Array(bytes)], name));
-  const dropped = new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+  const options = { dataTransfer: transfer, bubbles: true, cancelable: true };
+  const dropped = new DragEvent("drop", options);
   document.getElementById("drop").dispatchEvent(dropped);
 }"""
 

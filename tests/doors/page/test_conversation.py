@@ -45,7 +45,8 @@ def states(shown: Watched) -> list[str]:
     """What each token is coloured as, in the layer that is chosen."""
     found: list[str] = shown.page.eval_on_selector_all(
         "#tokens span",
-        "spans => spans.map(span => ['cached', 'recomputed', 'fresh'].filter(s => span.classList.contains(s)).join())",
+        "spans => spans.map(span => ['cached', 'recomputed', 'fresh'].filter(s =>"
+        " span.classList.contains(s)).join())",
     )
     return found
 
@@ -78,7 +79,8 @@ def test_an_answer_is_streamed(shown: Watched) -> None:
         """() => { window.seen = []; new MutationObserver(() => {
           const text = document.querySelector(".turn .answered").textContent;
           if (text && seen.at(-1) !== text) seen.push(text);
-        }).observe(document.getElementById("turns"), { childList: true, subtree: true, characterData: true }) }"""
+        }).observe(document.getElementById("turns"),
+          { childList: true, subtree: true, characterData: true }) }"""
     )
     bodies = body_of(shown)
     shown.ask("Who lives in Oslo?")

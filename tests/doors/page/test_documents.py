@@ -11,7 +11,10 @@ import pytest
 from tests.doors.http.serving import Served
 from tests.doors.page.conftest import Watched
 
-PEOPLE = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a pilot.\n\n"
+PEOPLE = (
+    "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a"
+    " pilot.\n\n"
+)
 NURSE = "Ana Petrov lives in Lima. She works as a nurse.\n"
 
 
@@ -49,8 +52,10 @@ def test_progress_is_told_by_chunks(shown: Watched) -> None:
     seen: list[str] = []
     shown.page.expose_function("note", lambda words: seen.append(words))
     shown.page.evaluate(
-        """() => new MutationObserver(() => note(document.querySelector("#uploads small").textContent))
-        .observe(document.getElementById("uploads"), { childList: true, subtree: true, characterData: true })"""
+        """() => new MutationObserver(
+          () => note(document.querySelector("#uploads small").textContent)
+        ).observe(document.getElementById("uploads"),
+          { childList: true, subtree: true, characterData: true })"""
     )
     shown.drop(long__txt=PEOPLE * 120)
     told = [words for words in seen if re.fullmatch(r"\d+ of \d+ chunks", words)]

@@ -86,7 +86,8 @@ def test_nothing_can_be_loaded_from_elsewhere(shown: Watched) -> None:
         == "refused"
     )
     ran = shown.page.evaluate(
-        """() => { const script = document.createElement("script"); script.textContent = "window.ran = true";
+        """() => { const script = document.createElement("script");
+        script.textContent = "window.ran = true";
         document.body.append(script); return Boolean(window.ran) }"""
     )
     assert not ran
@@ -124,7 +125,8 @@ CONTRAST = """() => {
       return share <= .04045 ? share / 12.92 : ((share + .055) / 1.055) ** 2.4;
     });
   };
-  const light = colour => read(colour).reduce((sum, value, index) => sum + value * [.2126, .7152, .0722][index], 0);
+  const light = colour => read(colour).reduce(
+    (sum, value, index) => sum + value * [.2126, .7152, .0722][index], 0);
   const card = light(getComputedStyle(document.getElementById("conversation")).backgroundColor);
   const contrast = element => {
     const own = light(getComputedStyle(element).color);

@@ -20,19 +20,31 @@ COLOURS = 96
 HOMES = (
     (
         "north",
-        "Tom Reyes lives in Oslo. He works as a pilot.\nIda Okoye lives in Turku. She works as a teacher.\n",
+        (
+            "Tom Reyes lives in Oslo. He works as a pilot.\nIda Okoye lives in Turku. She works as"
+            " a teacher.\n"
+        ),
     ),
     (
         "south",
-        "Mira Holt lives in Varna. She works as a baker.\nLeo Novak lives in Rome. He works as a painter.\n",
+        (
+            "Mira Holt lives in Varna. She works as a baker.\nLeo Novak lives in Rome. He works as"
+            " a painter.\n"
+        ),
     ),
     (
         "west",
-        "Ana Petrov lives in Lima. She works as a nurse.\nJon Berg lives in Quito. He works as a lawyer.\n",
+        (
+            "Ana Petrov lives in Lima. She works as a nurse.\nJon Berg lives in Quito. He works as"
+            " a lawyer.\n"
+        ),
     ),
     (
         "east",
-        "Max Chen lives in Hanoi. He works as a farmer.\nEva Silva lives in Osaka. She works as a tailor.\n",
+        (
+            "Max Chen lives in Hanoi. He works as a farmer.\nEva Silva lives in Osaka. She works as"
+            " a tailor.\n"
+        ),
     ),
 )
 

@@ -27,7 +27,8 @@ def stream(text, stop=()):
 
 
 @pytest.mark.parametrize(
-    "text", ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"]
+    "text",
+    ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"],
 )
 def test_characters_come_out_whole(text):
     pieces, _ = stream(text)

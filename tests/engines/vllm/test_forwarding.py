@@ -51,11 +51,14 @@ async def test_a_whole_answer_is_edited_and_its_length_told() -> None:
 
 @pytest.mark.parametrize("cut", [1, 9, 20, 33, 47, 60])
 async def test_chunks_are_edited_wherever_they_are_cut(cut: int) -> None:
-    stream = b': ping\n\ndata: {"choices": []}\n\ndata: {"choices": [1]}\n\ndata: {"error": {}}\n\ndata: [DONE]\n\n'
+    stream = (
+        b': ping\n\ndata: {"choices": []}\n\ndata: {"choices": [1]}\n\ndata: {"error": {}}\n\ndata:'
+        b" [DONE]\n\n"
+    )
     sent, _ = await edited(EVENTS, *body_of(stream[:cut], stream[cut:], b""))
     told = b"".join(message["body"] for message in sent[1:])
-    assert told == (
-        b': ping\n\ndata: {"choices":[],"number":0}\n\ndata: {"choices":[1],"number":1}\n\n'
+    assert (
+        told == b': ping\n\ndata: {"choices":[],"number":0}\n\ndata: {"choices":[1],"number":1}\n\n'
         b'data: {"error": {}}\n\ndata: [DONE]\n\n'
     )
 

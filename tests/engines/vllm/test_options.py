@@ -22,7 +22,10 @@ def test_the_connectors_own_options_are_taken_out():
     [
         (
             {"state_dri": "/data"},
-            r"no setting 'state_dri' \(from kv_connector_extra_config: state_dri\). Did you mean 'state_dir'",
+            (
+                r"no setting 'state_dri' \(from kv_connector_extra_config: state_dri\). Did you"
+                r" mean 'state_dir'"
+            ),
         ),
         ({"host_memory": "much"}, "host_memory is 'much' .from kv_connector_extra_config"),
         ({"port": -1}, "port is -1 .from kv_connector_extra_config"),

@@ -39,9 +39,9 @@ def test_another_version_is_refused_and_left_alone(path: Path, version: int) -> 
     before = path.read_bytes()
     age = "an older" if version < SCHEMA_VERSION else "a newer"
     message = (
-        f"The catalog {path} was written by {age} kvlinker: it has schema {version}, and this kvlinker reads only "
-        f"schema {SCHEMA_VERSION}. Use the kvlinker that wrote it, choose another state directory, or move the file "
-        "away"
+        f"The catalog {path} was written by {age} kvlinker: it has schema {version}, and this"
+        f" kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that wrote it, choose"
+        " another state directory, or move the file away"
     )
     with pytest.raises(StoreError, match=re.escape(message)):
         Catalog(path)

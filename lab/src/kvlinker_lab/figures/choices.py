@@ -51,19 +51,25 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     of = {row["policy"]: row for row in rows if row["task"] == ALL_TASKS}
     told = [
-        f"{name} chooses right in {row['score']:.1%} and as full in {row['kept']:.1%} [{row['kept_low']:.1%}, "
-        f"{row['kept_high']:.1%}]"
+        f"{name} chooses right in {row['score']:.1%} and as full in {row['kept']:.1%}"
+        f" [{row['kept_low']:.1%}, {row['kept_high']:.1%}]"
         for name, row in of.items()
         if name != "full"
     ]
-    return f"of {of['full']['n']} choices full makes {of['full']['score']:.1%} right; {'; '.join(told)}."
+    return (
+        f"of {of['full']['n']} choices full makes {of['full']['score']:.1%} right;"
+        f" {'; '.join(told)}."
+    )
 
 
 FIGURE = Figure(
     name="choices",
     title="Whether a choice between two answers is kept",
     source="kvlinker's own question",
-    claim="judges that read candidates from reused KV change their choice although accuracy stays (arXiv 2601.08343).",
+    claim=(
+        "judges that read candidates from reused KV change their choice although accuracy stays"
+        " (arXiv 2601.08343)."
+    ),
     columns=(
         "task",
         "policy",

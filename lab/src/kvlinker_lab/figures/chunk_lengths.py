@@ -74,9 +74,9 @@ def _finding(rows: Sequence[Row]) -> str:
         together = _together(members)
         scores = {row["policy"]: row["score"] for row in together}
         sentences.append(
-            f"On {dataset} in chunks of {length} tokens, full scores {scores['full']:.2f}, naive "
-            f"{scores['naive']:.2f}; {KEPT:.1%} of full is kept by {told_cheapest(together)}, and on each kind by "
-            f"{', '.join(kept_everywhere(members)) or 'none'}."
+            f"On {dataset} in chunks of {length} tokens, full scores {scores['full']:.2f}, naive"
+            f" {scores['naive']:.2f}; {KEPT:.1%} of full is kept by {told_cheapest(together)}, and"
+            f" on each kind by {', '.join(kept_everywhere(members)) or 'none'}."
         )
     return " ".join(sentences)
 
@@ -85,8 +85,10 @@ FIGURE = Figure(
     name="chunk-lengths",
     title="Chunks of 256 and 512 tokens",
     source="kvlinker's own question",
-    claim="the papers cut documents in chunks of 256 to 512 tokens; kvlinker's own goal is 99.5% of full's score at 3% "
-    "recomputed, on every kind of question.",
+    claim=(
+        "the papers cut documents in chunks of 256 to 512 tokens; kvlinker's own goal is 99.5% of"
+        " full's score at 3% recomputed, on every kind of question."
+    ),
     columns=(
         "chunk_tokens",
         "dataset",

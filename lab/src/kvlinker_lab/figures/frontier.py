@@ -122,9 +122,9 @@ def _finding(rows: Sequence[Row]) -> str:
         together = [row for row in shown if row["task"] == ALL_TASKS]
         scores = {row["policy"]: row["score"] for row in together}
         sentences.append(
-            f"On {dataset}, full scores {scores['full']:.2f}, naive {scores['naive']:.2f}; {KEPT:.1%} of full is kept "
-            f"by {told_cheapest(together)}, and on each of its kinds by "
-            f"{', '.join(kept_everywhere(shown)) or 'none'}."
+            f"On {dataset}, full scores {scores['full']:.2f}, naive {scores['naive']:.2f};"
+            f" {KEPT:.1%} of full is kept by {told_cheapest(together)}, and on each of its kinds by"
+            f" {', '.join(kept_everywhere(shown)) or 'none'}."
         )
     return " ".join(sentences)
 
@@ -170,9 +170,12 @@ FIGURE = Figure(
     name="frontier",
     title="What it takes to keep the answers",
     source="kvlinker's own goal",
-    claim="at least 99.5% of full's score at 3% recomputed, on every kind of question. Others report of themselves, "
-    "with other models and questions: ProphetKV 96 to 101% at 20%, InfoFlow KV 91 to 100% at about 15% (Qwen3-14B, "
-    "three multi-hop sets), CacheClip up to 95% and 85% at 20%; FusionRAG recomputes less than 15%.",
+    claim=(
+        "at least 99.5% of full's score at 3% recomputed, on every kind of question. Others report"
+        " of themselves, with other models and questions: ProphetKV 96 to 101% at 20%, InfoFlow KV"
+        " 91 to 100% at about 15% (Qwen3-14B, three multi-hop sets), CacheClip up to 95% and 85% at"
+        " 20%; FusionRAG recomputes less than 15%."
+    ),
     columns=(
         "dataset",
         "task",

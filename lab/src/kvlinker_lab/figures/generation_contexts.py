@@ -80,9 +80,10 @@ def _finding(rows: Sequence[Row]) -> str:
         shown = [row for row in rows if (row["context"], row["task"]) == (context, "all")]
         scores = {row["policy"]: row["score"] for row in shown}
         sentences.append(
-            f"With `{context}`, full scores {scores['full']:.3f} and naive {scores['naive']:.3f}; at least {KEPT:.1%} "
-            f"of full is kept by {told_cheapest(shown)}. On prose, naive adds {_prose_loss(rows, context, 'naive')}, "
-            f"legolink-1 {_prose_loss(rows, context, 'legolink-1')}."
+            f"With `{context}`, full scores {scores['full']:.3f} and naive {scores['naive']:.3f};"
+            f" at least {KEPT:.1%} of full is kept by {told_cheapest(shown)}. On prose, naive adds"
+            f" {_prose_loss(rows, context, 'naive')}, legolink-1"
+            f" {_prose_loss(rows, context, 'legolink-1')}."
         )
     return " ".join(sentences)
 
@@ -93,14 +94,20 @@ def _prose_loss(rows: Sequence[Row], context: str, policy: str) -> str:
         for row in rows
         if (row["context"], row["task"], row["policy"]) == (context, "prose", policy)
     )
-    return f"{row['vs_full']:+.4f} nats per token [{row['vs_full_low']:+.4f}, {row['vs_full_high']:+.4f}]"
+    return (
+        f"{row['vs_full']:+.4f} nats per token [{row['vs_full_low']:+.4f},"
+        f" {row['vs_full_high']:+.4f}]"
+    )
 
 
 FIGURE = Figure(
     name="contexts",
     title="Generation contexts and policies",
     source="kvlinker's own question",
-    claim="EPIC's code keeps a BOS token in each chunk; APE and Prompt Cache report that a shared prefix helps.",
+    claim=(
+        "EPIC's code keeps a BOS token in each chunk; APE and Prompt Cache report that a shared"
+        " prefix helps."
+    ),
     columns=(
         "context",
         "task",

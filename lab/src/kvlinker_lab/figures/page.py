@@ -72,9 +72,9 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
             _table(figure.printed(rows), figure.columns),
             f"`{content['command']}`",
             _wrapped(
-                f"{content['settings']['model']} in {content['settings']['dtype']}, {machine['processor']}, "
-                f"{machine['threads']} threads, kvlinker {content['versions']['kvlinker']}, "
-                f"torch {content['versions']['torch']}."
+                f"{content['settings']['model']} in {content['settings']['dtype']},"
+                f" {machine['processor']}, {machine['threads']} threads, kvlinker"
+                f" {content['versions']['kvlinker']}, torch {content['versions']['torch']}."
             ),
         ]
     )

@@ -13,7 +13,10 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker_lab.peers.peer import PeerKind, Task
 from kvlinker_lab.peers.worker import Measured
 
-_IS_INSTALLED = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
+_IS_INSTALLED = (
+    "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec,"
+    " sys.argv[1:])))"
+)
 
 
 def parse_pythons(options: Sequence[str], programs: Collection[str]) -> dict[str, str]:
@@ -24,7 +27,8 @@ def parse_pythons(options: Sequence[str], programs: Collection[str]) -> dict[str
         name, _, path = option.partition("=")
         if name not in programs:
             raise InvalidRequestError(
-                f"--python {option}: write PROGRAM=PATH, where PROGRAM is one of {', '.join(sorted(programs))}.",
+                f"--python {option}: write PROGRAM=PATH, where PROGRAM is one of"
+                f" {', '.join(sorted(programs))}.",
                 param="python",
             )
         if not Path(path).is_file():

@@ -27,7 +27,8 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
     return ReportCheck(
         name,
         last - middle <= allowed,
-        f"{middle:.1f} in the middle third, {last:.1f} in the last, which may be {allowed:.1f} more",
+        f"{middle:.1f} in the middle third, {last:.1f} in the last, which may be {allowed:.1f}"
+        " more",
     )
 
 
@@ -40,8 +41,8 @@ def nothing_failed(tally: Tally) -> ReportCheck:
     return ReportCheck(
         "failed requests",
         not tally.failures,
-        f"{tally.failures.total()} beside {tally.complete} complete answers, {tally.aborted} aborted on purpose and "
-        f"{tally.not_found} that asked for what was deleted{told}",
+        f"{tally.failures.total()} beside {tally.complete} complete answers, {tally.aborted}"
+        f" aborted on purpose and {tally.not_found} that asked for what was deleted{told}",
     )
 
 
@@ -52,8 +53,9 @@ def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportC
     return ReportCheck(
         "restarts",
         not (tally.lost or wrong),
-        f"{tally.lost} requests lost and {tally.cut} cut off in {len(statuses)} restarts, beside {refused} refusals of "
-        "requests that were sent again" + (f"; exit status {wrong}" if wrong else ""),
+        f"{tally.lost} requests lost and {tally.cut} cut off in {len(statuses)} restarts, beside"
+        f" {refused} refusals of requests that were sent again"
+        + (f"; exit status {wrong}" if wrong else ""),
     )
 
 
@@ -67,16 +69,18 @@ def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
     return ReportCheck(
         "requests counted",
         tally.complete <= ended <= tally.complete + tally.aborted and not failed,
-        f"{ended} by the server, {failed} of them failed; by clients {tally.complete} complete and {tally.aborted} "
-        "aborted",
+        f"{ended} by the server, {failed} of them failed; by clients {tally.complete} complete and"
+        f" {tally.aborted} aborted",
     )
 
 
 def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     """Check that server and clients count the same tokens, where no request was aborted."""
     counted = {
-        source: after.total("prompt_tokens_total", source=source)
-        - before.total("prompt_tokens_total", source=source)
+        source: (
+            after.total("prompt_tokens_total", source=source)
+            - before.total("prompt_tokens_total", source=source)
+        )
         for source in ("cached", "recomputed", "fresh")
     }
     counted["output"] = after.total("output_tokens_total") - before.total("output_tokens_total")
@@ -102,7 +106,8 @@ def nothing_held(figures: Figures) -> ReportCheck:
     return ReportCheck(
         "held by requests",
         not (running or waiting or slots),
-        f"{slots} slots used, {running} requests running and {waiting} waiting when all were answered",
+        f"{slots} slots used, {running} requests running and {waiting} waiting when all were"
+        " answered",
     )
 
 
@@ -115,8 +120,8 @@ def audit_done(figures: Figures) -> ReportCheck:
     return ReportCheck(
         "audit",
         not (pending or failed),
-        f"{figures.total('audit_samples_total')} answers compared, {pending} pending, {failed} failed; "
-        f"{figures.total('audit_skipped_total')} skipped",
+        f"{figures.total('audit_samples_total')} answers compared, {pending} pending, {failed}"
+        f" failed; {figures.total('audit_skipped_total')} skipped",
     )
 
 
@@ -127,7 +132,8 @@ def disk_indexed(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
     return ReportCheck(
         "disk index",
         (chunks, nbytes) == (len(sizes), sum(sizes)),
-        f"{chunks} chunks of {nbytes} bytes in the index, {len(sizes)} files of {sum(sizes)} bytes on the disk",
+        f"{chunks} chunks of {nbytes} bytes in the index, {len(sizes)} files of {sum(sizes)} bytes"
+        " on the disk",
     )
 
 
@@ -137,7 +143,8 @@ def nothing_kept(caches: int, figures: Figures, files: int) -> ReportCheck:
     return ReportCheck(
         "deleted",
         not (caches or chunks or files),
-        f"{caches} context caches, {chunks} chunks in tiers and {files} chunk files once all were deleted",
+        f"{caches} context caches, {chunks} chunks in tiers and {files} chunk files once all were"
+        " deleted",
     )
 
 

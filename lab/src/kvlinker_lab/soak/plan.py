@@ -44,8 +44,8 @@ class SoakPlan:
     def __post_init__(self) -> None:
         if self.seconds < FEWEST_SAMPLES * self.every:
             raise InvalidRequestError(
-                f"{self.seconds:g} seconds have fewer than {FEWEST_SAMPLES} samples, one every {self.every:g}: growth "
-                "cannot be seen. Take longer, or look more often.",
+                f"{self.seconds:g} seconds have fewer than {FEWEST_SAMPLES} samples, one every"
+                f" {self.every:g}: growth cannot be seen. Take longer, or look more often.",
                 param="every",
             )
 

@@ -103,7 +103,8 @@ def main() -> None:
         for choice in choices:
             called, told = tool_calls(llm, count, choice=choice)
             print(
-                f"tools, {choice}: {called} of {count} called right, {told} of those answered right with the result"
+                f"tools, {choice}: {called} of {count} called right, {told} of those answered right"
+                " with the result"
             )
 
 

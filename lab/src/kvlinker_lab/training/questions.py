@@ -18,17 +18,19 @@ Kind = Literal[
 - ``anaphora``: in a passage that continues another one and does not name the subject;
 - ``bridge``: behind another entity, such as the river of the city where somebody lives; the answer
   names both ("Lisbon, Tagus");
-- ``comparison``: the age of the older or younger of two people, whose ages are stated in two places;
-  the answer names both first ("Holt 61, Berg 30: 61");
+- ``comparison``: the age of the older or younger of two people, whose ages are stated in two
+  places; the answer names both first ("Holt 61, Berg 30: 61");
 - ``fewshot``: beside the full name, to be given in the format of examples that come first;
 - ``needle``: in one sentence within prose about other things;
 - ``chain``: three or four steps away, over one friend or two; the answer names every step
   ("Berg, Lisbon, Tagus");
-- ``count``: the number of people of whom the same is said; the answer names them first ("Holt, Berg: 2");
+- ``count``: the number of people of whom the same is said; the answer names them first ("Holt,
+  Berg: 2");
 - ``order``: which of two people something was noted of first, by the days of the notes; a note that
   continues another is of the same day ("Holt 12, Berg 40: Holt");
 - ``correction``: in a later passage that corrects an earlier one;
-- ``rule``: beside the full name, in a form that a passage elsewhere prescribes for this person alone;
+- ``rule``: beside the full name, in a form that a passage elsewhere prescribes for this person
+  alone;
 - ``listing``: all over the passages: what is said of each person ("Holt Varna, Berg Lisbon");
 - ``record``: beside or behind the full name, as a JSON object;
 - ``call``: in no passage: a tool has to be called, or what it returned has to be told.
@@ -55,7 +57,8 @@ WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "count", "listing", "recor
 ALL_KINDS: tuple[Kind, ...] = (*WORLD_KINDS, "call")
 
 Theme = Literal[
-    "haystack", "bridges", "places", "ages", "examples", "chains", "groups", "notes", "corrections", "rules",
+    "haystack", "bridges", "places", "ages", "examples", "chains", "groups", "notes", "corrections",
+    "rules",
     "rolls", "records", "people",
 ]  # fmt: skip
 """What a world is about: ``people`` has plain facts only."""

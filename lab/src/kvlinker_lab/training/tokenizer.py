@@ -57,7 +57,10 @@ def _corpus() -> Iterator[str]:
         for template in FORMATS:
             yield template.replace("{v}", "it")
         yield "Question: What is the surname of the older one, or the younger one?\n\n"
-        yield "Examples:\nAnswer like this:\nUse this format:\nContinued. Further notes. More on this.\n\n"
+        yield (
+            "Examples:\nAnswer like this:\nUse this format:\nContinued. Further notes. More on"
+            " this.\n\n"
+        )
     for _ in range(2000):
         name = words.invented_name(rng)
         yield f"{name} {name}"

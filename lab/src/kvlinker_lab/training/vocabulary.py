@@ -29,15 +29,15 @@ MEN = _words(
 )
 
 SURNAMES = _words(
-    "Holt Berg Stone Marsh Keller Novak Lind Dahl Voss Brandt Adler Becker Conrad Decker Ebner "
-    "Falk Gruber Haas Jansen Kraus Lange Moser Nagel Ortiz Pohl Quist Ritter Sauer Thorn Ulrich "
-    "Vogel Weiss Ziegler Archer Barlow Carver Dalton Ellis Foster Garner Hayes Irving Jensen "
-    "Kemp Lawson Mercer Norris Osborn Parker Quinn Reeves Sutton Turner Underhill Vance Walsh "
-    "Reyes Yates Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell "
-    "Madsen Nolan Oakley Pratt Ramsey Sawyer Talbot Usher Vernon Whitaker Zeller Alvarez Bianchi "
-    "Costa Duarte Esposito Ferrari Gomez Herrera Ivanov Jokic Kowalski Lopez Moretti Nunez Okafor "
-    "Petrov Rossi Silva Tanaka Umar Vargas Wong Yamada Zhang Chen Kumar Singh Patel Sato Kim "
-    "Nguyen Ali Haddad Johnson Smith Miller Brown Davis Wilson Taylor"
+    "Holt Berg Stone Marsh Keller Novak Lind Dahl Voss Brandt Adler Becker Conrad Decker Ebner Falk"
+    " Gruber Haas Jansen Kraus Lange Moser Nagel Ortiz Pohl Quist Ritter Sauer Thorn Ulrich Vogel"
+    " Weiss Ziegler Archer Barlow Carver Dalton Ellis Foster Garner Hayes Irving Jensen Kemp Lawson"
+    " Mercer Norris Osborn Parker Quinn Reeves Sutton Turner Underhill Vance Walsh Reyes Yates"
+    " Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell Madsen"
+    " Nolan Oakley Pratt Ramsey Sawyer Talbot Usher Vernon Whitaker Zeller Alvarez Bianchi Costa"
+    " Duarte Esposito Ferrari Gomez Herrera Ivanov Jokic Kowalski Lopez Moretti Nunez Okafor Petrov"
+    " Rossi Silva Tanaka Umar Vargas Wong Yamada Zhang Chen Kumar Singh Patel Sato Kim Nguyen Ali"
+    " Haddad Johnson Smith Miller Brown Davis Wilson Taylor"
 )
 
 CITIES = _words(
@@ -53,10 +53,10 @@ CITIES = _words(
 )
 
 RIVERS = _words(
-    "Sorn Danube Rhine Elbe Oder Vltava Drava Sava Tisza Neva Volga Don Dvina Loire Rhone Seine "
-    "Garonne Ebro Tagus Douro Tiber Arno Adige Thames Severn Trent Tyne Tweed Clyde Shannon Tamar "
-    "Nile Niger Congo Zambezi Ganges Indus Mekong Yangtze Amur Ob Kolyma Irtysh Ohio Hudson Orinoco "
-    "Parana Murray Waikato Yukon"
+    "Sorn Danube Rhine Elbe Oder Vltava Drava Sava Tisza Neva Volga Don Dvina Loire Rhone Seine"
+    " Garonne Ebro Tagus Douro Tiber Arno Adige Thames Severn Trent Tyne Tweed Clyde Shannon Tamar"
+    " Nile Niger Congo Zambezi Ganges Indus Mekong Yangtze Amur Ob Kolyma Irtysh Ohio Hudson"
+    " Orinoco Parana Murray Waikato Yukon"
 )
 
 COMPANIES = _words(
@@ -99,7 +99,8 @@ FIELDS = _words(
 )
 
 COLOURS = _words(
-    "red blue green yellow purple orange white black brown grey pink violet silver gold crimson turquoise"
+    "red blue green yellow purple orange white black brown grey pink violet silver gold crimson"
+    " turquoise"
 )
 
 PRODUCTS = _words(
@@ -132,9 +133,10 @@ answer."""
 LABELS = _words("Answer Result Found Reply Value Entry Fact Note Output Word")
 
 RARER_LABELS = _words(
-    "Solution Response Statement Detail Item Record Line Point Key Finding Data Info Text Field Content Match Hit "
-    "Choice Verdict Report Message Summary Claim Mark Label Slot Cell Row Column Name Term Thing Object Title Topic "
-    "Heading Index Source Target Return Final Given Known Listed Stated Written Said Sure True Yes Here Then So Thus"
+    "Solution Response Statement Detail Item Record Line Point Key Finding Data Info Text Field"
+    " Content Match Hit Choice Verdict Report Message Summary Claim Mark Label Slot Cell Row Column"
+    " Name Term Thing Object Title Topic Heading Index Source Target Return Final Given Known"
+    " Listed Stated Written Said Sure True Yes Here Then So Thus"
 )
 
 _ONSETS = _words("b br c d dr f g gr h j k kl l m n p pr r s sk st t tr v w z")

@@ -29,8 +29,8 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Contextualization:
-    """Tells how much a chunk of ``tokens`` tokens looked at the chunks before it, and at itself (Cache-Craft, section
-    3.1)."""
+    """Tells how much a chunk of ``tokens`` tokens looked at the chunks before it, and at itself
+    (Cache-Craft, section 3.1)."""
 
     tokens: int
 

@@ -52,8 +52,8 @@ class AnswerGrammar:
             case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
                 return cls.json_schema(schema, param=f"{param}.json_schema.schema")
         raise InvalidRequestError(
-            f"'response_format' is {form!r}, but must be {{'type': 'text'}}, {{'type': 'json_object'}}, or "
-            "{'type': 'json_schema', 'json_schema': {'schema': …}}.",
+            f"'response_format' is {form!r}, but must be {{'type': 'text'}}, {{'type':"
+            " 'json_object'}, or {'type': 'json_schema', 'json_schema': {'schema': …}}.",
             param=param,
         )
 

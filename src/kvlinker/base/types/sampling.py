@@ -106,18 +106,21 @@ class SamplingParams:
             for token in getattr(self, name):
                 if type(token) is not int or not 0 <= token < TOKEN_IDS:
                     raise InvalidRequestError(
-                        f"{token!r} in {name} is no token id, a whole number from 0 to {TOKEN_IDS - 1}.",
+                        f"{token!r} in {name} is no token id, a whole number from 0 to"
+                        f" {TOKEN_IDS - 1}.",
                         param=name,
                     )
         for token, bias in self.logit_bias.items():
             if not isinstance(bias, int | float) or not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise InvalidRequestError(
-                    f"The logit_bias of token {token} is {bias!r}, but must be from {-MOST_BIAS} to {MOST_BIAS}.",
+                    f"The logit_bias of token {token} is {bias!r}, but must be from {-MOST_BIAS} to"
+                    f" {MOST_BIAS}.",
                     param="logit_bias",
                 )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the answer before.",
+                f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the"
+                " answer before.",
                 param="min_tokens",
             )
 
@@ -132,7 +135,8 @@ class SamplingParams:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(
-                f"logit_bias is {self.logit_bias!r}, but must be a mapping from token ids to numbers.",
+                f"logit_bias is {self.logit_bias!r}, but must be a mapping from token ids to"
+                " numbers.",
                 param="logit_bias",
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))

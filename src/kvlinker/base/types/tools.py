@@ -67,7 +67,8 @@ def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
         parsed = None
     if not isinstance(name, str) or not isinstance(parsed, Mapping):
         raise InvalidRequestError(
-            f"A call of a tool is {dict(call)!r}, but needs a 'function' with a 'name' and 'arguments', a JSON object.",
+            f"A call of a tool is {dict(call)!r}, but needs a 'function' with a 'name' and"
+            " 'arguments', a JSON object.",
             param="messages",
         )
     return {

@@ -31,7 +31,8 @@ def convert(content: bytes, suffix: str) -> str:
         from markitdown import StreamInfo, converters
     except ModuleNotFoundError as error:
         raise MissingLibraryError(
-            f"{suffix} files need a converter that is not installed: pip install 'kvlinker[documents]'"
+            f"{suffix} files need a converter that is not installed: pip install"
+            " 'kvlinker[documents]'"
         ) from error
     logging.getLogger("pdfminer").setLevel(logging.ERROR)  # it warns of every odd font
     converter = getattr(converters, FORMATS[suffix])()

@@ -29,13 +29,15 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
     )
     if storage.codec == "raw" and nbytes >= WORTH_A_CODEC_BYTES:
         typer.echo(
-            "kvlinker: of KV in 16 bits, disk_codec int8 takes about half of that, and int4 less than a third",
+            "kvlinker: of KV in 16 bits, disk_codec int8 takes about half of that, and int4 less"
+            " than a third",
             err=True,
         )
     if storage.codec == "raw" and nbytes > free:
         warn(
-            f"the disk tier has no room for all of it: chunks that are used least will be evicted, and computed again "
-            f"when they are used. Raise disk_space by {_size(nbytes - free)}, or take another disk_codec"
+            "the disk tier has no room for all of it: chunks that are used least will be evicted,"
+            f" and computed again when they are used. Raise disk_space by {_size(nbytes - free)},"
+            " or take another disk_codec"
         )
 
 

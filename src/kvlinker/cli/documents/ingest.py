@@ -39,7 +39,10 @@ def ingest(
     method: Annotated[
         str,
         typer.Option(
-            help="What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin adds."
+            help=(
+                "What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin"
+                " adds."
+            )
         ),
     ] = "passage",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a chunk.")] = 512,
@@ -58,9 +61,10 @@ def ingest(
 ) -> None:
     r"""Split files and folders into chunks, and cache them ahead of time.
 
-    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and end count characters
-    of the file's text. What is cached already is not computed again, so that a run that was interrupted goes on where
-    it ended. Of PDF, HTML, DOCX and EPUB files (pip install 'kvlinker\[documents]'), the text is Markdown.
+    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and
+    end count characters of the file's text. What is cached already is not computed again, so that a
+    run that was interrupted goes on where it ended. Of PDF, HTML, DOCX and EPUB files (pip install
+    'kvlinker\[documents]'), the text is Markdown.
     Files without text are left out.
     """
     if url is None:
@@ -177,5 +181,6 @@ def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:
     )
     if plan.stale and not sync:
         warn(
-            f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached; --sync removes them"
+            f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached;"
+            " --sync removes them"
         )

@@ -134,7 +134,8 @@ class LocalLibrary(CacheLibrary):
         made = self._llm.generate_context_cache(
             texts, metadata=metadata, tenant=self._tenant, **options
         )
-        self._llm.store.flush()  # what is told to be cached is on the disk, should the process be killed
+        # what is told to be cached is on the disk, should the process be killed
+        self._llm.store.flush()
         return [cache.id for cache in made]
 
     def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:

@@ -73,7 +73,7 @@ class _Lines:
         left = (self._total - self._done) / rate
         share = 100 * self._done / self._total
         typer.echo(
-            f"kvlinker: {self._done:,} of {self._total:,} tokens ({share:.0f}%), {rate:,.0f} tokens/s, "
-            f"{left:.0f} s left: {file}",
+            f"kvlinker: {self._done:,} of {self._total:,} tokens ({share:.0f}%), {rate:,.0f}"
+            f" tokens/s, {left:.0f} s left: {file}",
             err=True,
         )

@@ -99,9 +99,10 @@ def _answer(
     """
     while True:
         try:
-            return library.answer(
-                _message(hits, question), policy=policy, max_tokens=max_tokens
-            ), hits
+            return (
+                library.answer(_message(hits, question), policy=policy, max_tokens=max_tokens),
+                hits,
+            )
         except ContextLengthError:
             if len(hits) == 1:
                 raise
@@ -126,7 +127,8 @@ def _check_words(text: str, argument: str) -> None:
     """End the command where there is nothing to search for, before a model is loaded."""
     if not re.search(r"\w", text):
         raise fail(
-            f"{argument} is {text!r}, without a word to search for; write some, such as 'Who lives in Oslo?'",
+            f"{argument} is {text!r}, without a word to search for; write some, such as 'Who lives"
+            " in Oslo?'",
             BAD_USAGE,
         )
 

@@ -257,7 +257,8 @@ def _root(base_url: str) -> str:
         cause = str(error).rstrip(".")
     if cause:
         raise InvalidRequestError(
-            f"{base_url!r} is no address of a server: {cause}. Write one such as 'http://localhost:8000'.",
+            f"{base_url!r} is no address of a server: {cause}. Write one such as"
+            " 'http://localhost:8000'.",
             param="base_url",
         )
     return base_url.rstrip("/").removesuffix("/v1")

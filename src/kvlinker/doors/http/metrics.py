@@ -121,7 +121,10 @@ class Metrics:
             for name, text in (
                 (
                     "audit_kl",
-                    "Divergence of the first token's distribution from the full computation's, in nats.",
+                    (
+                        "Divergence of the first token's distribution from the full computation's,"
+                        " in nats."
+                    ),
                 ),
                 ("audit_answer_kl", "Mean divergence along an answer, in nats."),
             )
@@ -284,7 +287,8 @@ class _Gauges(Collector):
         )
         agreement = GaugeMetricFamily(
             "kvlinker:audit_agreement",
-            "Share of answers whose first token is the full computation's, and its exact 95% interval.",
+            "Share of answers whose first token is the full computation's, and its exact 95%"
+            " interval.",
             labels=["policy", "bound"],
         )
         for policy, tally in auditor.figures.by_policy().items():

@@ -60,7 +60,8 @@ class ServedModel:
         absent."""
         if name not in (None, "default", self.llm.model_name):
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave 'model' out.",
+                f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave"
+                " 'model' out.",
                 param="model",
             )
 

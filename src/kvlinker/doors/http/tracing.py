@@ -57,7 +57,8 @@ def provider_from_environment() -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         logger.warning(
-            "Requests are not traced: OTEL_* variables ask for it, but need pip install 'kvlinker[%s]'",
+            "Requests are not traced: OTEL_* variables ask for it, but need pip install"
+            " 'kvlinker[%s]'",
             EXTRA,
         )
         return None

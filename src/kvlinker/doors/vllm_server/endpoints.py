@@ -72,8 +72,9 @@ class KVLinkerEndpoints:
         settings = settings_of(engine_client.vllm_config, args)
         if is_open(settings, args):
             logger.warning(
-                "This server listens on %s without any API key: whoever reaches it may read, change and delete all "
-                "context caches. Set api_keys in kv_connector_extra_config or KVLINKER_API_KEYS, or vLLM's --api-key.",
+                "This server listens on %s without any API key: whoever reaches it may read, change"
+                " and delete all context caches. Set api_keys in kv_connector_extra_config or"
+                " KVLINKER_API_KEYS, or vLLM's --api-key.",
                 settings.host,
             )
         client = VLLMClient(
@@ -117,7 +118,8 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     if transfer is None or transfer.kv_connector != NAME:
         raise InvalidRequestError(
             "kvlinker's routes need its connector. Start vLLM with --kv-transfer-config "
-            f'\'{{"kv_connector": "{NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}}\'.',
+            f'\'{{"kv_connector": "{NAME}", "kv_role": "kv_both", "kv_load_failure_policy":'
+            ' "recompute"}\'.',
             param="kv_transfer_config",
         )
     options = dict(transfer.kv_connector_extra_config)
@@ -139,8 +141,9 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     )
     if settings.audit:
         raise InvalidRequestError(
-            "The answers of vLLM's own server are its handlers', so that they cannot be audited, and no quality target "
-            "can be kept. Leave out audit and quality_target, or serve the model with kvlinker serve --engine vllm.",
+            "The answers of vLLM's own server are its handlers', so that they cannot be audited,"
+            " and no quality target can be kept. Leave out audit and quality_target, or serve the"
+            " model with kvlinker serve --engine vllm.",
             param="audit",
         )
     return settings

@@ -158,7 +158,7 @@ class LinkingRoutes:
         """Link the context caches and marked texts of a prompt, and have vLLM go on with it."""
         fields = json.loads(await request.body())
         plain = _plain_fields(fields)
-        (given, *others) = prompts_of(body.prompt)
+        given, *others = prompts_of(body.prompt)
         if others or has_several(body.prompt) or isinstance(given, TokenIds):
             return _Forwarded(self._override, plain)
 
@@ -337,6 +337,7 @@ def _check_linkable(fields: Mapping[str, Any], refused: Mapping[str, str]) -> No
     for name, cause in refused.items():
         if fields.get(name) is not None and fields[name] is not False:
             raise InvalidRequestError(
-                f"{name!r} does not go with context caches: {cause}. Leave it out, or write the texts themselves.",
+                f"{name!r} does not go with context caches: {cause}. Leave it out, or write the"
+                " texts themselves.",
                 param=name,
             )

@@ -27,7 +27,8 @@ def engine_closed() -> EngineClosedError:
     """Return the error of requests that reach an engine which is shutting down, was shut down, or
     has failed."""
     return EngineClosedError(
-        "The engine is shutting down, or has failed. Send the request again in a moment, or to another server."
+        "The engine is shutting down, or has failed. Send the request again in a moment, or to"
+        " another server."
     )
 
 
@@ -59,8 +60,8 @@ def check_wait(before: float, own: float, *, most: float) -> None:
     """
     if before > 0 and before + own > most:
         raise OverloadedError(
-            f"The first token is expected after {before + own:.1f} seconds, but this server answers within {most:g}. "
-            "Try again later.",
+            f"The first token is expected after {before + own:.1f} seconds, but this server answers"
+            f" within {most:g}. Try again later.",
             retry_after=max(RETRY_AFTER_SECONDS, math.ceil(min(before, before + own - most))),
         )
 
@@ -94,7 +95,8 @@ class RequestLimits:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             bad = int(tokens[(tokens < 0) | (tokens >= self.vocabulary)][0])
             raise InvalidRequestError(
-                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {self.vocabulary - 1}.",
+                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to"
+                f" {self.vocabulary - 1}.",
                 param=param,
             )
 
@@ -117,21 +119,23 @@ class RequestLimits:
         room = self.max_model_len - length
         if room < (0 if request.sampling.max_tokens == 0 else 1):
             raise ContextLengthError(
-                f"The prompt has {length} tokens, which leaves no room for an answer: prompt and answer together take "
-                f"at most {self.max_model_len} tokens. Shorten the prompt.",
+                f"The prompt has {length} tokens, which leaves no room for an answer: prompt and"
+                f" answer together take at most {self.max_model_len} tokens. Shorten the prompt.",
                 param="messages",
             )
         wanted = sampling.max_tokens
         most = self.max_answer_tokens
         if most is not None and wanted is not None and wanted > most:
             raise InvalidRequestError(
-                f"{wanted} tokens are asked for, but this server's answers have at most {most}. Ask for fewer.",
+                f"{wanted} tokens are asked for, but this server's answers have at most {most}. Ask"
+                " for fewer.",
                 param="max_tokens",
             )
         if wanted is not None and wanted > room:
             raise ContextLengthError(
-                f"The prompt has {length} tokens and {wanted} more are asked for; together they exceed "
-                f"{self.max_model_len}. Ask for at most {room} tokens or shorten the prompt.",
+                f"The prompt has {length} tokens and {wanted} more are asked for; together they"
+                f" exceed {self.max_model_len}. Ask for at most {room} tokens or shorten the"
+                " prompt.",
                 param="max_tokens",
             )
         if wanted is not None:
@@ -145,13 +149,14 @@ class RequestLimits:
         self.check_vocabulary(tokens, param="tokens")
         if not 1 <= first < len(tokens):
             raise InvalidRequestError(
-                f"There is nothing to score from position {first} of {len(tokens)} tokens on: give one from 1 to "
-                f"{len(tokens) - 1}.",
+                f"There is nothing to score from position {first} of {len(tokens)} tokens on: give"
+                f" one from 1 to {len(tokens) - 1}.",
                 param="first",
             )
         if len(tokens) > self.max_model_len:
             raise ContextLengthError(
-                f"There are {len(tokens)} tokens, but the model takes {self.max_model_len}. Give fewer.",
+                f"There are {len(tokens)} tokens, but the model takes {self.max_model_len}. Give"
+                " fewer.",
                 param="tokens",
             )
 
@@ -162,12 +167,13 @@ class RequestLimits:
         fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)
         if fresh < 2:
             raise InvalidRequestError(
-                f"There is nothing to score: {fresh} tokens stand behind the last chunk, but at least 2 must. "
-                "The first one is never scored.",
+                f"There is nothing to score: {fresh} tokens stand behind the last chunk, but at"
+                " least 2 must. The first one is never scored.",
                 param="prompt",
             )
         if len(prompt) > self.max_model_len:
             raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens, but the model takes {self.max_model_len}. Shorten the prompt.",
+                f"The prompt has {len(prompt)} tokens, but the model takes {self.max_model_len}."
+                " Shorten the prompt.",
                 param="prompt",
             )

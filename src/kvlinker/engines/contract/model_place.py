@@ -33,8 +33,9 @@ def check_model(settings: Settings) -> None:
         return
     if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
         raise ModelLoadError(
-            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
-            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
+            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the"
+            " model that it was made of, as a folder with config.json and *.safetensors, or by its"
+            " hub id; weights=int4 holds it in 4 bits."
         )
     if path.is_file():
         raise ModelLoadError(f"{model} is a file. {WANTED}")
@@ -65,6 +66,7 @@ def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:
 def unreachable(model: str) -> ModelLoadError:
     """Return the error of a model that only the hub has, which cannot be reached."""
     return ModelLoadError(
-        f"{model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can be, run "
-        f"`hf download {model} --local-dir FOLDER`; copy the folder, and give its path."
+        f"{model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it"
+        f" can be, run `hf download {model} --local-dir FOLDER`; copy the folder, and give its"
+        " path."
     )

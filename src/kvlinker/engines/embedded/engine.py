@@ -70,8 +70,8 @@ def default_slots(loaded: LoadedModel, window: int) -> int:
     affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
     if affordable < min(window, FEWEST_SLOTS):
         raise ModelLoadError(
-            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV of {affordable} "
-            "tokens only. Free memory, or set kv_slots."
+            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV"
+            f" of {affordable} tokens only. Free memory, or set kv_slots."
         )
     return min(affordable, POOL_WINDOWS * window)
 

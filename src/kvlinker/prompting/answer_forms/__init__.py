@@ -7,7 +7,7 @@ the model's chat template. ``form`` makes grammars of it, and ``reader`` reads a
 | `when` | the texts that are all in their chat templates |
 | `reasoning` | `open` and `close` around it, where the chat template has `when` |
 | `calls` | the form of calls: see below |
-| `response_template` | transformers' response template, which parses answers; `thinking` is reasoning |
+| `response_template` | transformers' response template, parses answers; `thinking` is reasoning |
 
 `calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls;
 `between` two of them, null where there is only one; and `trigger`, with which calls begin behind a

@@ -125,13 +125,19 @@ class AnswerForm:
         if self.reasoning is None:
             return ""
         opening, closing = self.reasoning
-        return f"lead_open: {self._literal(opening)}\n{self._until('lead', closing)}GAP: /[ \\n]{{1,4}}/\n"
+        return (
+            f"lead_open: {self._literal(opening)}\n{self._until('lead', closing)}GAP: /["
+            " \\n]{1,4}/\n"
+        )
 
     def _until(self, rule: str, closing: str) -> str:
         """Return the rule of any text up to ``closing``, and a gap."""
         if closing in self.marks:
             return f"{rule}: {_ANYTHING} {self._literal(closing)} GAP?\n"
-        return f"{rule}: {rule}_end GAP?\n{rule}_end[lazy]: ANYTHING {json.dumps(closing)}\nANYTHING: {_ANYTHING}\n"
+        return (
+            f"{rule}: {rule}_end GAP?\n{rule}_end[lazy]: ANYTHING {json.dumps(closing)}\nANYTHING:"
+            f" {_ANYTHING}\n"
+        )
 
     def _calls(self, tools: Sequence[Tool], *, several: bool, begun: str = "") -> str:
         """Return the rules of ``calls``, the text of which has ``begun`` already."""
@@ -155,7 +161,8 @@ class AnswerForm:
                     "{name}", json.dumps(function["name"])[1:-1]
                 ).partition("{arguments}")
                 rules.append(
-                    f"{name}_{index}: {self._literal(before)} arguments_{index} {self._literal(after)}"
+                    f"{name}_{index}: {self._literal(before)} arguments_{index}"
+                    f" {self._literal(after)}"
                 )
         return "\n".join(rules) + "\n"
 

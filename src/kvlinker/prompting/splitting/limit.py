@@ -41,8 +41,8 @@ class TokenLimit:
         """Raises InvalidRequestError for more pieces than a text may have."""
         if self._most_pieces is not None and count > self._most_pieces:
             raise InvalidRequestError(
-                f"The text makes more than {self._most_pieces:,} pieces of {self.max_tokens:,} tokens. Send it in "
-                "parts, or allow pieces of more tokens.",
+                f"The text makes more than {self._most_pieces:,} pieces of {self.max_tokens:,}"
+                " tokens. Send it in parts, or allow pieces of more tokens.",
                 param="text",
             )
 
@@ -158,8 +158,8 @@ class TokenLimit:
                 return end
             if end == begin + 1:
                 raise InvalidRequestError(
-                    f"'max_tokens' is {self.max_tokens}, but the character {text[begin]!r} alone takes "
-                    f"{excess + self.max_tokens} tokens. Allow at least that many.",
+                    f"'max_tokens' is {self.max_tokens}, but the character {text[begin]!r} alone"
+                    f" takes {excess + self.max_tokens} tokens. Allow at least that many.",
                     param="max_tokens",
                 )
             budget = max(0, budget - excess)

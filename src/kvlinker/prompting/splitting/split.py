@@ -55,7 +55,8 @@ def split_text(
     found = list(splitter.split(text, limit))
     if "".join(found) != text:
         raise KVLinkerError(
-            f"The splitter {method!r} ({type(splitter).__module__}) returned pieces that are not its text when joined."
+            f"The splitter {method!r} ({type(splitter).__module__}) returned pieces that are not"
+            " its text when joined."
         )
     pieces = limit.without_blanks(limit.limited([piece for piece in found if piece]))
     result: list[Piece] = []

@@ -104,8 +104,8 @@ def advise(
     loaded = subject.loaded
     if context_tokens >= loaded.context_window:
         raise InvalidRequestError(
-            f"The context has {context_tokens} tokens, but the model takes {loaded.context_window} with the answer. "
-            "Give fewer.",
+            f"The context has {context_tokens} tokens, but the model takes {loaded.context_window}"
+            " with the answer. Give fewer.",
             param="context_tokens",
         )
     places = scratch_places(settings, load_cipher(settings.encryption_key))

@@ -24,7 +24,8 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
         tier, _, number = text.partition("=")
         if tier not in prices:
             raise InvalidRequestError(
-                f"Unknown tier {tier!r} in --price {text}: known are {', '.join(prices)}, as in --price disk=0.1.",
+                f"Unknown tier {tier!r} in --price {text}: known are {', '.join(prices)}, as in"
+                " --price disk=0.1.",
                 param="price",
             )
         try:
@@ -33,7 +34,8 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
             price = math.nan
         if not 0 <= price < math.inf:
             raise InvalidRequestError(
-                f"--price {text}: {number!r} is no price. Give a number per GB and month, such as {tier}=0.1.",
+                f"--price {text}: {number!r} is no price. Give a number per GB and month, such as"
+                f" {tier}=0.1.",
                 param="price",
             )
         prices[tier] = price
@@ -114,8 +116,11 @@ def explain_recommendation(tiers: Sequence[TierFigures]) -> list[str]:
             *(f"- {way}" for way in _ways_out(by_price)),
         ]
     return [
-        f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden: {1e3 * chosen.load_seconds:.0f} ms "
-        f"beside {1e3 * chosen.recompute_seconds:.0f} ms of computation.",
+        (
+            f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden:"
+            f" {1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of"
+            " computation."
+        ),
         *(
             f"- {tier.tier} is cheaper, and adds {_added(tier)}"
             for tier in by_price
@@ -133,7 +138,8 @@ def _ways_out(by_price: Sequence[TierFigures]) -> list[str]:
         elif tier.hidden_percent < 100:
             percent = math.ceil(10 * tier.hidden_percent) / 10
             found.append(
-                f"recomputing {percent:g}% or more, such as cacheblend-{percent:g}, with the {tier.tier} tier"
+                f"recomputing {percent:g}% or more, such as cacheblend-{percent:g}, with the"
+                f" {tier.tier} tier"
             )
     return found or ["computing everything: no tier delivers as fast as the model computes"]
 
@@ -143,6 +149,6 @@ def _added(tier: TierFigures) -> str:
     if tier.overlaps:
         return text
     return (
-        f"{text} (reading keeps a processor busy for {tier.busy_percent:.0f}% of that time, and so comes before the "
-        "computation)"
+        f"{text} (reading keeps a processor busy for {tier.busy_percent:.0f}% of that time, and so"
+        " comes before the computation)"
     )

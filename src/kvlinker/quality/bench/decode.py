@@ -141,7 +141,10 @@ def run_decode(
 def decode_case(batch: int, workload: Workload) -> str:
     """Name what is decoded: requests, and what stands before them."""
     if workload.chunks:
-        return f"{batch} × {workload.chunks} × {workload.chunk_tokens} shared + {workload.fresh_tokens}"
+        return (
+            f"{batch} × {workload.chunks} × {workload.chunk_tokens} shared +"
+            f" {workload.fresh_tokens}"
+        )
     return f"{batch} × {workload.fresh_tokens}"
 
 

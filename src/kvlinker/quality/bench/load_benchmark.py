@@ -52,8 +52,11 @@ def load(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="With commas between: linking policies, plain (documents as text), reordered (as text, ordered for "
-            f"prefix hits); {POLICIES} by default, and plain with --url.",
+            help=(
+                "With commas between: linking policies, plain (documents as text), reordered (as"
+                " text, ordered for "
+                f"prefix hits); {POLICIES} by default, and plain with --url."
+            ),
             show_default=False,
         ),
     ] = None,

@@ -166,7 +166,10 @@ def quality(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="reader (the default), prose, a file of examples, or a folder to hide needles in; may be repeated.",
+            help=(
+                "reader (the default), prose, a file of examples, or a folder to hide needles in;"
+                " may be repeated."
+            ),
             show_default=False,
         ),
     ] = None,

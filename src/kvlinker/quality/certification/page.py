@@ -35,8 +35,9 @@ code { overflow-wrap: anywhere }
 <p class="verdict">{{ verdict }}</p>
 <p>{{ c.agreement.agreeing }} of {{ c.agreement.samples }} answers agree with the full computation:
 {{ share(c.agreement.agreement) }} (exact 95% interval {{ share(c.agreement.ci_low) }} to
-{{ share(c.agreement.ci_high) }}; the target is {{ share(c.target) }}). An answer agrees if the full computation finds
-its first token the most likely, too; a scored text if it does for all of its tokens.</p>
+{{ share(c.agreement.ci_high) }}; the target is {{ share(c.target) }}). An answer agrees if the full
+computation finds its first token the most likely, too; a scored text if it does for all of its
+tokens.</p>
 <figure>{{ agreement }}</figure>
 <table>
 <tr><th>task</th><th>answers</th><th>agreement</th><th>95% interval</th></tr>
@@ -48,11 +49,11 @@ its first token the most likely, too; a scored text if it does for all of its to
 <h2>Scores against references</h2>
 <figure>{{ scores }}</figure>
 <table>
-<tr><th>data set</th><th>task</th><th>policy</th><th>n</th><th>metric</th><th>score</th><th>95% interval</th>
-<th>recomputed</th><th>KL in nats</th></tr>
+<tr><th>data set</th><th>task</th><th>policy</th><th>n</th><th>metric</th><th>score</th>
+<th>95% interval</th><th>recomputed</th><th>KL in nats</th></tr>
 {% for row in c.quality %}
-<tr><td>{{ row.dataset }}</td><td>{{ row.task }}</td><td>{{ row.policy }}</td><td class="n">{{ row.n }}</td>
-<td>{{ row.metric }}</td><td class="n">{{ "%.3f" % row.score }}</td>
+<tr><td>{{ row.dataset }}</td><td>{{ row.task }}</td><td>{{ row.policy }}</td>
+<td class="n">{{ row.n }}</td><td>{{ row.metric }}</td><td class="n">{{ "%.3f" % row.score }}</td>
 <td class="n">{{ "%.3f" % row.ci_low }} to {{ "%.3f" % row.ci_high }}</td>
 <td class="n">{{ share(row.recomputed_fraction) }}</td><td class="n">{{ "%.2g" % row.kl }}</td></tr>
 {% endfor %}
@@ -62,15 +63,18 @@ its first token the most likely, too; a scored text if it does for all of its to
 <tr><th>check</th><th>what is compared with the model's own forward pass</th>
 <th>relative error</th><th>verdict</th></tr>
 {% for check in c.checks %}
-<tr><td>{{ check.name }}</td><td>{{ check.meaning }}</td><td class="n">{{ "%.1e" % check.error }}</td>
+<tr><td>{{ check.name }}</td><td>{{ check.meaning }}</td>
+<td class="n">{{ "%.1e" % check.error }}</td>
 <td>{{ "passed" if check.passed else "failed" }}</td></tr>
 {% endfor %}
 </table>
 <h2>Made by</h2>
 <p><code>{{ c.command }}</code>, {{ issued }} UTC</p>
 <p>Fingerprint of the model: <code>{{ c.fingerprint }}</code></p>
-<p>{% for name, value in c.machine.items() %}{{ name }} {{ value }}{{ ", " if not loop.last }}{% endfor %};
-{% for name, value in c.versions.items() %}{{ name }} {{ value }}{{ ", " if not loop.last }}{% endfor %}</p>
+<p>{% for name, value in c.machine.items() -%}
+{{ name }} {{ value }}{{ ", " if not loop.last }}{% endfor %};
+{% for name, value in c.versions.items() -%}
+{{ name }} {{ value }}{{ ", " if not loop.last }}{% endfor %}</p>
 </body>
 </html>
 """

@@ -88,8 +88,8 @@ class Journal:
                 path.write_text("\n".join(lines[:-1]) + "\n")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidRequestError(
-                f"{path} cannot be used to resume: {error}. Give a file that a run with --resume has written, or a "
-                "new one.",
+                f"{path} cannot be used to resume: {error}. Give a file that a run with --resume"
+                " has written, or a new one.",
                 param="resume",
             ) from error
 
@@ -118,7 +118,8 @@ class Journal:
         ]
         if changed:
             raise InvalidRequestError(
-                f"{self._path} holds results of a run with other settings: {'; '.join(changed)}. Give another file.",
+                f"{self._path} holds results of a run with other settings: {'; '.join(changed)}."
+                " Give another file.",
                 param="resume",
             )
 

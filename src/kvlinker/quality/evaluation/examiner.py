@@ -79,7 +79,8 @@ class Examiner:
         would be compared on what another one computed."""
         if self.llm.settings.prefix_cache == "on":
             raise InvalidRequestError(
-                'An examination compares what each policy computes itself: open the LLM with prefix_cache="off".',
+                "An examination compares what each policy computes itself: open the LLM with"
+                ' prefix_cache="off".',
                 param="prefix_cache",
             )
 

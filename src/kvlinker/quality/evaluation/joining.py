@@ -70,8 +70,8 @@ def find_template(name: str) -> Template:
         return Template(name, _framework_template(name))
     if name.count("{context}") != 1 or name.count("{question}") != 1:
         raise InvalidRequestError(
-            f"{name!r} is no template: give plain, {', '.join(FRAMEWORKS)}, or a text that has {{context}} and "
-            "{question} once each.",
+            f"{name!r} is no template: give plain, {', '.join(FRAMEWORKS)}, or a text that has"
+            " {context} and {question} once each.",
             param="template",
         )
     return Template("own", name)
@@ -86,8 +86,8 @@ def _framework_template(name: str) -> str:
             continue
         return text.replace("{context_str}", "{context}").replace("{query_str}", "{question}")
     raise InvalidRequestError(
-        f"The template of {name} comes from that package, which is not installed. Install it, or spell a template with "
-        "{context} and {question}.",
+        f"The template of {name} comes from that package, which is not installed. Install it, or"
+        " spell a template with {context} and {question}.",
         param="template",
     )
 

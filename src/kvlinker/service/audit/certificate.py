@@ -91,7 +91,10 @@ class Certificate:
             }
             return cls(
                 **content
-                | {"checks": tuple(content["checks"]), "quality": tuple(content["quality"])}
+                | {
+                    "checks": tuple(content["checks"]),
+                    "quality": tuple(content["quality"]),
+                }
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidRequestError(f"{path} is no certificate: {error}.") from error
@@ -118,9 +121,9 @@ class CertifiedPolicies:
             return None
         known = ", ".join((*sorted(self.names), "full"))
         return (
-            f"Policy {policy} has no certificate for this model, and this server answers under certified policies "
-            f"only: {known}. Use one of them, or have the operator run "
-            f"'kvlinker certify --model {self._model} --policy {policy}'."
+            f"Policy {policy} has no certificate for this model, and this server answers under"
+            f" certified policies only: {known}. Use one of them, or have the operator run"
+            f" 'kvlinker certify --model {self._model} --policy {policy}'."
         )
 
     def check(self, policy: Policy) -> None:

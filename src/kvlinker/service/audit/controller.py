@@ -255,8 +255,8 @@ def _log(decision: Decision, target: float) -> None:
     level = logging.WARNING if decision.after == FULL else logging.INFO
     logger.log(
         level,
-        "Default policy of %s: %s instead of %s. %d of %d answers agreed with the full computation, which is %s %g "
-        "(evidence %.3g to 1).",
+        "Default policy of %s: %s instead of %s. %d of %d answers agreed with the full computation,"
+        " which is %s %g (evidence %.3g to 1).",
         "all tenants" if decision.tenant == EVERYBODY else decision.tenant,
         decision.after,
         decision.before,

@@ -56,8 +56,8 @@ def make_ladder(
                 raise PolicyError(reason, param="quality_policies")
         if policy not in (*wanted, full):
             raise InvalidRequestError(
-                f"quality_policies are {', '.join(given)}, but the default policy, {policy}, is none of them. Add it, "
-                "or set policy to one of them.",
+                f"quality_policies are {', '.join(given)}, but the default policy, {policy}, is"
+                " none of them. Add it, or set policy to one of them.",
                 param="quality_policies",
             )
     else:

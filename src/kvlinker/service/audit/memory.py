@@ -98,7 +98,8 @@ class AuditMemory:
             if not self._complained:
                 self._complained = True
                 logger.warning(
-                    "What the audit found would be lost if the server ended now: %s. It is tried again every %.0f s.",
+                    "What the audit found would be lost if the server ended now: %s. It is tried"
+                    " again every %.0f s.",
                     error,
                     SAVE_SECONDS,
                 )
@@ -113,8 +114,8 @@ class AuditMemory:
             if content["version"] > FORMAT_VERSION:
                 self._newer = True
                 logger.warning(
-                    "The audit begins anew, and is not kept: %s was written by a newer kvlinker (version %s, this one "
-                    "knows up to %d), and is left alone.",
+                    "The audit begins anew, and is not kept: %s was written by a newer kvlinker"
+                    " (version %s, this one knows up to %d), and is left alone.",
                     self._path,
                     content["version"],
                     FORMAT_VERSION,
@@ -137,7 +138,8 @@ class AuditMemory:
             return
         if not self._controller.restore(contents.controller):
             logger.warning(
-                "The default policy begins as it is set: its ladder or its target was another one before."
+                "The default policy begins as it is set: its ladder or its target was another one"
+                " before."
             )
 
     def _content(self) -> str:

@@ -289,7 +289,8 @@ class ContextCaches:
         _check_rights(scope, admin)
         if not metadata:
             raise InvalidRequestError(
-                "Which context caches to delete? Give at least one pair, such as metadata[project]=x.",
+                "Which context caches to delete? Give at least one pair, such as"
+                " metadata[project]=x.",
                 param="metadata",
             )
         deleted = 0
@@ -352,7 +353,8 @@ def _owner(scope: Scope, tenant: str) -> str:
     for shared context caches."""
     if tenant == SHARED_TENANT:
         raise InvalidRequestError(
-            f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope 'shared'.",
+            f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope"
+            " 'shared'.",
             param="tenant",
         )
     return scope.owner(tenant)
@@ -362,7 +364,7 @@ def _check_rights(scope: Scope, admin: bool) -> None:
     """Check that the caller may write. Raises PermissionDeniedError."""
     if scope is Scope.SHARED and not admin:
         raise PermissionDeniedError(
-            "Shared context caches are written by admins only. Use a key that the server has among its admin_keys, or "
-            "leave 'scope' out.",
+            "Shared context caches are written by admins only. Use a key that the server has among"
+            " its admin_keys, or leave 'scope' out.",
             param="scope",
         )

@@ -150,8 +150,8 @@ class Creation:
             length = len(chunk.prefix) + len(chunk)
             if length > self._engine.max_model_len:
                 raise ContextLengthError(
-                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
-                    f"{self._engine.max_model_len}. {WayOut.SPLIT}",
+                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it);"
+                    f" the model takes {self._engine.max_model_len}. {WayOut.SPLIT}",
                     param="chunks",
                 )
             return chunk
@@ -216,7 +216,8 @@ def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]
         return [metadata or {}] * count
     if len(metadata) != count:
         raise InvalidRequestError(
-            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all, or one each.",
+            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all,"
+            " or one each.",
             param="metadata",
         )
     return metadata

@@ -60,8 +60,8 @@ class ChunkTexts:
         search is off."""
         if not self._searchable:
             raise InvalidRequestError(
-                "Search is off here, for texts would lie in the index in plain. The operator turns it on with the "
-                "setting search=on.",
+                "Search is off here, for texts would lie in the index in plain. The operator turns"
+                " it on with the setting search=on.",
                 code="search_off",
             )
         return self._catalog.search.search(

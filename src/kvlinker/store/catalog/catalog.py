@@ -151,8 +151,9 @@ class Catalog:
         condition, values, position = found.condition, dict(found.values), found.position
         if after is not None:
             cursor = self._database.query(
-                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id UNION ALL"
-                " SELECT created_at, number FROM removed_positions WHERE tenant = :tenant AND id = :id",
+                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id ="
+                " :id UNION ALL SELECT created_at, number FROM removed_positions WHERE tenant ="
+                " :tenant AND id = :id",
                 {"id": after, "tenant": tenant},
             )
             if not cursor:
@@ -195,7 +196,8 @@ class Catalog:
             changes["implicit_ttl"] = None
         with self._database.transaction() as connection:
             row = connection.execute(
-                f"SELECT c.number, c.chunk_key FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
+                f"SELECT c.number, c.chunk_key FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id ="
+                f" :id AND {LIVE}",
                 {"id": cache_id, "tenant": tenant, "now": now},
             ).fetchone()
             if row is None:
@@ -223,7 +225,8 @@ class Catalog:
         """
         with self._database.transaction() as connection:
             removed = connection.execute(
-                f"DELETE FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE} RETURNING chunk_key",
+                f"DELETE FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}"
+                " RETURNING chunk_key",
                 {"id": cache_id, "tenant": tenant, "now": now},
             ).fetchall()
             if not removed:
@@ -238,8 +241,8 @@ class Catalog:
         found = matching(tenant, metadata, now)
         with self._database.transaction() as connection:
             removed = connection.execute(
-                "DELETE FROM context_caches WHERE number IN"
-                f" (SELECT c.number FROM {found.tables} WHERE {found.condition} LIMIT :limit) RETURNING chunk_key",
+                f"DELETE FROM context_caches WHERE number IN (SELECT c.number FROM {found.tables}"
+                f" WHERE {found.condition} LIMIT :limit) RETURNING chunk_key",
                 {**found.values, "limit": limit},
             ).fetchall()
             return len(removed), release(connection, {key for (key,) in removed}, now)
@@ -301,9 +304,9 @@ class Catalog:
         were changed from outside are left out.
         """
         rows = self._database.query(
-            f"SELECT {CHUNK_COLUMNS} FROM chunks k INDEXED BY chunks_without_text"
-            " WHERE fingerprint = :fingerprint AND text_number IS NULL AND EXISTS"
-            " (SELECT 1 FROM context_caches c WHERE c.chunk_key = key AND c.implicit_ttl IS NULL) LIMIT :limit",
+            f"SELECT {CHUNK_COLUMNS} FROM chunks k INDEXED BY chunks_without_text WHERE fingerprint"
+            " = :fingerprint AND text_number IS NULL AND EXISTS (SELECT 1 FROM context_caches c"
+            " WHERE c.chunk_key = key AND c.implicit_ttl IS NULL) LIMIT :limit",
             {"fingerprint": fingerprint, "limit": limit},
         )
         return read_tokens(rows, self._blobs)
@@ -319,7 +322,8 @@ class Catalog:
     def keys_of(self, tenant: str) -> frozenset[str]:
         """Return the keys of the tenant's chunks and their variants."""
         rows = self._database.query(
-            "SELECT key FROM chunks WHERE tenant = :tenant UNION SELECT key FROM variants WHERE tenant = :tenant",
+            "SELECT key FROM chunks WHERE tenant = :tenant UNION SELECT key FROM variants WHERE"
+            " tenant = :tenant",
             {"tenant": tenant},
         )
         return frozenset(key for (key,) in rows)

@@ -11,10 +11,14 @@ from kvlinker.store.catalog.rows import is_genuine
 from kvlinker.store.catalog.text_tables import remove_all_texts
 
 _COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) FROM (
-        SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes FROM context_caches GROUP BY tenant
+        SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes
+        FROM context_caches GROUP BY tenant
         UNION ALL SELECT tenant, 0, count(*), sum(length), sum(nbytes) FROM chunks GROUP BY tenant
     ) GROUP BY tenant"""
-_KEPT = "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks OR tokens OR nbytes"
+_KEPT = (
+    "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks OR tokens OR"
+    " nbytes"
+)
 
 
 def check_catalog(
@@ -59,7 +63,8 @@ def check_catalog(
 def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
     """Return the keys of rows that should have gone with their last context cache."""
     rows = connection.execute(
-        "SELECT key FROM chunks WHERE NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = key)"
+        "SELECT key FROM chunks WHERE NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key ="
+        " key)"
     )
     return [key for (key,) in rows]
 

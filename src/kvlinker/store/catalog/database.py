@@ -71,12 +71,14 @@ class Database:
         with self._lock, self._errors():
             if _identify(self._path) != self._identity:
                 raise StoreError(
-                    f"The catalog {self._path} was removed or replaced while it was in use: what is changed now would "
-                    "be lost. Restart kvlinker; it goes on with the file that is there, or makes a new one."
+                    f"The catalog {self._path} was removed or replaced while it was in use: what is"
+                    " changed now would be lost. Restart kvlinker; it goes on with the file that"
+                    " is there, or makes a new one."
                 )
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                self._check_version()  # a later kvlinker may have upgraded the file since it was opened
+                # a later kvlinker may have upgraded the file since it was opened
+                self._check_version()
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -178,10 +180,11 @@ class Database:
         if version not in (0, SCHEMA_VERSION):
             age = "an older" if version < SCHEMA_VERSION else "a newer"
             raise StoreError(
-                f"The catalog {self._path} was written by {age} kvlinker: it has schema {version}, and this kvlinker "
-                f"reads only schema {SCHEMA_VERSION}. Use the kvlinker that wrote it, choose another state directory, "
-                "or move the file away (with its -wal and -shm files): a new one is made, and the context caches of "
-                "the old one have to be created again."
+                f"The catalog {self._path} was written by {age} kvlinker: it has schema {version},"
+                f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
+                " wrote it, choose another state directory, or move the file away (with its -wal"
+                " and -shm files): a new one is made, and the context caches of the old one have"
+                " to be created again."
             )
         return int(version)
 
@@ -198,8 +201,9 @@ class Database:
                     f"The catalog {self._path} failed: {error}.{_way_out(error)}"
                 ) from error
             raise StoreError(
-                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
-                "again: a new one is made, and the context caches of the old one have to be created again."
+                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
+                " -shm files) and start again: a new one is made, and the context caches of the"
+                " old one have to be created again."
             ) from error
 
 
@@ -279,5 +283,6 @@ class StateLock:
 
     def _unusable(self, error: OSError) -> StoreError:
         return StoreError(
-            f"The state directory {self._directory} cannot be locked: {error}. Choose another, on a local disk."
+            f"The state directory {self._directory} cannot be locked: {error}. Choose another, on a"
+            " local disk."
         )

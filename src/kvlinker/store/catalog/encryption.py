@@ -60,8 +60,8 @@ class TokenBlobs:
 def changed_entry(place: str, reason: str) -> StoreError:
     """Return the error for an entry that is not what was written there."""
     return StoreError(
-        f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches check --repair`, which "
-        "removes its context caches, and create them again."
+        f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches"
+        " check --repair`, which removes its context caches, and create them again."
     )
 
 
@@ -170,8 +170,8 @@ def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
     if cipher is None:
         raise StoreError(f"The catalog {path} is encrypted. Give its key in {KEY_VARIABLE}.")
     raise StoreError(
-        f"{KEY_VARIABLE} is not the key that the catalog {path} is encrypted with. Give that one, or choose another "
-        "state directory."
+        f"{KEY_VARIABLE} is not the key that the catalog {path} is encrypted with. Give that one,"
+        " or choose another state directory."
     )
 
 
@@ -179,7 +179,10 @@ def _reseal(
     connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs
 ) -> bool:
     """Encrypt all blobs of a column anew; returns whether there were any."""
-    select = f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT {_ROWS_AT_ONCE}"
+    select = (
+        f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT"
+        f" {_ROWS_AT_ONCE}"
+    )
     update = f"UPDATE {column.table} SET {column.name} = ? WHERE key = ?"
     last = ""
     while rows := connection.execute(select, (last,)).fetchall():

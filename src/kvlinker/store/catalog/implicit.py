@@ -53,9 +53,10 @@ class ImplicitIndex:
         """Return, by content, the live context caches of chunks that say this: the tenant's, and
         shared ones. Chunks whose token ids were changed from outside are left out."""
         rows = self._database.query(
-            f"SELECT {COLUMNS} FROM chunks k INDEXED BY chunks_by_content CROSS JOIN context_caches c"
-            " ON c.chunk_key = k.key WHERE k.fingerprint = :fingerprint AND k.tenant IN (:tenant, :shared)"
-            f" AND k.content IN (SELECT value FROM json_each(:contents)) AND {LIVE}",
+            f"SELECT {COLUMNS} FROM chunks k INDEXED BY chunks_by_content CROSS JOIN context_caches"
+            " c ON c.chunk_key = k.key WHERE k.fingerprint = :fingerprint AND k.tenant IN"
+            " (:tenant, :shared) AND k.content IN (SELECT value FROM json_each(:contents)) AND"
+            f" {LIVE}",
             {
                 "fingerprint": fingerprint,
                 "tenant": tenant,
@@ -85,8 +86,9 @@ class ImplicitIndex:
         if last <= number:
             return number, ()
         rows = self._database.query(
-            f"SELECT {CHUNK_COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND c.number <= :last"
-            " AND c.tenant IN (:tenant, :shared) AND k.fingerprint = :fingerprint ORDER BY c.number DESC LIMIT :limit",
+            f"SELECT {CHUNK_COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND"
+            " c.number <= :last AND c.tenant IN (:tenant, :shared) AND k.fingerprint ="
+            " :fingerprint ORDER BY c.number DESC LIMIT :limit",
             {
                 "number": number,
                 "last": last,
@@ -135,8 +137,8 @@ class ImplicitIndex:
         kept: Collection[str],
     ) -> Entered | None:
         row = connection.execute(
-            f"SELECT {COLUMNS} FROM context_caches c {CHUNK}"
-            f" WHERE c.tenant = :tenant AND c.chunk_key = :key AND {LIVE} ORDER BY c.implicit_ttl IS NOT NULL",
+            f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.tenant = :tenant AND"
+            f" c.chunk_key = :key AND {LIVE} ORDER BY c.implicit_ttl IS NOT NULL",
             {"tenant": record.tenant, "key": record.chunk_key, "now": now},
         ).fetchone()
         if row is not None:

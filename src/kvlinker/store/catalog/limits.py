@@ -101,9 +101,9 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
     ):
         if limit is not None and new and old + new > limit:
             raise QuotaExceededError(
-                f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds {new:,}. "
-                f"Delete context caches that are no longer needed, give them a ttl, or have a higher {setting} set. "
-                f"{WayOut.DELETE}"
+                f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds"
+                f" {new:,}. Delete context caches that are no longer needed, give them a ttl, or"
+                f" have a higher {setting} set. {WayOut.DELETE}"
             )
 
 
@@ -140,7 +140,8 @@ def _check_pins(
         return
     before: dict[str, int] = dict(connection.execute(PINNED_BYTES).fetchall())
     already = connection.execute(
-        "SELECT DISTINCT chunk_key FROM context_caches WHERE pinned AND chunk_key IN (SELECT value FROM json_each(?))",
+        "SELECT DISTINCT chunk_key FROM context_caches WHERE pinned AND chunk_key IN (SELECT value"
+        " FROM json_each(?))",
         (json.dumps(list(pinned)),),
     ).fetchall()
     added: Counter[str] = Counter()
@@ -149,17 +150,17 @@ def _check_pins(
     had, new, limit = sum(before.values()), added.total(), limits.pinned_bytes
     if limit is not None and new and had + new > limit:
         raise PinLimitError(
-            f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {had:,} are, "
-            f"and this would add {new:,}. Unpin or delete pinned context caches, or ask the operator for a larger "
-            "disk_space.",
+            f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and"
+            f" disk: {had:,} are, and this would add {new:,}. Unpin or delete pinned context"
+            " caches, or ask the operator for a larger disk_space.",
             param="pinned",
         )
     for tenant, new in sorted(added.items()):
         had, limit = before.get(tenant, 0), limits.quotas.of(tenant).pinned_bytes
         if limit is not None and new and had + new > limit:
             raise PinLimitError(
-                f"At most {limit:,} bytes of your KV can be pinned: {had:,} are, and this would add {new:,}. "
-                "Unpin or delete pinned context caches, or ask the server's operator for a higher "
-                "tenant_quota_pinned_bytes.",
+                f"At most {limit:,} bytes of your KV can be pinned: {had:,} are, and this would add"
+                f" {new:,}. Unpin or delete pinned context caches, or ask the server's operator for"
+                " a higher tenant_quota_pinned_bytes.",
                 param="pinned",
             )

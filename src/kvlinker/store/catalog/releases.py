@@ -38,9 +38,9 @@ def released(database: Database, after: float, until: float, *, limit: int) -> d
     """Return keys that were released in this time and are held by nothing now, and when: any
     ``limit`` of them, or all for -1."""
     rows = database.query(
-        "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <= :until"
-        " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
-        " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key) LIMIT :limit",
+        "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <="
+        " :until AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key) AND NOT EXISTS (SELECT 1"
+        " FROM variants WHERE key = r.key) LIMIT :limit",
         {"after": after, "until": until, "limit": limit},
     )
     return dict(rows)
@@ -50,8 +50,8 @@ def forget_released(database: Database, chunk_keys: Iterable[str], until: float)
     """Forget these keys of what was released until then, and those that are held again."""
     with database.transaction() as connection:
         connection.execute(
-            "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM json_each(:gone))"
-            " OR EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
-            " OR EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
+            "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM"
+            " json_each(:gone)) OR EXISTS (SELECT 1 FROM chunks WHERE key = r.key) OR EXISTS"
+            " (SELECT 1 FROM variants WHERE key = r.key))",
             {"until": until, "gone": json.dumps(list(chunk_keys))},
         )

@@ -101,7 +101,8 @@ def _least_recent(
 def _remove(connection: sqlite3.Connection, numbers: Sequence[int], now: float) -> tuple[str, ...]:
     """Remove context caches by number; returns released chunk keys."""
     removed = connection.execute(
-        "DELETE FROM context_caches WHERE number IN (SELECT value FROM json_each(?)) RETURNING chunk_key",
+        "DELETE FROM context_caches WHERE number IN (SELECT value FROM json_each(?)) RETURNING"
+        " chunk_key",
         (json.dumps(numbers),),
     ).fetchall()
     return release(connection, {key for (key,) in removed}, now)

@@ -14,8 +14,8 @@ from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 
-COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
-    c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
+COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
+    c.chunk_key, c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
 """Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with
 ``CHUNK``."""
 
@@ -65,7 +65,8 @@ def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     values: dict[str, str] = {}
     for index, (key, value) in enumerate(metadata.items()):
         conditions.append(
-            f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index} AND value = :value{index})"
+            f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index} AND"
+            f" value = :value{index})"
         )
         values |= {f"key{index}": key, f"value{index}": value}
     return conditions, values
@@ -76,8 +77,8 @@ def insert_rows(
 ) -> None:
     """Record context caches, findable by their metadata, and the chunks that they hold."""
     connection.executemany(
-        "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content, length, nbytes)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at,"
+        " content, length, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [
             (
                 r.chunk_key,
@@ -121,7 +122,8 @@ def index_metadata(
 ) -> None:
     """Make a context cache, which has no entries in ``metadata``, findable by its pairs."""
     connection.executemany(
-        "INSERT INTO metadata SELECT tenant, ?, ?, created_at, number FROM context_caches WHERE number = ?",
+        "INSERT INTO metadata SELECT tenant, ?, ?, created_at, number FROM context_caches WHERE"
+        " number = ?",
         [(key, value, number) for key, value in metadata.items()],
     )
 

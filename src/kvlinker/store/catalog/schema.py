@@ -41,7 +41,8 @@ _TABLES = (
     "CREATE INDEX context_caches_by_owner ON context_caches (tenant, id)",
     "CREATE INDEX context_caches_by_tenant ON context_caches (tenant, created_at, number)",
     "CREATE INDEX context_caches_by_chunk ON context_caches (chunk_key)",
-    "CREATE INDEX context_caches_by_expiry ON context_caches (expires_at) WHERE expires_at IS NOT NULL",
+    "CREATE INDEX context_caches_by_expiry ON context_caches (expires_at)"
+    " WHERE expires_at IS NOT NULL",
     "CREATE INDEX context_caches_pinned ON context_caches (chunk_key) WHERE pinned",
     "CREATE INDEX context_caches_implicit ON context_caches (tenant, expires_at - implicit_ttl)"
     " WHERE implicit_ttl IS NOT NULL",
@@ -100,7 +101,8 @@ _TRIGGERS = (
     END""",
     """CREATE TRIGGER context_cache_position AFTER DELETE ON context_caches BEGIN
         INSERT INTO removed_positions VALUES
-            (OLD.tenant, OLD.id, OLD.created_at, OLD.number, CAST(strftime('%s', 'now') AS INTEGER));
+            (OLD.tenant, OLD.id, OLD.created_at, OLD.number,
+             CAST(strftime('%s', 'now') AS INTEGER));
     END""",
     """CREATE TRIGGER chunk_added AFTER INSERT ON chunks BEGIN
         INSERT INTO tenants (name, chunks, tokens, nbytes)

@@ -58,12 +58,11 @@ class SearchIndex:
         conditions, values = with_pairs(metadata)
         matching = " AND ".join([LIVE, *conditions])
         rows = self._database.query(
-            f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t"
-            " CROSS JOIN chunks k ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
-            " CROSS JOIN context_caches h ON h.number ="
-            " (SELECT max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND c.implicit_ttl IS NULL"
-            f" AND {matching})"
-            f" WHERE {table} MATCH :match ORDER BY t.rank LIMIT :limit",
+            f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t CROSS JOIN chunks k"
+            " ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
+            " CROSS JOIN context_caches h ON h.number = (SELECT max(c.number) FROM context_caches"
+            f" c WHERE c.chunk_key = k.key AND c.implicit_ttl IS NULL AND {matching}) WHERE {table}"
+            " MATCH :match ORDER BY t.rank LIMIT :limit",
             {
                 **values,
                 "tenant": tenant,

@@ -109,9 +109,9 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
     """Remove all variants of a chunk that no context cache of their tenant's, and no shared one,
     holds in any form; returns their keys."""
     rows = connection.execute(
-        "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT EXISTS"
-        " (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant, :shared)"
-        " AND content = :content) RETURNING key",
+        "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT"
+        " EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant,"
+        " :shared) AND content = :content) RETURNING key",
         {"fingerprint": fingerprint, "content": content, "shared": SHARED_TENANT},
     ).fetchall()
     return [key for (key,) in rows]
@@ -127,9 +127,9 @@ def _insert(
     """Record the variant, if some context cache holds its chunk in any form; returns whether it is
     recorded now."""
     connection.execute(
-        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, :reuse"
-        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
-        " AND content = :content)",
+        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix,"
+        " :text, :reuse WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND"
+        " tenant IN (:tenant, :shared) AND content = :content)",
         asdict(owner)
         | {
             "shared": SHARED_TENANT,
@@ -155,7 +155,8 @@ def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
 
 def _write_uses(connection: sqlite3.Connection, uses: dict[str, float]) -> None:
     connection.executemany(
-        "UPDATE variants SET reuse = max(reuse, min(reuse + ?, (SELECT min(reuse) FROM variants) + ?)) WHERE key = ?",
+        "UPDATE variants SET reuse = max(reuse, min(reuse + ?, (SELECT min(reuse) FROM variants) +"
+        " ?)) WHERE key = ?",
         [(added, MOST_REUSE, key) for key, added in uses.items()],
     )
 

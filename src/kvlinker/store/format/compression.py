@@ -66,7 +66,8 @@ def decompressed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
         frame = zstandard.get_frame_parameters(data)
         if frame.content_size != count * dtype.itemsize:
             raise ValueError(
-                f"it says that it holds {frame.content_size} bytes instead of {count * dtype.itemsize}"
+                f"it says that it holds {frame.content_size} bytes instead of"
+                f" {count * dtype.itemsize}"
             )
         if frame.window_size > max(frame.content_size, _LEAST_WINDOW):
             raise ValueError(f"it asks for {frame.window_size} bytes of memory")

@@ -52,7 +52,8 @@ class Cipher:
             import cryptography  # noqa: F401
         except ModuleNotFoundError as error:
             raise StoreError(
-                "Encryption needs a library that is not installed: pip install 'kvlinker[encryption]'"
+                "Encryption needs a library that is not installed: pip install"
+                " 'kvlinker[encryption]'"
             ) from error
         self._key = key
         self._records = self._derived(b"", b"records")
@@ -98,8 +99,8 @@ def _parsed(text: str, variable: str) -> bytes:
         key = b""
     if len(key) != _KEY_BYTES:
         raise StoreError(
-            f"{variable} is no key: it takes 32 random bytes in base64 or in hex, and got {len(text)} characters "
-            "that are neither. Make one with  openssl rand -base64 32"
+            f"{variable} is no key: it takes 32 random bytes in base64 or in hex, and got"
+            f" {len(text)} characters that are neither. Make one with  openssl rand -base64 32"
         )
     return key
 

@@ -198,16 +198,17 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     known = metadata["version"] in (str(FORMAT_VERSION), str(COMPRESSED_VERSION))
     if metadata["format"] != FORMAT or not (known or newer):
         raise ChunkFileError(
-            f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT} {FORMAT_VERSION} or "
-            f"{COMPRESSED_VERSION}"
+            f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT}"
+            f" {FORMAT_VERSION} or {COMPRESSED_VERSION}"
         )
     checksum = metadata.pop(f"{_CHECKSUM}.header")
     if checksum_of(_dump(header)) != checksum:
         raise ChunkFileError("its header does not match its checksum")
     if newer:
         raise UnreadableHereError(
-            f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to {COMPRESSED_VERSION}). "
-            "It is left alone: upgrade kvlinker, or choose another state directory"
+            f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to"
+            f" {COMPRESSED_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
+            " directory"
         )
     if metadata["key"] != key:
         raise ChunkFileError(f"it holds chunk {metadata['key']}")
@@ -264,7 +265,8 @@ def _check_layout(header: Header) -> None:
         ):
             if entry.dtype != dtype or len(entry.shape) != dimensions:
                 raise ValueError(
-                    f"{entry.name} is not what the codec {header.codec.name} makes of {header.dtype}"
+                    f"{entry.name} is not what the codec {header.codec.name} makes of"
+                    f" {header.dtype}"
                 )
             if entry.shape[:2] != main.shape[:1] + tokens:
                 raise ValueError("a layer's tensors differ in heads or tokens")

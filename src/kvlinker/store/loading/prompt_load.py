@@ -32,9 +32,11 @@ class Urgency:
 
     - ``compute``: seconds of the computation that hides the loading.
     - ``prefill``: seconds of computing the chunks instead of loading them.
-    - ``shares_processors``: true if the computation runs on the processors that read, so that it hides only waiting.
+    - ``shares_processors``: true if the computation runs on the processors that read, so that it
+      hides only waiting.
     - ``decided``: true if all chunks are to be loaded, however long a single one takes.
-    - ``alone``: true if nobody else is computed, so that waiting for a layer in mid-computation delays nobody.
+    - ``alone``: true if nobody else is computed, so that waiting for a layer in mid-computation
+      delays nobody.
     """
 
     compute: float = 0.0

@@ -183,13 +183,15 @@ def configured_tiers(setup: TierSetup) -> list[ConfiguredTier]:
     for name in setup.settings.tiers:
         if name not in known:
             raise InvalidRequestError(
-                f"The setting tiers names {name!r}, but known tiers are {', '.join(sorted(known))}. Install the "
-                f"package that brings it, or correct the name.{did_you_mean(name, known)}",
+                f"The setting tiers names {name!r}, but known tiers are {', '.join(sorted(known))}."
+                " Install the package that brings it, or correct the"
+                f" name.{did_you_mean(name, known)}",
                 param="tiers",
             )
         if known[name].settings:
             raise InvalidRequestError(
-                f"The tier {name} takes no options in tiers; set {', '.join(known[name].settings)}.",
+                f"The tier {name} takes no options in tiers; set"
+                f" {', '.join(known[name].settings)}.",
                 param="tiers",
             )
     configured = [

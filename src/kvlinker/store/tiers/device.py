@@ -89,8 +89,8 @@ class ConfiguredDevice(ConfiguredTier):
             )
         if budget_bytes and device.type == "cpu":
             raise InvalidRequestError(
-                f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose memory is the host's. "
-                "Leave device_memory out, and set host_memory.",
+                f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose"
+                " memory is the host's. Leave device_memory out, and set host_memory.",
                 param="device_memory",
             )
         return budget_bytes

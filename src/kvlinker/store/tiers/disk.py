@@ -290,8 +290,8 @@ class ConfiguredDisk(ConfiguredTier):
             return shutil.disk_usage(folder).free
         except OSError as error:
             raise StoreError(
-                f"The state directory {folder} cannot be used: {error}. Make it a folder that this user may write to, "
-                "or choose another."
+                f"The state directory {folder} cannot be used: {error}. Make it a folder that this"
+                " user may write to, or choose another."
             ) from error
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:

@@ -89,8 +89,9 @@ class ObjectMedium:
             )
         except Exception as error:  # which may quote the credentials, as what it came from
             raise StoreError(
-                f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a URL that fsspec "
-                "knows, such as s3://bucket/folder or gs://bucket/folder, and install its library (s3fs, gcsfs, …)."
+                f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a"
+                " URL that fsspec knows, such as s3://bucket/folder or gs://bucket/folder, and"
+                " install its library (s3fs, gcsfs, …)."
             ) from None
         self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         protocols = self._files.protocol

@@ -82,8 +82,9 @@ class RedisMedium:
             )
         except Exception:  # whose message may quote the password
             raise StoreError(
-                f"The Redis URL of {self.place} is not valid. Give redis://[user:password@]host:port/database, "
-                "rediss:// for TLS, or unix:///path, with special characters in the password percent-encoded."
+                f"The Redis URL of {self.place} is not valid. Give"
+                " redis://[user:password@]host:port/database, rediss:// for TLS, or unix:///path,"
+                " with special characters in the password percent-encoded."
             ) from None
         self._scripts = {
             text: self._redis.register_script(text)

@@ -39,7 +39,8 @@ local function account(name, size)
 end
 
 local function used()
-  return tonumber(redis.call('HGET', totals, 'bytes') or '0') or error('the sum of sizes is not a number')
+  return tonumber(redis.call('HGET', totals, 'bytes') or '0')
+    or error('the sum of sizes is not a number')
 end
 
 local function evict_down_to(limit, spared)

@@ -184,7 +184,8 @@ class ReuseMachine(RuleBasedStateMachine):
 
     def ask(self, talk: Talk) -> None:
         if talk.crosses:
-            self.join()  # so that a prefix ends at a chunk's end, where there is something to compare with
+            # so that a prefix ends at a chunk's end, where there is something to compare with
+            self.join()
         prompt = talk.prompt
         outcome, handle = self.warm.submit(prompt, talk.policy, talk.tenant, max_tokens=4)
         talk.busy = True

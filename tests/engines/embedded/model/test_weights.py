@@ -422,8 +422,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 
 for name, layers in (("small", 1), ("large", 16)):
-    config = AutoConfig.for_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=8, vocab_size=8000, tie_word_embeddings=True)
+    config = AutoConfig.for_model("llama", hidden_size=1024, intermediate_size=4096,
+        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, vocab_size=8000,
+        tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
@@ -454,7 +455,8 @@ Path("/proc/self/clear_refs").write_text("5")
 before, rested = status("VmHWM"), status("VmRSS")
 loaded = load("large")
 size = Path(folder, "large", "model.safetensors").stat().st_size
-print((status("VmHWM") - before) / size, (status("VmRSS") - rested) / size, type(loaded.model.lm_head).__name__)
+memory = [(status("VmHWM") - before) / size, (status("VmRSS") - rested) / size]
+print(*memory, type(loaded.model.lm_head).__name__)
 """
 
 

@@ -19,7 +19,9 @@ from tests.toy_models import BASE, FAMILIES
 TOLERANCE = 3e-5
 REFUSED = {
     "mistral-window": "does not keep all of this model's KV",
-    "gpt_neox-partial": "does not call each of its attention layers",  # vLLM runs it by transformers' modules
+    "gpt_neox-partial": (
+        "does not call each of its attention layers"
+    ),  # vLLM runs it by transformers' modules
 }
 OWN_STEPS = {"gpt_oss-sinks": 1}
 """The steps in which vLLM itself computes what transformers does, linked or not, where these are

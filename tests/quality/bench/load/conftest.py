@@ -34,7 +34,10 @@ def chunk(text: str = "", *, finish: str | None = None) -> str:
 def usage_event(completion_tokens: int, prompt_tokens: int = 10, **details: int) -> str:
     """The event with the usage."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return f"data: {json.dumps({'choices': [], 'usage': usage | {'prompt_tokens_details': details}})}\n\n"
+    return (
+        "data:"
+        f" {json.dumps({'choices': [], 'usage': usage | {'prompt_tokens_details': details}})}\n\n"
+    )
 
 
 def streamed(*events: str | float, **options: Any) -> Response:

@@ -74,7 +74,8 @@ def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
         for load in ((50.0, None), (None, 3))
     ]
     assert report.warnings == [
-        "plain (embedded) is left out: the engine has no prefix cache, so that it would be measured like full."
+        "plain (embedded) is left out: the engine has no prefix cache, so that it would be measured"
+        " like full."
     ]
     recomputed = {row["policy"]: row["recomputed_fraction"] for row in report.rows}
     assert recomputed["full"] == 1

@@ -164,11 +164,12 @@ def _finding(rows: Sequence[Row]) -> str:
     first, second = 100 - left(f"{ORACLE}-10"), left(f"{ORACLE}-10") - left(f"{ORACLE}-20")
     blend = by_policy["cacheblend-10"]
     return (
-        f"recomputing the 10% of tokens that truly deviate most leaves {left(f'{ORACLE}-10'):.0f}% of naive's "
-        f"attention deviation, a random 10% leaves {left(f'{CONTROL}-10'):.0f}%: {verdict}. The first 10% of them take "
-        f"{first:.0f} points off, the next 10% another {second:.0f}. cacheblend-10, which recomputes "
-        f"{100 * blend['recomputed_fraction']:.0f}% in a model of {len(blend['layers'])} layers, leaves "
-        f"{left('cacheblend-10'):.0f}%; query-10 leaves {left('query-10'):.0f}%."
+        f"recomputing the 10% of tokens that truly deviate most leaves {left(f'{ORACLE}-10'):.0f}%"
+        f" of naive's attention deviation, a random 10% leaves {left(f'{CONTROL}-10'):.0f}%:"
+        f" {verdict}. The first 10% of them take {first:.0f} points off, the next 10% another"
+        f" {second:.0f}. cacheblend-10, which recomputes {100 * blend['recomputed_fraction']:.0f}%"
+        f" in a model of {len(blend['layers'])} layers, leaves {left('cacheblend-10'):.0f}%;"
+        f" query-10 leaves {left('query-10'):.0f}%."
     )
 
 
@@ -180,9 +181,11 @@ FIGURE = Figure(
     name="cacheblend-6",
     title="Attention deviation against the share recomputed",
     source="CacheBlend, figure 6",
-    claim="the forward attention comes closer to a full prefill's with every token recomputed, and the tokens with the "
-    "highest KV deviation bring most of it. Here, `oracle-r` recomputes the r percent of tokens with the highest true "
-    "deviation over all layers.",
+    claim=(
+        "the forward attention comes closer to a full prefill's with every token recomputed, and"
+        " the tokens with the highest KV deviation bring most of it. Here, `oracle-r` recomputes"
+        " the r percent of tokens with the highest true deviation over all layers."
+    ),
     columns=(
         "policy",
         "n",

@@ -153,11 +153,12 @@ def _tail_finding(rows: Sequence[Row]) -> str:
     verdict = "a tail, as in the paper" if low >= TAIL else "hardly a tail"
     early, late = rows[0], rows[-1]
     return (
-        f"the {TOP}% of tokens that deviate most hold {100 * least['top_10_hold']:.0f}% (layer {least['layer']}) to "
-        f"{100 * most['top_10_hold']:.0f}% (layer {most['layer']}) of a layer's deviation, {low:.1f} to {high:.1f} "
-        f"times the others' mean: {verdict}. First tokens of chunks are {100 * early['first_in_all']:.1f}% of all "
-        f"tokens; among those {TOP}% they are {100 * early['first_in_top_10']:.0f}% in layer {early['layer']} and "
-        f"{100 * late['first_in_top_10']:.0f}% in layer {late['layer']}."
+        f"the {TOP}% of tokens that deviate most hold {100 * least['top_10_hold']:.0f}% (layer"
+        f" {least['layer']}) to {100 * most['top_10_hold']:.0f}% (layer {most['layer']}) of a"
+        f" layer's deviation, {low:.1f} to {high:.1f} times the others' mean: {verdict}. First"
+        f" tokens of chunks are {100 * early['first_in_all']:.1f}% of all tokens; among those"
+        f" {TOP}% they are {100 * early['first_in_top_10']:.0f}% in layer {early['layer']} and"
+        f" {100 * late['first_in_top_10']:.0f}% in layer {late['layer']}."
     )
 
 
@@ -165,7 +166,10 @@ TAIL_FIGURE = Figure(
     name="cacheblend-7",
     title="KV deviation of tokens",
     source="CacheBlend, figure 7",
-    claim="after reuse without repair, 10% to 15% of a layer's tokens have a much higher KV deviation than the others.",
+    claim=(
+        "after reuse without repair, 10% to 15% of a layer's tokens have a much higher KV deviation"
+        " than the others."
+    ),
     columns=(
         "layer",
         "n",
@@ -249,7 +253,10 @@ def _ranks_finding(rows: Sequence[Row]) -> str:
         verdict = "not everywhere: no effect between " + "; ".join(
             row["layers"].replace(", ", " and ") for row in neighbours if row["ci_low"] <= 0
         )
-    told = f"between neighbouring layers the mean correlation is {lowest:.2f} to {highest:.2f}: {verdict}."
+    told = (
+        f"between neighbouring layers the mean correlation is {lowest:.2f} to {highest:.2f}:"
+        f" {verdict}."
+    )
     furthest = _from_first(rows)[-1]
     if furthest["second"] > neighbours[0]["second"]:
         told += (
@@ -271,8 +278,10 @@ RANKS_FIGURE = Figure(
     name="cacheblend-8",
     title="KV deviation from layer to layer",
     source="CacheBlend, figure 8",
-    claim="tokens that deviate most in one layer are likely to do so in the next: the rank correlation of the tokens' "
-    "KV deviations in neighbouring layers is consistently high.",
+    claim=(
+        "tokens that deviate most in one layer are likely to do so in the next: the rank"
+        " correlation of the tokens' KV deviations in neighbouring layers is consistently high."
+    ),
     columns=("layers", "n", "correlation", "ci_low", "ci_high"),
     measure=_measure_ranks,
     draw=_draw_ranks,

@@ -51,9 +51,10 @@ def _finding(rows: Sequence[Row]) -> str:
     losses = ", ".join(f"{_difference(row)} with {_recomputed(row)} recomputed" for row in swept)
     scores = ", ".join(f"{kind} {_score(by_policy[_at_equal(kind)])}" for kind in KINDS)
     return (
-        f"full scores {_score(by_policy['full'])}, naive {_score(by_policy['naive'])}. CacheBlend's difference from "
-        f"full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0 is computed for all tokens, and a "
-        f"model of few layers pays much for it: {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
+        f"full scores {_score(by_policy['full'])}, naive {_score(by_policy['naive'])}. CacheBlend's"
+        f" difference from full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0"
+        " is computed for all tokens, and a model of few layers pays much for it:"
+        f" {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
     )
 
 
@@ -88,8 +89,11 @@ FIGURE = Figure(
     name="cacheblend-16",
     title="Quality against the share recomputed",
     source="CacheBlend, figure 16",
-    claim="with Yi-34B, recomputing 5% to 18% of the tokens loses at most 0.002 of F1 or ROUGE-L against full. Here, "
-    "the questions need several passages, as those of the paper's data sets mostly do.",
+    claim=(
+        "with Yi-34B, recomputing 5% to 18% of the tokens loses at most 0.002 of F1 or ROUGE-L"
+        " against full. Here, the questions need several passages, as those of the paper's data"
+        " sets mostly do."
+    ),
     columns=(
         "policy",
         "n",

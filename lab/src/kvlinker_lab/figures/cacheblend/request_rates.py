@@ -66,9 +66,9 @@ def _finding(rows: Sequence[Row]) -> str:
         else ""
     )
     return (
-        f"at the lowest rate, {lowest:g}, the median time to first token is {at_lowest}. The highest rate at which it "
-        f"stays below {TIMES_IDLE} times full's there: {told}; rates were {', '.join(f'{rate:g}' for rate in rates)}."
-        f"{without}"
+        f"at the lowest rate, {lowest:g}, the median time to first token is {at_lowest}. The"
+        f" highest rate at which it stays below {TIMES_IDLE} times full's there: {told}; rates were"
+        f" {', '.join(f'{rate:g}' for rate in rates)}.{without}"
     )
 
 
@@ -90,9 +90,11 @@ register(
         name="cacheblend-14",
         title="Time to first token against the request rate",
         source="CacheBlend, figure 14",
-        claim="with 6 chunks of 512 tokens per request, CacheBlend has a lower delay at a 2.8 to 5 times higher "
-        "throughput than the baselines of its quality: at the same time to first token up to 5 times that of full "
-        "recomputation, and 3.3 times that of prefix caching.",
+        claim=(
+            "with 6 chunks of 512 tokens per request, CacheBlend has a lower delay at a 2.8 to 5"
+            " times higher throughput than the baselines of its quality: at the same time to first"
+            " token up to 5 times that of full recomputation, and 3.3 times that of prefix caching."
+        ),
         columns=(
             "policy",
             "relative_rate",

@@ -137,13 +137,19 @@ def _finding(rows: Sequence[Row]) -> str:
     by_case = {(row["policy"], row["passages"]): row for row in rows}
     fewest, most = (by_case["full", count] for count in (min(COUNTS), max(COUNTS)))
     best = max((by_case["full", count] for count in COUNTS), key=lambda row: float(row["score"]))
-    told = f"full scores {fewest['score']:.2f} with {fewest['passages']} chunk and {most['score']:.2f} with "
+    told = (
+        f"full scores {fewest['score']:.2f} with {fewest['passages']} chunk and {most['score']:.2f}"
+        " with "
+    )
     told += str(most["passages"])
     if best["score"] <= fewest["score"]:
         told += ", no gain"
     elif best["score"] > most["score"]:
         told += f", but {best['score']:.2f} with {best['passages']}"
-    told += f"; the answer's words are then among the chunks for {100 * most['evidence']:.0f}% of the questions. "
+    told += (
+        f"; the answer's words are then among the chunks for {100 * most['evidence']:.0f}% of the"
+        " questions. "
+    )
     differences = [by_case["naive", count]["vs_full"] for count in COUNTS]
     told += "naive differs from it by " + ", ".join(
         f"{difference:+.2f}" for difference in differences
@@ -163,17 +169,23 @@ def _beside_full(row: Row) -> str:
         verdict = "ahead of full"
     else:
         verdict = "no significant difference"
-    return f"{row['policy']} {row['vs_full']:+.2f} ({row['vs_full_low']:+.2f} to {row['vs_full_high']:+.2f}), {verdict}"
+    return (
+        f"{row['policy']} {row['vs_full']:+.2f} ({row['vs_full_low']:+.2f} to"
+        f" {row['vs_full_high']:+.2f}), {verdict}"
+    )
 
 
 FIGURE = Figure(
     name="cacheblend-2",
     title="Quality against the number of retrieved chunks",
     source="CacheBlend, figure 2",
-    claim="answers to questions over several texts get better with more retrieved chunks, up to a point, and reuse "
-    "without repair falls further behind a full prefill with every chunk, since it knows no attention between chunks. "
-    f"Here, BM25 ranks the passages of questions with at least {max(COUNTS)} of them "
-    f"({', '.join(SEVERAL_PASSAGES)}); one that continues another without naming its subject is seldom found.",
+    claim=(
+        "answers to questions over several texts get better with more retrieved chunks, up to a"
+        " point, and reuse without repair falls further behind a full prefill with every chunk,"
+        " since it knows no attention between chunks. Here, BM25 ranks the passages of questions"
+        f" with at least {max(COUNTS)} of them ({', '.join(SEVERAL_PASSAGES)}); one that continues"
+        " another without naming its subject is seldom found."
+    ),
     columns=(
         "passages",
         "policy",

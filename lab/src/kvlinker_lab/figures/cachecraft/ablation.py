@@ -79,7 +79,8 @@ def _finding(rows: Sequence[Row]) -> str:
     whole, alone = rouge[WHOLE], rouge["naive"]
     alphas = ", ".join(reached(policy) for policy in DESIGNS["Cache-Craft, α from 0.5 to 3"])
     left_out = "; ".join(
-        f"{design.removeprefix('α = 1 ')} {reached(policies[0])}{_apart(rouge[policies[0].name], whole)}"
+        f"{design.removeprefix('α = 1 ')}"
+        f" {reached(policies[0])}{_apart(rouge[policies[0].name], whole)}"
         for design, policies in DESIGNS.items()
         if design.startswith("α = 1")
     )
@@ -88,10 +89,11 @@ def _finding(rows: Sequence[Row]) -> str:
         for design in ("fixed share, Cache-Craft's order", "fixed share, random tokens")
     )
     return (
-        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. All of Cache-Craft "
-        f"reaches, for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With the same share of every chunk in "
-        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare "
-        "designs at equal shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
+        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. All"
+        f" of Cache-Craft reaches, for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With"
+        f" the same share of every chunk in place of CCI·(1 − β′): {fixed}. A part that is left out"
+        " changes how much is recomputed, so compare designs at equal shares. Every chunk's KV"
+        " comes from an earlier prompt, half of whose chunks were others."
     )
 
 
@@ -105,9 +107,9 @@ FIGURE = Figure(
     title="What Cache-Craft's parts are worth",
     source="Cache-Craft, figure 26",
     claim=(
-        "on 2WikiMQA, ROUGE-L grows with α (0.825 for 0.5, 0.896 for 1 at 30% recomputed, 0.94 for 2, 0.953 for 3) "
-        "from 0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better "
-        "quality; random tokens in place of CCI give 0.73."
+        "on 2WikiMQA, ROUGE-L grows with α (0.825 for 0.5, 0.896 for 1 at 30% recomputed, 0.94 for"
+        " 2, 0.953 for 3) from 0.665 with nothing recomputed. Without β, 54% is recomputed and"
+        " without focus 70%, at hardly better quality; random tokens in place of CCI give 0.73."
     ),
     columns=(
         "design",

@@ -75,9 +75,10 @@ def _finding(rows: Sequence[Row]) -> str:
         else " Prefix caching is not measured: the engine has no prefix cache."
     )
     return (
-        f"by batch size, {CACHECRAFT}'s first token comes sooner than full's by {sooner(FULL)}, and by {sooner(H2O)} "
-        f"sooner than that of {H2O}, which the paper measures at the same quality.{without} Prompts have "
-        f"{TRAFFIC.chunks * TRAFFIC.chunk_tokens} tokens of chunks; medians of {REPEAT} batches."
+        f"by batch size, {CACHECRAFT}'s first token comes sooner than full's by {sooner(FULL)}, and"
+        f" by {sooner(H2O)} sooner than that of {H2O}, which the paper measures at the same"
+        f" quality.{without} Prompts have {TRAFFIC.chunks * TRAFFIC.chunk_tokens} tokens of chunks;"
+        f" medians of {REPEAT} batches."
     )
 
 
@@ -86,9 +87,12 @@ register(
         name="cachecraft-23",
         title="Time to first token against the batch size",
         source="Cache-Craft, figure 23 (d)",
-        claim="with prompts of 8192 tokens, the time to first token grows less with the batch size for Cache-Craft "
-        "(25% recomputed) than for all others of the same quality: full recomputation, prefix caching of which 60% "
-        "hit, prompt compression, and H2O's choice of 60% of the tokens.",
+        claim=(
+            "with prompts of 8192 tokens, the time to first token grows less with the batch size"
+            " for Cache-Craft (25% recomputed) than for all others of the same quality: full"
+            " recomputation, prefix caching of which 60% hit, prompt compression, and H2O's choice"
+            " of 60% of the tokens."
+        ),
         columns=("policy", "batch", "ttft_ms", "slowest_ms", "recomputed_fraction", "failed"),
         measure=_measure,
         draw=_draw,

@@ -65,12 +65,13 @@ def _finding(rows: Sequence[Row]) -> str:
     cci, beta, gamma = (_correlation(rows, kind, score) for score, (kind, _, _) in PANELS.items())
     outside, length = _correlation(rows, OTHERS, "outside"), _correlation(rows, OTHERS, "tokens")
     return (
-        "how far the KV of a chunk that is reused without repair is off from a full prefill (mean relative deviation "
-        "over its tokens and all layers) was compared with each score by rank correlation. "
-        f"CCI: {cci}. 1 − β: {beta}. 1 − γ: {gamma}. All in one, CCI·(1 − β′): {_correlation(rows, None, _ALL)}. "
-        "The equations expect more deviation with CCI and 1 − β, less with 1 − γ. CCI weighs attention per pair of "
-        "tokens; behind other chunks, the plain share of a chunk's attention that went to earlier chunks has "
-        f"{outside}, and its length {length}. In brackets: 95% intervals over examples."
+        "how far the KV of a chunk that is reused without repair is off from a full prefill (mean"
+        " relative deviation over its tokens and all layers) was compared with each score by rank"
+        f" correlation. CCI: {cci}. 1 − β: {beta}. 1 − γ: {gamma}. All in one, CCI·(1 − β′):"
+        f" {_correlation(rows, None, _ALL)}. The equations expect more deviation with CCI and 1 −"
+        " β, less with 1 − γ. CCI weighs attention per pair of tokens; behind other chunks, the"
+        f" plain share of a chunk's attention that went to earlier chunks has {outside}, and its"
+        f" length {length}. In brackets: 95% intervals over examples."
     )
 
 
@@ -108,8 +109,8 @@ FIGURE = Figure(
     title="Deviation against CCI, prefix overlap and order",
     source="Cache-Craft, figure 12",
     claim=(
-        "the output of a reused chunk deviates the more, the more it was contextualised (CCI), the less of its old "
-        "prefix stands before it (1 − β), and the more that is reordered (γ)."
+        "the output of a reused chunk deviates the more, the more it was contextualised (CCI), the"
+        " less of its old prefix stands before it (1 − β), and the more that is reordered (γ)."
     ),
     columns=("score", "mean_score", "chunks", "deviation", "ci_low", "ci_high"),
     measure=_measure,

@@ -117,10 +117,12 @@ def _finding(rows: Sequence[Row]) -> str:
         for threshold in THRESHOLDS
     )
     return (
-        f"to bring a reused chunk's relative KV deviation down to {SHOWN}, {sum(needed) / len(needed):.0%} of its "
-        f"tokens must be computed again on average, in the order of inter attention. This share has rank correlation "
-        f"{grouped_correlation(x, needed, groups)} with CCI·(1 − β′); the best line through zero has "
-        f"α = {line.slope:.2f} with R² = {fit}: {explains}. α depends on the deviation that is accepted: {slopes}."
+        f"to bring a reused chunk's relative KV deviation down to {SHOWN},"
+        f" {sum(needed) / len(needed):.0%} of its tokens must be computed again on average, in the"
+        " order of inter attention. This share has rank correlation"
+        f" {grouped_correlation(x, needed, groups)} with CCI·(1 − β′); the best line through zero"
+        f" has α = {line.slope:.2f} with R² = {fit}: {explains}. α depends on the deviation that is"
+        f" accepted: {slopes}."
     )
 
 
@@ -150,8 +152,9 @@ FIGURE = Figure(
     title="Needed recomputation against CCI·(1 − β′)",
     source="Cache-Craft, figure 13",
     claim=(
-        "the share of a chunk to recompute (CFO) is α·CCI·(1 − β′), a line through zero whose slope α sets quality; "
-        "of α from 0.5 to 3, 1 gives a ROUGE-L of 0.896 on 2WikiMQA and 3 gives 0.953."
+        "the share of a chunk to recompute (CFO) is α·CCI·(1 − β′), a line through zero whose slope"
+        " α sets quality; of α from 0.5 to 3, 1 gives a ROUGE-L of 0.896 on 2WikiMQA and 3 gives"
+        " 0.953."
     ),
     columns=("threshold", "mean_score", "chunks", "needed", "ci_low", "ci_high"),
     measure=_measure,

@@ -70,12 +70,13 @@ def _finding(rows: Sequence[Row]) -> str:
     better = max("positions", "causality", key=lambda fixed: float(rouge[fixed]["score"]))
     verdict = f"fixing {better} alone gives more" if apart else "neither of the two is better"
     return (
-        f"ROUGE-L against full's own answers is {scores('rouge_l_vs_full')}; the tasks' own metric is {scores(TASK)} "
-        f"(full: {overall(rows, TASK)['full']['score']:.2f}). By the intervals, {verdict}. Every chunk's KV comes from "
-        "an earlier prompt with other chunks in it, at another position. Fixing causality means computing "
-        f"{PERCENT}% of each chunk again, the tokens that looked at other chunks most. These have their new positions "
-        "in either case, so with causality alone it is the other tokens that are at stale ones. Causality fixed for "
-        "all tokens at stale positions is not measured: nothing would be left to be stale."
+        f"ROUGE-L against full's own answers is {scores('rouge_l_vs_full')}; the tasks' own metric"
+        f" is {scores(TASK)} (full: {overall(rows, TASK)['full']['score']:.2f}). By the intervals,"
+        f" {verdict}. Every chunk's KV comes from an earlier prompt with other chunks in it, at"
+        f" another position. Fixing causality means computing {PERCENT}% of each chunk again, the"
+        " tokens that looked at other chunks most. These have their new positions in either case,"
+        " so with causality alone it is the other tokens that are at stale ones. Causality fixed"
+        " for all tokens at stale positions is not measured: nothing would be left to be stale."
     )
 
 
@@ -84,8 +85,9 @@ FIGURE = Figure(
     title="Positions and causality",
     source="Cache-Craft, table 3",
     claim=(
-        "on 2WikiMQA, ROUGE against the answers of a full prefill is 0.15 when neither positions nor causality are "
-        "fixed, 0.22 with causality alone, 0.66 with positions alone and 0.89 with both (30% recomputed)."
+        "on 2WikiMQA, ROUGE against the answers of a full prefill is 0.15 when neither positions"
+        " nor causality are fixed, 0.22 with causality alone, 0.66 with positions alone and 0.89"
+        " with both (30% recomputed)."
     ),
     columns=("fixed", "policy", "metric", "n", "score", "ci_low", "ci_high", "recomputed_fraction"),
     measure=_measure,

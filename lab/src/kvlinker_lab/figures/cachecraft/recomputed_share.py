@@ -59,13 +59,14 @@ def _finding(rows: Sequence[Row]) -> str:
         else "no α's interval lies above naive's"
     )
     return (
-        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed (naive), and with "
-        f"Cache-Craft {crafted}; {clear}. The controls: {controls}. Prefix caching recomputes "
-        f"{rouge['prefix']['recomputed_fraction']:.0%}; reordering the chunks for it (set-prefix) "
-        f"{rouge['set-prefix']['recomputed_fraction']:.0%}, at {rouge['set-prefix']['score']:.2f}. By the tasks' own "
-        f"metric, full scores {own['full']['score']:.2f}, naive {own['naive']['score']:.2f} and cachecraft-1 "
-        f"{own['cachecraft-1']['score']:.2f}. Every chunk's KV comes from an earlier prompt, half of whose chunks were "
-        "others."
+        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed"
+        f" (naive), and with Cache-Craft {crafted}; {clear}. The controls: {controls}. Prefix"
+        f" caching recomputes {rouge['prefix']['recomputed_fraction']:.0%}; reordering the chunks"
+        f" for it (set-prefix) {rouge['set-prefix']['recomputed_fraction']:.0%}, at"
+        f" {rouge['set-prefix']['score']:.2f}. By the tasks' own metric, full scores"
+        f" {own['full']['score']:.2f}, naive {own['naive']['score']:.2f} and cachecraft-1"
+        f" {own['cachecraft-1']['score']:.2f}. Every chunk's KV comes from an earlier prompt, half"
+        " of whose chunks were others."
     )
 
 
@@ -74,9 +75,10 @@ FIGURE = Figure(
     title="Quality of Cache-Craft against the share recomputed",
     source="Cache-Craft, figure 20",
     claim=(
-        "with LLaMA-3-8B on multi-hop questions, ROUGE-L against full's answers is 0.65 without recomputation, 30% "
-        "better with 20% of the tokens recomputed and 42% better with 30%; random tokens can be worse than none, and "
-        "the most attended ones (H2O) are 2% to 10% better than none. Prefix caching computes 80% to 95% of the tokens."
+        "with LLaMA-3-8B on multi-hop questions, ROUGE-L against full's answers is 0.65 without"
+        " recomputation, 30% better with 20% of the tokens recomputed and 42% better with 30%;"
+        " random tokens can be worse than none, and the most attended ones (H2O) are 2% to 10%"
+        " better than none. Prefix caching computes 80% to 95% of the tokens."
     ),
     columns=("policy", "metric", "n", "score", "ci_low", "ci_high", "recomputed_fraction"),
     measure=_measure,

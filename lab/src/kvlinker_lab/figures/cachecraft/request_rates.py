@@ -49,7 +49,10 @@ def _finding(rows: Sequence[Row]) -> str:
     def beside(policy: str) -> str:
         more = ratios(rows, policy, baseline, "relative_rate", "requests_per_s")
         sooner = ratios(rows, baseline, policy, "relative_rate", "latency_p50_ms")
-        return f"{policy}'s throughput is {told_ratios(more)}, its response latency lower by {told_ratios(sooner)}"
+        return (
+            f"{policy}'s throughput is {told_ratios(more)}, its response latency lower by"
+            f" {told_ratios(sooner)}"
+        )
 
     named = (
         "prefix caching (plain)"
@@ -64,9 +67,11 @@ register(
         name="cachecraft-22",
         title="Throughput and response latency under load",
         source="Cache-Craft, figure 22",
-        claim="with continuous batching under high load (240 requests a minute for LLaMA-3-8B), throughput is up to "
-        "1.9 times that of prefix caching and response latency 3.3 times lower with nothing recomputed, and 1.6 and "
-        "2.1 times with 30% recomputed.",
+        claim=(
+            "with continuous batching under high load (240 requests a minute for LLaMA-3-8B),"
+            " throughput is up to 1.9 times that of prefix caching and response latency 3.3 times"
+            " lower with nothing recomputed, and 1.6 and 2.1 times with 30% recomputed."
+        ),
         columns=(
             "policy",
             "relative_rate",

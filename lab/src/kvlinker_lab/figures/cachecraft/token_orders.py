@@ -115,12 +115,14 @@ def _finding(rows: Sequence[Row]) -> str:
     verdicts = {order: _verdict(of[KV, order, 30]) for order in ORDERS if order != "random"}
     attention = {order: _verdict(of[ATTENTION, order, 30]) for order in ("inter", "query")}
     return (
-        f"in Cache-Craft's order the relative KV deviation of reused tokens falls from {start:.3f} to {falling}. At "
-        f"30%, random tokens leave {of[KV, 'random', 30]['deviation']:.3f}. Compared with that, the tokens with most "
-        f"inter attention leave {verdicts['inter']}, those the chunk attends to most {verdicts['h2o']}, and those "
-        f"the question attends to most {verdicts['query']}. As to the question's attention, Cache-Craft's order leaves "
-        f"{attention['inter']} compared with random, the question's order {attention['query']}. Any order falls, since "
-        "a token that is computed again deviates little; what an order is worth is its distance from random."
+        f"in Cache-Craft's order the relative KV deviation of reused tokens falls from {start:.3f}"
+        f" to {falling}. At 30%, random tokens leave {of[KV, 'random', 30]['deviation']:.3f}."
+        f" Compared with that, the tokens with most inter attention leave {verdicts['inter']},"
+        f" those the chunk attends to most {verdicts['h2o']}, and those the question attends to"
+        f" most {verdicts['query']}. As to the question's attention, Cache-Craft's order leaves"
+        f" {attention['inter']} compared with random, the question's order {attention['query']}."
+        " Any order falls, since a token that is computed again deviates little; what an order is"
+        " worth is its distance from random."
     )
 
 
@@ -136,7 +138,10 @@ FIGURE = Figure(
     name="cachecraft-15",
     title="Deviation against the share recomputed",
     source="Cache-Craft, figure 15",
-    claim="the more of its most contextualised tokens are recomputed, the less a reused chunk's output deviates.",
+    claim=(
+        "the more of its most contextualised tokens are recomputed, the less a reused chunk's"
+        " output deviates."
+    ),
     columns=(
         "deviation_of",
         "order",

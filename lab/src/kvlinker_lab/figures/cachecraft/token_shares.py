@@ -83,8 +83,8 @@ def _finding(rows: Sequence[Row]) -> str:
         else "even"
     )
     return (
-        f"of the inter attention of {rows[0]['chunks']} chunks, {shown} on average; at 30% that is {excess:.1f} times "
-        f"what tokens that are all alike would have. It is {verdict}."
+        f"of the inter attention of {rows[0]['chunks']} chunks, {shown} on average; at 30% that is"
+        f" {excess:.1f} times what tokens that are all alike would have. It is {verdict}."
     )
 
 
@@ -92,7 +92,10 @@ FIGURE = Figure(
     name="cachecraft-14",
     title="Few tokens have most of a chunk's inter attention",
     source="Cache-Craft, figure 14",
-    claim="a small subset of a chunk's tokens, the ones to recompute first, makes up most of its contextualisation.",
+    claim=(
+        "a small subset of a chunk's tokens, the ones to recompute first, makes up most of its"
+        " contextualisation."
+    ),
     columns=("percent", "chunks", "mean_share", "low_share", "high_share"),
     measure=_measure,
     draw=_draw,

@@ -77,10 +77,13 @@ def _finding(rows: Sequence[Row]) -> str:
     exponents = _exponents(rows)
     grown = ", ".join(f"{policy} {exponent:.2f}" for policy, exponent in exponents.items())
     said = [
-        f"from {lengths[0]} to {lengths[-1]} tokens, TTFT grows with the length to the power of: {grown} (1 is linear, "
-        "2 quadratic; one chunk alone is left out, since it needs no repair)."
-        if exponents
-        else "there are too few lengths for a law of growth.",
+        (
+            f"from {lengths[0]} to {lengths[-1]} tokens, TTFT grows with the length to the power"
+            f" of: {grown} (1 is linear, 2 quadratic; one chunk alone is left out, since it needs"
+            " no repair)."
+            if exponents
+            else "there are too few lengths for a law of growth."
+        ),
         _at(rows, lengths[-1]),
     ]
     if longest > lengths[-1]:
@@ -135,8 +138,10 @@ FIGURE = Figure(
     name="epic-8",
     title="Time to first token against context length",
     source="EPIC, figure 8",
-    claim="with chunks of 1024 tokens, the time to first token of full recomputation and of CacheBlend-15 grows "
-    "quadratically with the context, that of AttnLink-16 almost linearly.",
+    claim=(
+        "with chunks of 1024 tokens, the time to first token of full recomputation and of"
+        " CacheBlend-15 grows quadratically with the context, that of AttnLink-16 almost linearly."
+    ),
     columns=("tokens", *POLICIES),
     measure=_measure,
     draw=_draw,

@@ -43,14 +43,18 @@ def _finding(rows: Sequence[Row]) -> str:
     def beside(policy: str) -> str:
         sooner = ratios(rows, CACHEBLEND, policy, "relative_rate", "ttft_p50_ms")
         more = ratios(rows, policy, CACHEBLEND, "relative_rate", "tokens_per_s")
-        return f"{policy}'s first token comes sooner by {told_ratios(sooner)}; its throughput is {told_ratios(more)}"
+        return (
+            f"{policy}'s first token comes sooner by {told_ratios(sooner)}; its throughput is"
+            f" {told_ratios(more)}"
+        )
 
     failed = sum(row["failed"] for row in rows)
     return (
-        f"beside {CACHEBLEND}, by request rate: {beside(ATTNLINK)}. {beside(LEGOLINK)}. "
-        f"Of {sum(row['requests'] for row in rows)} requests {failed} failed. Times count from a request's arrival, so "
-        "waiting is in them, where the paper leaves it out; throughput below saturation is the rate itself. Context "
-        "caches are not in the memory of running requests here, so their share of it is not varied."
+        f"beside {CACHEBLEND}, by request rate: {beside(ATTNLINK)}. {beside(LEGOLINK)}. Of"
+        f" {sum(row['requests'] for row in rows)} requests {failed} failed. Times count from a"
+        " request's arrival, so waiting is in them, where the paper leaves it out; throughput"
+        " below saturation is the rate itself. Context caches are not in the memory of running"
+        " requests here, so their share of it is not varied."
     )
 
 
@@ -59,8 +63,11 @@ register(
         name="epic-7",
         title="Time to first token and throughput against the request rate",
         source="EPIC, figure 7",
-        claim="with requests that arrive as a Poisson process and all context caches made before, the first token "
-        "comes up to 8 times sooner with AttnLink-16 than with CacheBlend-15, and throughput is up to 7 times higher.",
+        claim=(
+            "with requests that arrive as a Poisson process and all context caches made before, the"
+            " first token comes up to 8 times sooner with AttnLink-16 than with CacheBlend-15, and"
+            " throughput is up to 7 times higher."
+        ),
         columns=(
             "policy",
             "relative_rate",

@@ -129,8 +129,10 @@ def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str
             "schema": {"type": "string"},
         }
     answered = {
-        "description": "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that fails "
-        "half way has the error's body as its last event.",
+        "description": (
+            "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that"
+            " fails half way has the error's body as its last event."
+        ),
         "headers": headers,
         "content": {"text/event-stream": events},
     }

@@ -97,8 +97,8 @@ class ChatCompletionRequest(ReasoningFields):
     def _check_ending(self) -> ChatCompletionRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
-                "'continue_final_message' goes on with the last message, and 'add_generation_prompt' begins another: "
-                "give one of them.",
+                "'continue_final_message' goes on with the last message, and"
+                " 'add_generation_prompt' begins another: give one of them.",
                 param="continue_final_message",
             )
         return self
@@ -118,7 +118,8 @@ class ChatCompletionRequest(ReasoningFields):
             called.update(call.id for call in message.tool_calls or ())
             if message.role == "tool" and message.tool_call_id not in called:
                 raise InvalidRequestError(
-                    f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message before.",
+                    f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message"
+                    " before.",
                     param=f"messages.{index}.tool_call_id",
                 )
         return self

@@ -148,7 +148,8 @@ class CompletionRequest(DecodingBody):
         choices = (len(self.prompt) if has_several(self.prompt) else 1) * self.choices
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"'prompt' and 'n' ask for {choices} choices; at most {MAX_CHOICES} are given in one request.",
+                f"'prompt' and 'n' ask for {choices} choices; at most {MAX_CHOICES} are given in"
+                " one request.",
                 param="n",
             )
         return self
@@ -157,7 +158,8 @@ class CompletionRequest(DecodingBody):
     def _check_explained(self) -> CompletionRequest:
         if self.explains and has_several(self.prompt):
             raise InvalidRequestError(
-                "One prompt is explained at a time: send them one by one, or leave out 'link.explain'.",
+                "One prompt is explained at a time: send them one by one, or leave out"
+                " 'link.explain'.",
                 param="link.explain",
             )
         return self
@@ -357,9 +359,11 @@ class CompletionFormat:
             tokens=[entry.text for entry in entries],
             token_logprobs=[_json_logprob(entry) for entry in entries],
             top_logprobs=[
-                None
-                if math.isnan(entry.logprob)
-                else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                (
+                    None
+                    if math.isnan(entry.logprob)
+                    else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                )
                 for entry in entries
             ],
             text_offset=offsets,

@@ -184,8 +184,8 @@ async def respond_in_dialect(
         chat = await served.encoding.run(request, translation.request)
         if chat.explains:
             raise InvalidRequestError(
-                "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain explains a prompt "
-                "without answering it.",
+                "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain"
+                " explains a prompt without answering it.",
                 param="link.explain",
             )
         served.check_model(chat.model)

@@ -58,8 +58,8 @@ def check_input(text: str) -> None:
     """Check the length of a text that is to be split. Raises InvalidRequestError."""
     if len(text) > MAX_INPUT_CHARACTERS:
         raise InvalidRequestError(
-            f"'input' has {len(text):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at once. "
-            "Send it in parts.",
+            f"'input' has {len(text):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at"
+            " once. Send it in parts.",
             param="input",
         )
 

@@ -90,8 +90,8 @@ class HostCheck:
             host = Headers(scope=scope).get("host")
             if host is not None and not self._is_known(host):  # browsers always send one
                 error = UnknownHostError(
-                    f"This server does not answer for the host {host[:100]!r}. Call it localhost, or add the name to "
-                    "its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
+                    f"This server does not answer for the host {host[:100]!r}. Call it localhost,"
+                    " or add the name to its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
                 )
                 return await error_response(error, scope)(scope, receive, send)
         return await self._app(scope, receive, send)

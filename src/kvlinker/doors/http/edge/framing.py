@@ -26,7 +26,8 @@ class Framing:
             headers = Headers(scope=scope)
             if "transfer-encoding" in headers and "content-length" in headers:
                 error = InvalidRequestError(
-                    "The request has both 'Transfer-Encoding' and 'Content-Length'. Send one of them."
+                    "The request has both 'Transfer-Encoding' and 'Content-Length'. Send one of"
+                    " them."
                 )
                 refusal = error_response(error, scope)
                 refusal.headers["Connection"] = "close"

@@ -215,7 +215,9 @@ def metadata_parameter(*, required: bool) -> dict[str, Any]:
                 "required": required,
                 "style": "deepObject",
                 "explode": True,
-                "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
+                "description": (
+                    "Pairs that a context cache must have, all of them: metadata[project]=x."
+                ),
                 "schema": pairs | ({"minProperties": 1} if required else {}),
             }
         ]

@@ -66,8 +66,8 @@ class ReasoningFields(DecodingBody):
         reasons = llm.answer_form.reasoning is not None
         if asked.max_tokens is not None and reasons:
             raise InvalidRequestError(
-                f"The model reasons, and cannot be held to {asked.max_tokens} tokens of it. Leave the limit out, or "
-                "limit the whole answer.",
+                f"The model reasons, and cannot be held to {asked.max_tokens} tokens of it. Leave"
+                " the limit out, or limit the whole answer.",
                 param="reasoning.max_tokens",
             )
         given = {"reasoning.effort": asked.effort, "reasoning_effort": self.reasoning_effort}

@@ -37,8 +37,10 @@ class TokenCount(ResponseBody):
 def _responses() -> dict[int | str, dict[str, Any]]:
     answered = completion_responses(MessageStreamEvent.__name__, ignores=True)[200]
     answered = answered | {
-        "description": "The answer; with `stream`, server-sent events that have the names of their types. A stream "
-        "that fails half way ends with an event `error`."
+        "description": (
+            "The answer; with `stream`, server-sent events that have the names of their types. A"
+            " stream that fails half way ends with an event `error`."
+        )
     }
     return {200: answered, **error_responses(400, 404, 429, 503, model=MessagesError)}
 

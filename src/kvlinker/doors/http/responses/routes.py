@@ -22,8 +22,8 @@ router = APIRouter(tags=["responses"], route_class=BodyRoute)
 def _responses() -> dict[int | str, dict[str, Any]]:
     described = completion_responses(ResponseStreamEvent.__name__, ignores=True)
     described[200]["description"] = (
-        "The answer; with `stream`, server-sent events that have the names of their types. A stream that fails half "
-        "way ends with an event `response.failed`."
+        "The answer; with `stream`, server-sent events that have the names of their types. A stream"
+        " that fails half way ends with an event `response.failed`."
     )
     return described
 

@@ -117,7 +117,8 @@ class ChunkBuilder:
     ) -> PendingChunks:
         if len(tokens) > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
+                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes"
+                f" {self._longest}."
             )
         with_scores = with_scores and self._with_scores
         fits = len(tokens) + len(self._unrelated) <= self._longest

@@ -103,7 +103,8 @@ class Head:
         name = model.base_model_prefix
         if name not in model._modules:
             raise InvalidRequestError(
-                f"{type(model).__name__} has no decoder apart from its head, so it cannot score texts."
+                f"{type(model).__name__} has no decoder apart from its head, so it cannot score"
+                " texts."
             )
         self._decoder: nn.Module = model._modules[name]
         self._model = copy.copy(model)

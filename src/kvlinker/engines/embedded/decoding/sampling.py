@@ -105,8 +105,8 @@ class Sampler:
         best = scores.argmax()
         if scores[0, best] == -torch.inf:
             raise InvalidRequestError(
-                "No token is left to choose: what the request forbids is all that could come. Change 'bad_words', "
-                "'min_tokens' or the grammar."
+                "No token is left to choose: what the request forbids is all that could come."
+                " Change 'bad_words', 'min_tokens' or the grammar."
             )
         if self._greedy:
             return int(best)

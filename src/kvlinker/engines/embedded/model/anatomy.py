@@ -80,7 +80,8 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
         raise refusal(
             model,
             obstacle_of(model, Obstacle.ATTENTION_FORM),
-            f"It has {expected} layers; attention with keys and values was seen in layers {sorted(tracer.layers)}.",
+            f"It has {expected} layers; attention with keys and values was seen in layers"
+            f" {sorted(tracer.layers)}.",
         )
     if all(layer.rotary is None for layer in tracer.layers.values()):
         raise refusal(model, obstacle_of(model, Obstacle.ROTARY_FORM))

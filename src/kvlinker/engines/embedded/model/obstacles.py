@@ -31,17 +31,20 @@ class Obstacle(StrEnum):
     INPUT = "its own forward pass does not run on token ids alone"
     BIDIRECTIONAL = "its tokens see the tokens behind them, as in an encoder"
     STATE = (
-        "layers of it keep a state instead of keys and values, or beside them (state-space model, linear attention, "
-        "recurrence or convolution)"
+        "layers of it keep a state instead of keys and values, or beside them (state-space model,"
+        " linear attention, recurrence or convolution)"
     )
     LATENT = "its attention keeps latents instead of keys and values (multi-head latent attention)"
-    LEARNED = "its positions are learned embeddings that are added to the tokens', so that KV cannot be moved"
+    LEARNED = (
+        "its positions are learned embeddings that are added to the tokens', so that KV cannot be"
+        " moved"
+    )
     ALIBI = "its attention has position biases (ALiBi), not rotary embeddings"
     ROTARY_FORM = "its rotary embedding is applied in a form of its own"
     NO_ROTARY = "its positions are not rotary embeddings"
     ATTENTION_FORM = (
-        "its attention is computed in a form of its own, not through transformers' attention interface once in "
-        "every layer"
+        "its attention is computed in a form of its own, not through transformers' attention"
+        " interface once in every layer"
     )
     WINDOW = (
         "its configuration does not say max_position_embeddings, the length of its context window"
@@ -54,8 +57,9 @@ def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedMode
     """Return the error that says of what kind the model is, with ``detail`` in sentences, and what
     to do."""
     return UnsupportedModelError(
-        f"{type(model).__name__} is not supported yet: {obstacle}. {detail}{' ' if detail else ''}Serve it without "
-        "kvlinker, or report it with its config.json and the output of `kvlinker check`."
+        f"{type(model).__name__} is not supported yet: {obstacle}."
+        f" {detail}{' ' if detail else ''}Serve it without kvlinker, or report it with its"
+        " config.json and the output of `kvlinker check`."
     )
 
 

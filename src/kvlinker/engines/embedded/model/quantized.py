@@ -205,7 +205,8 @@ def quantise_by_torchao(model: nn.Module, chosen: Collection[nn.Linear], bits: i
     """
     if find_spec("torchao") is None:
         raise ModelLoadError(
-            f"int{bits} weights on a GPU need torchao: run pip install torchao, or set weights to auto."
+            f"int{bits} weights on a GPU need torchao: run pip install torchao, or set weights to"
+            " auto."
         )
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 

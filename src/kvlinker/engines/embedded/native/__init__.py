@@ -27,7 +27,10 @@ T = TypeVar("T")
 Function = Callable[[ctypes.Structure], None]
 """A C++ function that takes one structure by address, and returns nothing."""
 
-COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma"
+COMPILE = (
+    "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+    " -mavx512bf16 -mfma"
+)
 LONGEST_BUILD = 120
 """Seconds that a run of the compiler may take; it takes three."""
 

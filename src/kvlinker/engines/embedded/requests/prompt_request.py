@@ -112,9 +112,11 @@ class PromptRequest(Request):
             shared=[_shared(*entry) for entry in link.placed(kvs)],
             path=self._path(link),
             reused=prompt.reused,
-            restored=()
-            if prompt.reused is None
-            else tuple(zip(prompt.reused.stored, restored, strict=True)),
+            restored=(
+                ()
+                if prompt.reused is None
+                else tuple(zip(prompt.reused.stored, restored, strict=True))
+            ),
             most_tokens=len(prompt) + self._max_tokens,
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
@@ -215,7 +217,8 @@ class FutureRequest(PromptRequest, Generic[T]):
     ) -> None:
         super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # callers cannot cancel it under the engine's hands
+        # callers cannot cancel it under the engine's hands
+        self.future.set_running_or_notify_cancel()
 
     def cancel(self) -> None:
         self.fail(EngineClosedError("The request was cancelled."))

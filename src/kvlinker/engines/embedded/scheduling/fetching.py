@@ -120,7 +120,9 @@ class FetchQueue:
         fetched."""
         holding = next((request for request in self._unfetched if request.hold is not None), None)
         if holding is not None:
-            return holding  # it lost a chunk, and others may wait for the memory of those that it still holds
+            # it lost a chunk, and others may wait for the memory of those that it
+            # still holds
+            return holding
         ahead = self._ahead(ready)
         for request in self._admission.candidates(self._unfetched, ahead, self._is_resident):
             before = sum(other.order <= request.order for other in ahead)

@@ -56,11 +56,14 @@ class Step:
 class Scheduler:
     """Owns every request from its arrival to its end, and moves it from state to state.
 
-    **Loading.** A few requests at a time have their chunks' KV fetched (``FetchQueue``), in the order of ``Admission``.
+    **Loading.** A few requests at a time have their chunks' KV fetched (``FetchQueue``), in the
+    order of ``Admission``.
 
-    **Running.** Requests get slots in that order (``RunningRequests``), and ``StepComposer`` fills the steps.
+    **Running.** Requests get slots in that order (``RunningRequests``), and ``StepComposer`` fills
+    the steps.
 
-    **Choices.** The answers to one prompt share its slots, or take over the slots of one that has ended.
+    **Choices.** The answers to one prompt share its slots, or take over the slots of one that has
+    ended.
 
     All methods hold one lock, for a short time, and call no code from outside under it but what the
     constructor is given. The methods below ``check_integrity`` are for the engine's thread only.

@@ -99,9 +99,10 @@ class BoundModel:
         (self._group,) = _single(groups, "attention backends")
         if type(self._group.kv_cache_spec) is not FullAttentionSpec:
             raise UnsupportedModelError(
-                f"vLLM does not keep all of this model's KV ({type(self._group.kv_cache_spec).__name__}), so kvlinker "
-                "cannot link it. Where that is because of a sliding window, --disable-sliding-window helps, for "
-                "prompts that fit into one."
+                "vLLM does not keep all of this model's KV"
+                f" ({type(self._group.kv_cache_spec).__name__}), so kvlinker cannot link it. Where"
+                " that is because of a sliding window, --disable-sliding-window helps, for prompts"
+                " that fit into one."
             )
         self.block_size: int = self._group.kv_cache_spec.block_size
         self._group = own_group(self._group, self._config, self.device)
@@ -302,7 +303,10 @@ def _unplaceable(module: Any) -> str | None:
         return f"its attention is vLLM's {type(module).__name__}"
     backend = module.impl
     if not hasattr(backend, "do_kv_cache_update"):
-        return f"{type(backend).__name__} writes KV only while it attends; choose another attention_backend"
+        return (
+            f"{type(backend).__name__} writes KV only while it attends; choose another"
+            " attention_backend"
+        )
     if module.kv_sharing_target_layer_name is not None:
         return f"it uses the KV of {module.kv_sharing_target_layer_name}"
     if getattr(backend, "alibi_slopes", None) is not None:

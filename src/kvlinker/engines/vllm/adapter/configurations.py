@@ -40,9 +40,10 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
     not tested with."""
     if vllm.__version__ not in TESTED and not allow_untested:
         raise KVLinkerError(
-            f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
-            'on names inside vLLM. Install one of these, or set "allow_untested": true in kv_connector_extra_config '
-            "and check answers yourself."
+            f"vLLM {vllm.__version__} is installed, but kvlinker was tested with"
+            f" {', '.join(TESTED)} only, and relies on names inside vLLM. Install one of these, or"
+            ' set "allow_untested": true in kv_connector_extra_config and check answers'
+            " yourself."
         )
 
 
@@ -55,24 +56,26 @@ def require_linkable(config: Any) -> None:
         size = getattr(parallel, name)
         if size > 1:
             raise UnsupportedModelError(
-                f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use {instead} instead."
+                f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use"
+                f" {instead} instead."
             )
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedModelError(
-            f"data_parallel_size is {parallel.data_parallel_size}, but kvlinker does not link a mixture of experts in "
-            "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
-            "several servers."
+            f"data_parallel_size is {parallel.data_parallel_size}, but kvlinker does not link a"
+            " mixture of experts in vLLM with data parallelism, since all engines compute its"
+            " experts together; use tensor_parallel_size, or several servers."
         )
     speculation = config.speculative_config
     if speculation and speculation.method != NGRAM:
         raise UnsupportedModelError(
-            f"kvlinker does not link in vLLM with speculative decoding by {speculation.method}, whose drafts may have "
-            f"KV of their own that no chunk holds; use {NGRAM}, or leave speculative_config out."
+            f"kvlinker does not link in vLLM with speculative decoding by {speculation.method},"
+            f" whose drafts may have KV of their own that no chunk holds; use {NGRAM}, or leave"
+            " speculative_config out."
         )
     if config.lora_config:
         raise UnsupportedModelError(
-            "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
-            "model."
+            "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge"
+            " the adapter into the model."
         )
 
 
@@ -82,15 +85,16 @@ def _require_movable(model: Any) -> None:
     that a self-test near the start sees."""
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedModelError(
-            f"Layers of {model.architecture} keep a state instead of keys and values, or beside them, which kvlinker "
-            "does not link yet; serve it with vLLM alone."
+            f"Layers of {model.architecture} keep a state instead of keys and values, or beside"
+            " them, which kvlinker does not link yet; serve it with vLLM alone."
         )
     scaling = getattr(model.hf_text_config, "llama_4_scaling", None)
     length = scaling and scaling["original_max_position_embeddings"]
     if length and model.max_model_len > length:
         raise UnsupportedModelError(
-            f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries beyond position "
-            f"{length}, so that KV cannot be moved there; set max_model_len to {length}."
+            f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries"
+            f" beyond position {length}, so that KV cannot be moved there; set max_model_len to"
+            f" {length}."
         )
 
 

@@ -129,8 +129,8 @@ class ChunkProvider:
         tokens = (*chunk.prefix, *chunk.tokens)
         if len(tokens) > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at most "
-                f"{self._longest}. {WayOut.SPLIT}",
+                f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at"
+                f" most {self._longest}. {WayOut.SPLIT}",
                 param="chunks",
             )
         nbytes = (
@@ -138,16 +138,17 @@ class ChunkProvider:
         )
         if not await self._in_executor(self._store.make_room, key, nbytes):
             raise ChunkNotStoredError(
-                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes} bytes. Give it more "
-                "disk_space, or the disk itself more room, or unpin context caches."
+                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes}"
+                " bytes. Give it more disk_space, or the disk itself more room, or unpin context"
+                " caches."
             )
         stored = False
         if self._unrelated and chunk.scored and len(tokens) + len(self._unrelated) <= self._longest:
             stored = await self._captured(key, chunk, self._unrelated)
         if not stored and not await self._captured(key, chunk):
             raise ChunkNotStoredError(
-                f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
-                "directory can be written to."
+                f"Chunk {key} could not be computed and stored: see the log of vLLM's processes,"
+                " and whether the state directory can be written to."
             )
         self._refusing = False
 

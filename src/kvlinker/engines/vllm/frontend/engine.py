@@ -88,9 +88,11 @@ class VLLMEngine:
             fingerprint=facts.fingerprint,
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
-            unrelated=facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
-            if chunk_scores
-            else (),
+            unrelated=(
+                facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
+                if chunk_scores
+                else ()
+            ),
         )
         self._linker = VLLMLinker(
             client, self._chunks, self._executor, layers=len(facts.layers), longest=longest
@@ -212,8 +214,8 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.explains:
             raise InvalidRequestError(
-                f"The vllm engine does not explain a prompt with its answer: leave out 'link.explain'. "
-                f"{WayOut.EXPLAIN}",
+                "The vllm engine does not explain a prompt with its answer: leave out"
+                f" 'link.explain'. {WayOut.EXPLAIN}",
                 param="link.explain",
             )
         if request.sampling.prompt_logprobs is not None:
@@ -396,7 +398,7 @@ class _Handle:
 def _unscored(param: str) -> InvalidRequestError:
     """Return the error of requests for log probabilities of prompts."""
     return InvalidRequestError(
-        "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where nothing is "
-        "linked. Use the embedded engine.",
+        "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where"
+        " nothing is linked. Use the embedded engine.",
         param=param,
     )

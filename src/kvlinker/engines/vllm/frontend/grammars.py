@@ -48,8 +48,10 @@ class VLLMGrammars:
             return {"grammar": self._checked(grammar)}
         if grammar.kind == "lark" or grammar.frame:
             raise InvalidRequestError(
-                f"vLLM was started with the backend {self._backend!r} for structured outputs, which cannot enforce "
-                "calls of tools, nor forms of answers beside them or behind reasoning. Start it with "
+                f"vLLM was started with the backend {self._backend!r} for structured outputs, which"
+                " cannot enforce "
+                "calls of tools, nor forms of answers beside them or behind reasoning. Start it"
+                " with "
                 f'{{"backend": "{GUIDANCE}"}} as its structured_outputs_config.',
                 param="tool_choice" if grammar.kind == "lark" else grammar.param,
             )

@@ -238,7 +238,9 @@ class VLLMLinker:
         probe, link = linked.plan, linked.link
         tokens = probe.prompt.tokens.tolist()
         start = probe.runs[-1][0]
-        if start:  # so that vLLM never finds the question's own KV again, which the first pass computed over others'
+        # so that vLLM never finds the question's own KV again, which the first pass
+        # computed over others'
+        if start:
             tokens[start - 1] = int(tokens[start - 1] == 0)
         salt = secrets.token_hex(16)
         measured = None

@@ -86,7 +86,8 @@ def own_vllm(settings: Settings) -> VLLMSource:
     """
     if find_spec("vllm") is None:
         raise InvalidRequestError(
-            "vLLM is not installed here. Run pip install 'kvlinker[vllm]', or see docs/vllm.md for CPUs.",
+            "vLLM is not installed here. Run pip install 'kvlinker[vllm]', or see docs/vllm.md for"
+            " CPUs.",
             param="engine",
         )
     began = time.monotonic()

@@ -59,8 +59,8 @@ class PlanSigner:
         signature = str(params.get(SIGNATURE)).encode(errors="replace")
         if not hmac.compare_digest(signature, self._signature(plan, tokens).encode()):
             raise InvalidRequestError(
-                f"kv_transfer_params.{PARAM} is not kvlinker's own: its signature is missing or for another prompt. "
-                "Use kvlinker's routes.",
+                f"kv_transfer_params.{PARAM} is not kvlinker's own: its signature is missing or for"
+                " another prompt. Use kvlinker's routes.",
                 param=PARAM,
             )
         return plan

@@ -47,9 +47,9 @@ def unsupported(policy: Policy) -> str | None:
     if not missing:
         return None
     return (
-        f"The policy {policy.name} needs {' and '.join(missing)}, which the vllm engine does not offer. Use a policy "
-        "that decides before the answer's own pass, such as query-5, legolink-16 or cacheblend-15-onestep, or the "
-        "embedded engine."
+        f"The policy {policy.name} needs {' and '.join(missing)}, which the vllm engine does not"
+        " offer. Use a policy that decides before the answer's own pass, such as query-5,"
+        " legolink-16 or cacheblend-15-onestep, or the embedded engine."
     )
 
 
@@ -152,7 +152,8 @@ class TransferPlan(_Value):
             )
             if not begin < end or self.placements or self.captures != tuple(wanted):
                 raise ValueError(
-                    "an unrelated text stands right before one chunk that is captured, and nothing is placed"
+                    "an unrelated text stands right before one chunk that is captured, and nothing"
+                    " is placed"
                 )
         covered = 0
         for begin, end in sorted(
@@ -249,8 +250,8 @@ def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> Transf
         ) from error
     if plan.linked >= prompt_tokens:
         raise InvalidRequestError(
-            f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of {prompt_tokens}; the last one is "
-            "always vLLM's to compute.",
+            f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of {prompt_tokens};"
+            " the last one is always vLLM's to compute.",
             param=PARAM,
         )
     return plan

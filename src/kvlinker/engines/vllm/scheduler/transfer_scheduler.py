@@ -348,8 +348,8 @@ class TransferScheduler:
         if target is not None and not self._target_told:
             self._target_told = True
             logger.info(
-                "While a prompt is linked, others get a token every %.1f ms on average (slowdown %.2f), and %.1f ms "
-                "later for each more that waits to be linked.",
+                "While a prompt is linked, others get a token every %.1f ms on average (slowdown"
+                " %.2f), and %.1f ms later for each more that waits to be linked.",
                 1e3 * target,
                 self._limits.slowdown,
                 1e3 * target * (1 - 1 / self._limits.slowdown),

@@ -62,7 +62,8 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
         )
     if all(layer.rotary is None for layer in layers):
         raise UnsupportedModelError(
-            f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other positions, KV cannot move."
+            f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other"
+            " positions, KV cannot move."
         )
     return tuple(layers)
 

@@ -53,7 +53,8 @@ def require_exact(bound: BoundModel, layers: Sequence[AttentionModules]) -> None
     tokens than the prompt is refused, too."""
     if bound.max_model_len < PROMPT_TOKENS:
         raise UnsupportedModelError(
-            f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS} tokens."
+            f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS}"
+            " tokens."
         )
     failed = [check for check in self_test(bound, layers) if not check.passed]
     if failed:

@@ -40,8 +40,10 @@ Policies = Annotated[str, typer.Option(help="Policies to compare, with commas be
 WeightFormats = Annotated[
     str,
     typer.Option(
-        help="Formats of the weights to compare, with commas between: auto, bf16, int8, int4; by default that of "
-        "--weights alone.",
+        help=(
+            "Formats of the weights to compare, with commas between: auto, bf16, int8, int4; by"
+            " default that of --weights alone."
+        ),
         show_default=False,
     ),
 ]
@@ -49,8 +51,11 @@ WeightFormats = Annotated[
 ComparedPolicies = Annotated[
     str | None,
     typer.Option(
-        help="Policies to compare, with commas between; by default full, naive, the policy that the settings give to "
-        "requests (query-5-sensitive), legolink-16, attnlink-16 and random-15.",
+        help=(
+            "Policies to compare, with commas between; by default full, naive, the policy that the"
+            " settings give to requests (query-5-sensitive), legolink-16, attnlink-16 and"
+            " random-15."
+        ),
         show_default=False,
     ),
 ]
@@ -92,9 +97,11 @@ class Setup:
                 f"Unknown weight format {min(unknown)!r}; known are {known}.", param="formats"
             )
         return {
-            form: replace(
-                self, settings=self.settings.model_copy(update={"weights": form})
-            ).subject(**options)
+            form: (
+                replace(self, settings=self.settings.model_copy(update={"weights": form})).subject(
+                    **options
+                )
+            )
             for form in dict.fromkeys(formats or (self.settings.weights,))
         }
 

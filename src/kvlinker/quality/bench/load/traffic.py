@@ -72,8 +72,8 @@ class TrafficShape:
         needed = self.chunks + (self.kind != "documents")
         if self.library < needed:
             raise InvalidRequestError(
-                f"A library of {self.library} documents is too small: {self.kind} with {self.chunks} chunks need "
-                f"{needed}.",
+                f"A library of {self.library} documents is too small: {self.kind} with"
+                f" {self.chunks} chunks need {needed}.",
                 param="library",
             )
         least, most = self.output_tokens

@@ -87,8 +87,8 @@ def load_dataset(
         known, found = _read_file(path, source)
     else:
         raise InvalidRequestError(
-            f"No data set {name_or_path!r}: there is no such file or folder, and the data sets that ship with "
-            f"kvlinker are {', '.join(BUNDLED)}.",
+            f"No data set {name_or_path!r}: there is no such file or folder, and the data sets that"
+            f" ship with kvlinker are {', '.join(BUNDLED)}.",
             param="dataset",
         )
     dataset = _collect(source.name, known, found, limit, tasks)

@@ -84,8 +84,9 @@ def recognise(records: Sequence[Record], path: Path) -> Format:
         f"{known.name} ({', '.join(known.fields)}): {known.mismatch(first)}" for known in formats
     )
     raise InvalidRequestError(
-        f"{path} is of no known format: its first record has the fields {', '.join(first.fields) or '(none)'}. Here is "
-        f"what speaks against each format: {reasons}.",
+        f"{path} is of no known format: its first record has the fields"
+        f" {', '.join(first.fields) or '(none)'}. Here is what speaks against each format:"
+        f" {reasons}.",
         param="dataset",
     )
 
@@ -108,6 +109,6 @@ def short_question(question: str) -> str:
     """Return the prompt of a question whose answer is a few words (the wording follows
     LongBench's)."""
     return (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other "
-        f"words.\n\nQuestion: {question.strip()}\nAnswer:"
+        "Answer the question based on the given passages. Only give me the answer and do not"
+        f" output any other words.\n\nQuestion: {question.strip()}\nAnswer:"
     )

@@ -27,7 +27,10 @@ from kvlinker.quality.evaluation.examples import Question
 
 PAIRS_PER_PASSAGE = 5
 
-NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+NEEDLE = (
+    "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny"
+    " day."
+)
 QUESTION = "What is the best thing to do in San Francisco?"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
 
@@ -58,7 +61,10 @@ def _key_and_value(record: Record, source: Source) -> Question:
         dataset=source.name,
         task=source.name,
         passages=source.splitter.passages(passages),
-        question=f'\nGive the value of this key of the JSON data above, and nothing else.\nKey: "{key}"\nValue:',
+        question=(
+            "\nGive the value of this key of the JSON data above, and nothing else.\nKey:"
+            f' "{key}"\nValue:'
+        ),
         answers=(text_field(record, "value"),),
         metric="exact_match",
         max_tokens=64,
