@@ -19,11 +19,12 @@ from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Prompt, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.service.answer import Answer
 from kvlinker.service.content import CompletionContent
+from kvlinker.service.prompt_calls import Documents, Messages
 
 P = ParamSpec("P")
 T = TypeVar("T")

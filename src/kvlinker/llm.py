@@ -15,13 +15,8 @@ from typing import Any, NamedTuple, Self
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
-from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.messages import (
-    CachedPart,
-    ChatMessage,
-    CompletionPrompt,
-    Document,
     Implicit,
     TemplateOptions,
 )
@@ -30,10 +25,9 @@ from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.tools import Tool
 from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.linking import Explanation, Policy, as_policy, parse_policy
+from kvlinker.linking import Explanation, Policy, parse_policy
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.answer import Answer, ChoiceSink, wait_for_answer
@@ -42,17 +36,13 @@ from kvlinker.service.content import (
     CompletionContent,
     ContentPart,
     Message,
-    parse_documents,
-    parse_implicit,
-    parse_messages,
-    parse_prompt,
     parse_tools,
 )
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.model_calls import ModelCalls
-from kvlinker.service.reading import ContentReader, ReadDefaults, ReadOptions, ReadPrompt
+from kvlinker.service.prompt_calls import Documents, Messages, PromptCalls
+from kvlinker.service.reading import ContentReader, ReadDefaults, ReadPrompt
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import Speeds
@@ -69,13 +59,6 @@ __all__ = [
     "ReadPrompt",
 ]
 
-Messages = Sequence[Message | ChatMessage[CachedPart]]
-"""A conversation, as dictionaries or as typed messages."""
-
-Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
-"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
-templates show."""
-
 
 class PreparedChat(NamedTuple):
     """Holds what a call of ``chat_completion`` asks the engine for."""
@@ -88,7 +71,7 @@ class PreparedChat(NamedTuple):
 
 
 @names_arguments
-class LLM(ContextCacheCalls, ModelCalls):
+class LLM(ContextCacheCalls, PromptCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
     ``model``: local path or hub id; without it the small model that ships with kvlinker.
@@ -293,131 +276,6 @@ class LLM(ContextCacheCalls, ModelCalls):
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
         return self._answer(read, self.sampling_params(**sampling), tenant)
 
-    def score(
-        self,
-        prompt: CompletionContent,
-        *,
-        policy: str | Policy | None = None,
-        tenant: str = DEFAULT_TENANT,
-        logprobs: int | None = None,
-    ) -> PromptLogprobs:
-        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for
-        the first of them.
-
-        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
-        most likely tokens to tell beside each. Raises what ``completion`` does, and
-        InvalidRequestError where there is nothing to score.
-        """
-        read = self.read_completion(prompt, policy=policy, tenant=tenant)
-        request = GenerationRequest(
-            read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
-        )
-        return self.engine.score(request).result()
-
-    def explain(
-        self,
-        messages: Messages | None = None,
-        *,
-        documents: Documents = (),
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        attention: bool = False,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
-        recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
-        and nothing reused of earlier requests.
-
-        ``attention``: also tell the last token's attention in each layer. Raises what
-        ``chat_completion`` does.
-        """
-        if (messages is None) == (prompt is None):
-            raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
-        if messages is not None:
-            read = self.read_chat(
-                messages,
-                documents=documents,
-                options=options,
-                policy=policy,
-                implicit=implicit,
-                tenant=tenant,
-            )
-        else:
-            read = self.read_completion(
-                prompt or "", policy=policy, implicit=implicit, tenant=tenant
-            )
-        request = GenerationRequest(
-            read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
-        )
-        return self.described(self.engine.explain(request).result(), read)
-
-    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
-        """Add the ids of context caches, and the text of each token, to an explanation of a
-        prompt."""
-        texts = self.builder.encoder.token_texts(explanation.token_ids)
-        return explanation.with_context_caches(read.ids).with_texts(texts)
-
-    def chat_prompt(
-        self,
-        messages: Messages | Prompt,
-        *,
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Prompt:
-        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat``
-        does."""
-        return self.read_chat(messages, options=options, tenant=tenant).prompt
-
-    def completion_prompt(
-        self,
-        prompt: CompletionContent | CompletionPrompt[CachedPart],
-        *,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Prompt:
-        """Build the prompt of a completion. Raises what ``read_chat`` does."""
-        return self.read_completion(prompt, tenant=tenant).prompt
-
-    def read_chat(
-        self,
-        messages: Messages | Prompt,
-        *,
-        documents: Documents = (),
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        keeps: bool = True,
-        tenant: str = DEFAULT_TENANT,
-    ) -> ReadPrompt:
-        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays
-        as it is.
-
-        Texts that become chunks get context caches, unless ``keeps`` is False. Raises
-        InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
-        ContextCacheNotFoundError whose ``param`` is the place of the id.
-        """
-        how = self._reading(policy, implicit, keeps, tenant)
-        if isinstance(messages, Prompt):
-            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
-        return self._content.chat(
-            parse_messages(messages), how, parse_documents(documents), options
-        )
-
-    def read_completion(
-        self,
-        prompt: CompletionContent | CompletionPrompt[CachedPart],
-        *,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        keeps: bool = True,
-        tenant: str = DEFAULT_TENANT,
-    ) -> ReadPrompt:
-        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat``
-        does."""
-        how = self._reading(policy, implicit, keeps, tenant)
-        return self._content.completion(parse_prompt(prompt), how)
-
     def submit(
         self,
         read: ReadPrompt,
@@ -475,18 +333,6 @@ class LLM(ContextCacheCalls, ModelCalls):
 
         answer = wait_for_answer(submit)
         return replace(answer, context_caches=read.linked)
-
-    def _reading(
-        self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
-    ) -> ReadOptions:
-        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
-        that is unknown or lacks its certificate."""
-        named = None if policy is None else as_policy(policy)
-        if named is not None:
-            self.policy_manager.check(named)
-        return ReadOptions(
-            tenant, named, None if implicit is None else parse_implicit(implicit), keeps
-        )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""

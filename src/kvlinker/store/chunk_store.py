@@ -18,6 +18,7 @@ from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds
+from kvlinker.store.inventory import Inventory
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
@@ -25,7 +26,7 @@ from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChu
 from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
-from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
+from kvlinker.store.tiers.base import Tier, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
@@ -37,7 +38,7 @@ DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
 SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
-class ChunkStore:
+class ChunkStore(Inventory):
     """Keeps KV in tiers from the fastest to the slowest. It is written through to all, and again
     when it is promoted on use: a slower tier that has it takes that as a use, one that lost it has
     it back.
@@ -74,18 +75,15 @@ class ChunkStore:
             raise ValueError(
                 "A chunk store needs at least one tier, the first of which keeps chunks in memory."
             )
-        self._device = device
-        self._tiers = tuple(tiers)
-        self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
-        self._events = events
         self.throttle = Throttle()
-        self._writers = {
+        writers = {
             tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle)
-            for tier in self._tiers[1:]
+            for tier in tiers[1:]
         }
-        self._lock = (
-            threading.RLock()
-        )  # makes queueing and the first tier's put one step; guards the two counts
+        super().__init__(tiers, writers, device)
+        self._events = events
+        # makes queueing and the first tier's put one step; guards the two counts
+        self._lock = threading.RLock()
         self._deletes_running = 0
         self._deletes_done = 0
         self._form: ResidentForm = AsComputed()
@@ -159,15 +157,23 @@ class ChunkStore:
         self._publish_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
         return kv
 
-    def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[KV | None]]:
+    def load(
+        self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False
+    ) -> list[Future[KV | None]]:
         """Load the chunks of one prompt: each future gets what ``get`` returns, as soon as enough
         of its layers are there to begin with. It gets None, too, for what would take longer to load
         than to compute, or comes too late.
 
-        ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of
-        the store's own.
+        ``urgency`` is that of all the chunks together; ``ahead``: nobody waits for them yet. Tiers
+        but the first are read in threads of the store's own.
         """
-        return self._load(keys, urgency)
+        share = urgency.prefill / max(1, len(keys))
+        prefill = math.inf if urgency.decided else share
+        chunks = [self._begun(key, prefill) for key in keys]
+        missing = [chunk for chunk in chunks if not chunk.begun.done()]
+        if missing:
+            self._loader.load(missing, replace(urgency, prefill=share * len(missing)), ahead=ahead)
+        return [chunk.begun for chunk in chunks]
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """Return the expected time of reading these chunks, each from the fastest tier that has it;
@@ -184,7 +190,7 @@ class ChunkStore:
         """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of
         one prompt at a time are loaded; while that goes on, others are left out."""
         if all(future.done() for future in self._ahead):
-            self._ahead = self._load(keys, Urgency(), ahead=True)
+            self._ahead = self.load(keys, Urgency(), ahead=True)
 
     def open(self, key: str) -> OpenedChunk | None:
         """Open a copy in the fastest tier that has one, to be read layer by layer and closed;
@@ -257,56 +263,6 @@ class ChunkStore:
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 
-    def is_resident(self, key: str) -> bool:
-        """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
-        if self._device is not None and self._device.contains(key):
-            return True
-        return self._tiers[0].contains(key) or self._waiting(key) is not None
-
-    def tier_of(self, key: str) -> str | None:
-        """Return the name of the fastest tier that has the chunk. Does not count as a use."""
-        if self._device is not None and self._device.contains(key):
-            return self._device.name
-        if self.is_resident(key):
-            return self._tiers[0].name
-        return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
-
-    def nbytes(self, key: str) -> int | None:
-        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as
-        a use."""
-        waiting = self._waiting(key)
-        if waiting is not None:
-            return waiting.nbytes
-        return next(
-            (size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None
-        )
-
-    def keys(self) -> frozenset[str]:
-        """Return the keys of all chunks that the store has."""
-        return self._keys(self._all_tiers)
-
-    def own_keys(self) -> frozenset[str]:
-        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be
-        written."""
-        return self._keys([tier for tier in self._tiers if not tier.shared])
-
-    def stored_here(self, keys: Set[str]) -> frozenset[str]:
-        """Return those of the keys that tiers of this store alone, its device's included, know of,
-        or that wait to be written."""
-        known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
-        waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
-        return frozenset().union(*known, *waiting)
-
-    def lacks_scores(self, key: str) -> bool:
-        """Return whether the fastest copy of the chunk on the host or below has no scores, or no
-        sensitivity among them; False where there is no copy. Counts as a use, and reads a header
-        where the chunk is not in memory."""
-        waiting = self._waiting(key)
-        if waiting is not None:
-            return waiting.scores is None or waiting.scores.sensitivity is None
-        tier = next((tier for tier in self._tiers if tier.contains(key)), None)
-        return tier is not None and lacks_scores(tier, key)
-
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see
         ``Tier.delete``). It comes back only by a ``put`` that has not returned before this call.
@@ -333,41 +289,6 @@ class ChunkStore:
         ``Tier.set_pinned``."""
         for tier in self._all_tiers:
             tier.set_pinned(keys)
-
-    @property
-    def largest_budget_bytes(self) -> int:
-        """The budget of the tier of this store alone that has the largest."""
-        return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
-
-    def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """Return what these chunks take up in each tier, from the fastest to the slowest; takes
-        time for many."""
-        usages = []
-        for tier in self._all_tiers:
-            sizes = tier.sizes(keys)
-            known = sizes or {}
-            usages.append(
-                TierUsage(
-                    tier.name,
-                    sum(known.values()),
-                    tier.budget_bytes,
-                    len(known),
-                    reachable=sizes is not None,
-                )
-            )
-        return tuple(usages)
-
-    def usage(self) -> tuple[TierUsage, ...]:
-        """Return how full each tier is, from the fastest to the slowest."""
-        return tuple(
-            TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier))
-            for tier in self._all_tiers
-        )
-
-    def check(self) -> tuple[TierCheck, ...]:
-        """Read and verify every stored copy, drop the damaged ones, and return one result per
-        tier."""
-        return tuple(tier.check() for tier in self._all_tiers)
 
     def flush(self) -> None:
         """Wait until every put so far has reached, or been refused by, the slower tiers."""
@@ -422,17 +343,6 @@ class ChunkStore:
                 device.put(key, copied)
         return copied
 
-    def _load(
-        self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False
-    ) -> list[Future[KV | None]]:
-        share = urgency.prefill / max(1, len(keys))
-        prefill = math.inf if urgency.decided else share
-        chunks = [self._begun(key, prefill) for key in keys]
-        missing = [chunk for chunk in chunks if not chunk.begun.done()]
-        if missing:
-            self._loader.load(missing, replace(urgency, prefill=share * len(missing)), ahead=ahead)
-        return [chunk.begun for chunk in chunks]
-
     def _begun(self, key: str, prefill_seconds: float) -> ChunkLoad:
         """Return a chunk that is found or missed already, or is to be read from a tier that
         delivers it in the time in which it could be computed."""
@@ -443,19 +353,16 @@ class ChunkStore:
             found.begun.set_result(kv)
             return found
         tiers = [
-            tier for tier in self._tiers[1:] if self._worth_reading(tier, key, prefill_seconds)
+            tier
+            for tier in self._tiers[1:]
+            if (nbytes := tier.nbytes(key)) is not None
+            and self.bandwidths.worth_loading(tier.name, nbytes, prefill_seconds)
         ]
         chunk = ChunkLoad(key, partial(self._open, key, tiers))
         chunk.ended.add_done_callback(lambda ended: self._loaded(key, epoch, ended.result()))
         if not tiers:
             chunk.end(None)
         return chunk
-
-    def _worth_reading(self, tier: Tier, key: str, prefill_seconds: float) -> bool:
-        nbytes = tier.nbytes(key)
-        return nbytes is not None and self.bandwidths.worth_loading(
-            tier.name, nbytes, prefill_seconds
-        )
 
     def _open(
         self, key: str, tiers: Sequence[Tier], tried: Set[str]
@@ -484,15 +391,6 @@ class ChunkStore:
     def _publish_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
         self._events.publish(ChunkLookup(hit=True, tier=tier))
         self._events.publish(ChunkLoaded(tier, seconds, kv.nbytes))
-
-    def _waiting(self, key: str) -> ChunkKV | None:
-        return next(
-            (kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None
-        )
-
-    def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
-        waiting = [writer.keys() for writer in self._writers.values()]
-        return frozenset().union(*waiting, *(tier.keys() for tier in tiers))
 
     def _delete_epoch(self) -> int | None:
         """Return a number that names the time between two deletes; None during one."""

@@ -1,0 +1,185 @@
+"""The calls of an LLM that read prompts: build them, score them, and tell how they are linked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvlinker.base.arguments import names_arguments
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import PromptLogprobs
+from kvlinker.base.types.messages import (
+    CachedPart,
+    ChatMessage,
+    CompletionPrompt,
+    Document,
+    Implicit,
+    TemplateOptions,
+)
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.tenants import DEFAULT_TENANT
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.linking import Explanation, Policy, as_policy
+from kvlinker.prompting.chat import DEFAULT_OPTIONS
+from kvlinker.prompting.segments import Prompt
+from kvlinker.service.content import (
+    CompletionContent,
+    Message,
+    parse_documents,
+    parse_implicit,
+    parse_messages,
+    parse_prompt,
+)
+from kvlinker.service.model_calls import ModelCalls
+from kvlinker.service.reading import ContentReader, ReadOptions, ReadPrompt
+
+Messages = Sequence[Message | ChatMessage[CachedPart]]
+"""A conversation, as dictionaries or as typed messages."""
+
+Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
+"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
+templates show."""
+
+
+@names_arguments
+class PromptCalls(ModelCalls):
+    """The calls of ``LLM`` that generate nothing."""
+
+    _content: ContentReader
+
+    def score(
+        self,
+        prompt: CompletionContent,
+        *,
+        policy: str | Policy | None = None,
+        tenant: str = DEFAULT_TENANT,
+        logprobs: int | None = None,
+    ) -> PromptLogprobs:
+        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for
+        the first of them.
+
+        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
+        most likely tokens to tell beside each. Raises what ``completion`` does, and
+        InvalidRequestError where there is nothing to score.
+        """
+        read = self.read_completion(prompt, policy=policy, tenant=tenant)
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
+        )
+        return self.engine.score(request).result()
+
+    def explain(
+        self,
+        messages: Messages | None = None,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        attention: bool = False,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Explanation:
+        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
+        recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
+        and nothing reused of earlier requests.
+
+        ``attention``: also tell the last token's attention in each layer. Raises what
+        ``chat_completion`` does.
+        """
+        if (messages is None) == (prompt is None):
+            raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
+        if messages is not None:
+            read = self.read_chat(
+                messages,
+                documents=documents,
+                options=options,
+                policy=policy,
+                implicit=implicit,
+                tenant=tenant,
+            )
+        else:
+            read = self.read_completion(
+                prompt or "", policy=policy, implicit=implicit, tenant=tenant
+            )
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
+        )
+        return self.described(self.engine.explain(request).result(), read)
+
+    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
+        """Add the ids of context caches, and the text of each token, to an explanation of a
+        prompt."""
+        texts = self.builder.encoder.token_texts(explanation.token_ids)
+        return explanation.with_context_caches(read.ids).with_texts(texts)
+
+    def chat_prompt(
+        self,
+        messages: Messages | Prompt,
+        *,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Prompt:
+        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat``
+        does."""
+        return self.read_chat(messages, options=options, tenant=tenant).prompt
+
+    def completion_prompt(
+        self,
+        prompt: CompletionContent | CompletionPrompt[CachedPart],
+        *,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Prompt:
+        """Build the prompt of a completion. Raises what ``read_chat`` does."""
+        return self.read_completion(prompt, tenant=tenant).prompt
+
+    def read_chat(
+        self,
+        messages: Messages | Prompt,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        keeps: bool = True,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ReadPrompt:
+        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays
+        as it is.
+
+        Texts that become chunks get context caches, unless ``keeps`` is False. Raises
+        InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
+        ContextCacheNotFoundError whose ``param`` is the place of the id.
+        """
+        how = self._reading(policy, implicit, keeps, tenant)
+        if isinstance(messages, Prompt):
+            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
+        return self._content.chat(
+            parse_messages(messages), how, parse_documents(documents), options
+        )
+
+    def read_completion(
+        self,
+        prompt: CompletionContent | CompletionPrompt[CachedPart],
+        *,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        keeps: bool = True,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ReadPrompt:
+        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat``
+        does."""
+        how = self._reading(policy, implicit, keeps, tenant)
+        return self._content.completion(parse_prompt(prompt), how)
+
+    def _reading(
+        self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
+    ) -> ReadOptions:
+        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
+        that is unknown or lacks its certificate."""
+        named = None if policy is None else as_policy(policy)
+        if named is not None:
+            self.policy_manager.check(named)
+        return ReadOptions(
+            tenant, named, None if implicit is None else parse_implicit(implicit), keeps
+        )

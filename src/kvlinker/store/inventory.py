@@ -1,0 +1,122 @@
+"""What the tiers of a chunk store have: chunks, their sizes, and how full each tier is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
+from kvlinker.store.tiers.device import DeviceTier
+from kvlinker.store.writer import BackgroundWriter
+
+
+class Inventory:
+    """Tells what is in the tiers, from the fastest to the slowest, and in the queues of those that
+    are written in the background."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        writers: Mapping[str, BackgroundWriter],
+        device: DeviceTier | None,
+    ) -> None:
+        """``writers`` has one for each tier but the first, by name; ``device`` stands before
+        them."""
+        self._tiers = tuple(tiers)
+        self._device = device
+        self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
+        self._writers = dict(writers)
+
+    def is_resident(self, key: str) -> bool:
+        """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
+        if self._device is not None and self._device.contains(key):
+            return True
+        return self._tiers[0].contains(key) or self._waiting(key) is not None
+
+    def tier_of(self, key: str) -> str | None:
+        """Return the name of the fastest tier that has the chunk. Does not count as a use."""
+        if self._device is not None and self._device.contains(key):
+            return self._device.name
+        if self.is_resident(key):
+            return self._tiers[0].name
+        return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
+
+    def nbytes(self, key: str) -> int | None:
+        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as
+        a use."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting.nbytes
+        return next(
+            (size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None
+        )
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys of all chunks that the store has."""
+        return self._keys(self._all_tiers)
+
+    def own_keys(self) -> frozenset[str]:
+        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be
+        written."""
+        return self._keys([tier for tier in self._tiers if not tier.shared])
+
+    def stored_here(self, keys: Set[str]) -> frozenset[str]:
+        """Return those of the keys that tiers of this store alone, its device's included, know of,
+        or that wait to be written."""
+        known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
+        waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
+        return frozenset().union(*known, *waiting)
+
+    def lacks_scores(self, key: str) -> bool:
+        """Return whether the fastest copy of the chunk on the host or below has no scores, or no
+        sensitivity among them; False where there is no copy. Counts as a use, and reads a header
+        where the chunk is not in memory."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting.scores is None or waiting.scores.sensitivity is None
+        tier = next((tier for tier in self._tiers if tier.contains(key)), None)
+        return tier is not None and lacks_scores(tier, key)
+
+    @property
+    def largest_budget_bytes(self) -> int:
+        """The budget of the tier of this store alone that has the largest."""
+        return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
+
+    def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
+        """Return what these chunks take up in each tier, from the fastest to the slowest; takes
+        time for many."""
+        usages = []
+        for tier in self._all_tiers:
+            sizes = tier.sizes(keys)
+            known = sizes or {}
+            usages.append(
+                TierUsage(
+                    tier.name,
+                    sum(known.values()),
+                    tier.budget_bytes,
+                    len(known),
+                    reachable=sizes is not None,
+                )
+            )
+        return tuple(usages)
+
+    def usage(self) -> tuple[TierUsage, ...]:
+        """Return how full each tier is, from the fastest to the slowest."""
+        return tuple(
+            TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier))
+            for tier in self._all_tiers
+        )
+
+    def check(self) -> tuple[TierCheck, ...]:
+        """Read and verify every stored copy, drop the damaged ones, and return one result per
+        tier."""
+        return tuple(tier.check() for tier in self._all_tiers)
+
+    def _waiting(self, key: str) -> ChunkKV | None:
+        return next(
+            (kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None
+        )
+
+    def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
+        waiting = [writer.keys() for writer in self._writers.values()]
+        return frozenset().union(*waiting, *(tier.keys() for tier in tiers))
