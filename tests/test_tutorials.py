@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.settings import Settings
-from kvlinker.settings.settings import BUNDLED_MODEL
+from kvlinker.settings import BUNDLED_MODEL, Settings
 
 ROOT = Path(__file__).parents[1]
 PORT = "8000"

@@ -1,13 +1,9 @@
 """Everything that can be configured, and where it is read from."""
 
-from kvlinker.settings.settings import (
-    BUNDLED_MODEL,
-    CONFIG_FILE_VARIABLE,
-    SHARED_TIER_SETTINGS,
-    Settings,
-    WeightFormat,
-)
+from kvlinker.settings.model import BUNDLED_MODEL, WeightFormat
+from kvlinker.settings.settings import CONFIG_FILE_VARIABLE, Settings
 from kvlinker.settings.sources import load_settings, read_settings
+from kvlinker.settings.storage import SHARED_TIER_SETTINGS
 
 __all__ = [
     "BUNDLED_MODEL",

@@ -1,0 +1,51 @@
+"""Defines the settings of the engine: how much it computes at once, and on what."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+
+class EngineSettings(BaseSettings):
+    """How many tokens and requests are computed at once, how long they may take, and on what."""
+
+    max_model_len: int | None = Field(
+        default=None, ge=8, description="Tokens; the model's own limit by default."
+    )
+    kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")
+    prefix_cache: Literal["on", "off"] = Field(
+        default="on", description="Reuse what requests computed in later ones that begin alike."
+    )
+    max_step_tokens: int = Field(
+        default=2048, ge=1, description="Most tokens computed in one step."
+    )
+    max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
+    max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")
+    slo_tpot: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Most milliseconds per token of answers under way: prompts beside them are computed in"
+            " pieces that fit; by default 2.25 times what a step takes without prompts."
+        ),
+    )
+    slo_ttft: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Requests that would wait longer for their first token, in seconds, answer 429."
+        ),
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads for the model; all that there are by default."
+    )
+
+    native_attention: bool = Field(
+        default=True,
+        description=(
+            "Compile code for attention, norms and products with weights where the CPU multiplies"
+            " bfloat16."
+        ),
+    )

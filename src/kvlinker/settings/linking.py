@@ -1,0 +1,67 @@
+"""Defines the settings of linking: what becomes a chunk, and how chunks are linked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings
+
+from kvlinker.base.errors import PolicyError
+from kvlinker.base.types.chunks import GenerationContext
+from kvlinker.linking import parse_policy
+
+
+class LinkingSettings(BaseSettings):
+    """Which policies link, and which texts become chunks without an id."""
+
+    policy: str = Field(
+        default="query-5-sensitive", description="Linking policy of requests that name none."
+    )
+    generation_context: GenerationContext = Field(
+        default=GenerationContext.PREFIX,
+        description="What stands before chunks that name none: alone, bos, prefix.",
+    )
+    chunk_scores: bool = Field(
+        default=True,
+        description=(
+            "Collect chunks' attention scores and sensitivity; cachecraft, h2o and"
+            " query-…-sensitive use them."
+        ),
+    )
+    max_variants: int = Field(
+        default=64,
+        ge=0,
+        description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none.",
+    )
+
+    implicit: Literal["auto", "marked", "off"] = Field(
+        default="marked",
+        description=(
+            "Texts that become chunks without an id: marked (documents, and parts with"
+            " cache_control), auto (also long ones that come again, and known ones inside others),"
+            " off."
+        ),
+    )
+    implicit_policy: str | None = Field(
+        default=None,
+        description="Linking policy of prompts none of whose chunks has an id; policy by default.",
+    )
+    implicit_ttl: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds that chunks without an id live from their last use.",
+    )
+    implicit_caches: int = Field(
+        default=1000,
+        ge=0,
+        description="Most chunks without an id that a tenant keeps; those used last stay.",
+    )
+
+    @field_validator("policy", "implicit_policy")
+    @classmethod
+    def _known_policy(cls, value: str | None, info: ValidationInfo) -> str | None:
+        try:
+            return None if value is None else parse_policy(value).name
+        except PolicyError as error:
+            raise PolicyError(error.message, param=info.field_name) from error

@@ -1,0 +1,92 @@
+"""Defines the settings of the model: which one, and how its prompts and answers are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings
+
+from kvlinker.settings.values import FromJson
+
+BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "reader"
+
+WeightFormat = Literal["auto", "bf16", "int8", "int4"]
+"""How the weights of a model's linear layers are held: ``auto`` in the model's dtype, ``int8`` and
+``int4`` in so many bits."""
+
+
+class ModelSettings(BaseSettings):
+    """Which model is served, what runs it, and what its prompts and answers have by default."""
+
+    model: str = Field(
+        default=str(BUNDLED_MODEL),
+        description="Local path or Hugging Face hub id; the shipped model by default.",
+    )
+    served_model_name: str | None = Field(
+        default=None, description="Name in the API; the model's own by default."
+    )
+    engine: Literal["embedded", "vllm"] = Field(
+        default="embedded", description="What runs the model: embedded, vllm."
+    )
+    vllm_options: FromJson[dict[str, Any]] = Field(
+        default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
+    )
+    on_engine_failure: Literal["exit", "restart"] = Field(
+        default="exit",
+        description=(
+            "When the engine has failed, as after a kill of vLLM's process: end the server with"
+            " code 3, or start the engine again."
+        ),
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="bfloat16 where the hardware multiplies it, else float32."
+    )
+    weights: WeightFormat = Field(
+        default="auto",
+        description="Format of the decoder layers' weights: auto (as dtype), bf16, int8, int4.",
+    )
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:1, …; auto takes CUDA when present."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with the model."
+    )
+    chat_template: str | None = Field(
+        default=None, description="Jinja text in place of the tokenizer's own."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="Stands before conversations that bring none."
+    )
+    generation_config: Literal["auto", "off"] = Field(
+        default="auto",
+        description=(
+            "Sampling parameters that requests leave out are the model's own recommendation."
+        ),
+    )
+    max_answer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of an answer; the rest of the context window by default.",
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API: a folder's name, or the hub id, unless another is set."""
+        return self.served_model_name or (
+            Path(self.model).name if Path(self.model).is_dir() else self.model
+        )
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_fit(cls, value: WeightFormat, info: ValidationInfo) -> WeightFormat:
+        if value != "auto" and info.data.get("engine") == "vllm":
+            raise ValueError(
+                "vLLM quantises by options of its own: leave it out, and give vllm_options"
+                ' {"quantization": "fp8"}, or another of vLLM\'s methods'
+            )
+        dtype = info.data.get("dtype")
+        if value == "bf16" and dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"dtype is {dtype}: leave one of them out")
+        return value
