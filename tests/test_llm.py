@@ -31,6 +31,7 @@ from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.bandwidths import Bandwidths
 from tests.toy_models import loaded_model, tiny_model
+from tests.waiting import PATIENCE
 
 TEXTS = [
     "The first chunk speaks of plums.",
@@ -285,7 +286,7 @@ def test_choices_that_are_submitted_are_cancelled_together(make_llm):
 
     handle = llm.submit(llm.read_completion("a"), SamplingParams(ignore_eos=True), sink, n=3)
     handle.cancel()
-    assert sorted(ended.get(timeout=10) for _ in range(3)) == [
+    assert sorted(ended.get(timeout=PATIENCE) for _ in range(3)) == [
         (index, "cancelled") for index in range(3)
     ]
     handle.cancel()

@@ -30,6 +30,7 @@ from kvlinker.store.loading.bandwidths import Bandwidths
 from kvlinker.store.prefixes import SpilledPrefixes
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import RedisServer
+from tests.waiting import PATIENCE
 
 TEXTS = [
     (
@@ -211,10 +212,10 @@ def ask(llm: LLM, tenant: str, prompt: Sequence[Any], policy: str) -> list[float
     engine = engine_of(llm)
     deadline = time.monotonic() + 10
     for _ in range(2):  # a variant is offered, computed, and stored
-        engine._background.submit(int).result(timeout=10)
+        engine._background.submit(int).result(timeout=PATIENCE)
         while not engine.scheduler.idle and time.monotonic() < deadline:
             time.sleep(0.002)
-    engine._background.submit(int).result(timeout=10)
+    engine._background.submit(int).result(timeout=PATIENCE)
     assert engine.scheduler.idle
     return [entry.logprob for entry in answer.logprobs]
 
@@ -324,7 +325,7 @@ def test_the_same_text_of_two_tenants_at_once_is_computed_twice(
     monkeypatch.setattr(Scheduler, "enter", noted)
     monkeypatch.setattr(ChunkRequest, "_keep", held)
     creations = [llm.caches.create(TEXTS[:1], tenant=tenant) for tenant in ("a", "b", "a")]
-    keys = [creation.result(timeout=20)[0].chunk_key for creation in creations]
+    keys = [creation.result(timeout=PATIENCE)[0].chunk_key for creation in creations]
     assert len({id(computed) for _, computed in entered}) == 2
     assert keys[0] == keys[2] != keys[1]
     kvs = [llm.store.get_resident(key) for key in keys[:2]]

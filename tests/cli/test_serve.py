@@ -22,6 +22,7 @@ from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 from tests.doors.http.serving import tiny_model, tiny_settings
+from tests.waiting import PATIENCE
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
@@ -63,7 +64,7 @@ def test_serve(tmp_path: Path) -> None:
             assert httpx.get(f"{address[0]}/v1/models").status_code == 401
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE)
         rest = process.stderr.read()
     assert "Traceback" not in rest
     assert process.returncode == 0
@@ -79,7 +80,7 @@ def test_taken_port_is_told_before_the_model_is_loaded() -> None:
             [*COMMAND, "serve", "--port", port],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=PATIENCE,
             check=False,
         )
     assert result.returncode == 1

@@ -15,6 +15,7 @@ from kvlinker.base.events import Event, Events
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import ArrivingKV
+from tests.waiting import PATIENCE
 
 E = TypeVar("E", bound=Event)
 
@@ -100,7 +101,7 @@ def run_threads(*targets) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]

@@ -22,6 +22,7 @@ from kvlinker.store.process_folder import ProcessFolder, remove_left
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
+from tests.waiting import PATIENCE
 
 FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
 LEFT = 4
@@ -60,7 +61,7 @@ def add(spilled: SpilledPrefixes, *numbers: int) -> None:
 
 def load(spilled: SpilledPrefixes, number: int) -> ChunkKV | None:
     (future,) = spilled.load([key_of(number)], 10.0)
-    kv = future.result(timeout=10)
+    kv = future.result(timeout=PATIENCE)
     if kv is None or isinstance(kv, ChunkKV):
         return kv
     assert kv.complete

@@ -23,6 +23,7 @@ from kvlinker.settings import load_settings
 from kvlinker.store import ContextCache
 from tests.doors.http.serving import serving, tiny_model, tiny_settings
 from tests.redis_server import RedisServer
+from tests.waiting import PATIENCE
 
 TEXTS = [
     "The kettle stands in the kitchen, and it is green.",
@@ -246,7 +247,7 @@ def server_process(environment: dict[str, str]) -> Iterator[str]:
             yield address[0]
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def serving(
     hooks = {"response": [Contract(app.openapi()).check]}
     with (
         listening(app, settings, closes=closes) as url,
-        httpx.Client(base_url=url, headers=headers, timeout=30, event_hooks=hooks) as http,
+        httpx.Client(base_url=url, headers=headers, timeout=PATIENCE, event_hooks=hooks) as http,
     ):
         yield Served(url, llm, http)
 
@@ -150,7 +150,7 @@ def listening(app: FastAPI, settings: Settings, *, closes: bool = True) -> Itera
         yield url
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive(), "the server does not stop"
 
 

@@ -19,6 +19,7 @@ from kvlinker.doors.http.edge.access import hosts_to_check
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.settings import load_settings
 from tests.doors.http.serving import Served, serving
+from tests.waiting import PATIENCE
 
 CACHES = "/v1/context_caches"
 ALPHA = {"Authorization": "Bearer key-alpha"}
@@ -232,6 +233,6 @@ def test_which_hosts_are_checked(options: dict[str, Any], checked: tuple[str, ..
 
 def test_http_1_0_needs_no_host(served: Served) -> None:
     address = urlsplit(served.url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as client:
         client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")

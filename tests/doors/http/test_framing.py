@@ -10,12 +10,13 @@ import pytest
 
 from kvlinker.base.types.limits import MAX_BODY_BYTES
 from tests.doors.http.serving import Served
+from tests.waiting import PATIENCE
 
 
 def exchanged(served: Served, request: bytes) -> bytes:
     """What the server sends until it closes the connection."""
     url = httpx.URL(served.url)
-    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE) as connection:
         connection.sendall(request)
         received = b""
         while data := connection.recv(65536):

@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from kvlinker.doors.http.app import create_app
 from kvlinker.doors.http.tracing import Tracing, provider_from_environment
 from tests.doors.http.serving import Served, listening
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 CHAT = "/v1/chat/completions"
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -52,7 +52,7 @@ def traced(served: Served, spans: Spans) -> Iterator[Served]:
     app = create_app(served.llm, served.llm.settings, spans.provider)
     with (
         listening(app, served.llm.settings, closes=False) as url,
-        httpx.Client(base_url=url, timeout=30) as http,
+        httpx.Client(base_url=url, timeout=PATIENCE) as http,
     ):
         yield Served(url, served.llm, http)
 

@@ -512,7 +512,7 @@ def test_all_who_wait_for_a_chunk_hear_of_the_closing(bench):
     made.engine.close()
     for future in futures:
         try:
-            future.result(timeout=10)
+            future.result(timeout=PATIENCE)
         except EngineClosedError:
             continue
 

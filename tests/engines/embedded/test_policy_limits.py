@@ -12,7 +12,7 @@ from kvlinker.linking.needs import EVERY_LAYER
 from kvlinker.linking.union import Union
 from tests.engines.embedded.conftest import EVERY_POLICY, linked_prompt, request_for
 from tests.engines.embedded.execution.test_oracle import TOLERANCE
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 MODELS = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
 EVERYTHING = [
@@ -265,7 +265,7 @@ def test_an_answer_that_cannot_be_explained_fails_alone(bench):
     expected = made.answer(prompt)
     failing = made.submit(prompt, Failing("explain"), explains=True)[0]
     neighbour = made.submit(prompt)[0]
-    assert "not today" in failing.wait(timeout=20).failed.error.message
+    assert "not today" in failing.wait(timeout=PATIENCE).failed.error.message
     assert neighbour.wait().tokens == expected.tokens
     assert made.engine.healthy
     made.settle()

@@ -36,6 +36,7 @@ from kvlinker.quality.bench.load.servers import Server
 from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker.settings import load_settings
 from tests.quality.bench.load.conftest import Body, Serve, words
+from tests.waiting import PATIENCE
 
 SHAPE = TrafficShape(
     library=5, chunks=3, chunk_tokens=40, fresh_tokens=12, output_tokens=(2, 4), think_seconds=0
@@ -272,7 +273,7 @@ def test_a_command_that_is_ended_takes_its_server_along() -> None:
             time.sleep(0.05)
         bench.terminate()
         assert bench.wait(60) == 128 + signal.SIGTERM
-    assert not psutil.wait_procs(servers, timeout=10)[1]
+    assert not psutil.wait_procs(servers, timeout=PATIENCE)[1]
 
 
 def servers_of(pid: int) -> list[psutil.Process]:
