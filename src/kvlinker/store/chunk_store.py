@@ -16,7 +16,6 @@ from itertools import islice
 
 from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
-from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.inventory import Inventory
 from kvlinker.store.loading.arriving import KV
@@ -256,13 +255,6 @@ class ChunkStore(Inventory):
         there; return whether it has room for it then."""
         return self._disk is not None and self._disk.make_room(key, nbytes)
 
-    def note_use(self, key: str, recomputed: float) -> None:
-        """Note that a request has used the chunk, computing this share of its tokens again: the
-        smaller the share, the more the use counts in tiers that evict by reuse. Call it once per
-        request and place in its prompt."""
-        for tier in self._all_tiers:
-            tier.note_use(key, use_weight(recomputed))
-
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see
         ``Tier.delete``). It comes back only by a ``put`` that has not returned before this call.
@@ -283,12 +275,6 @@ class ChunkStore(Inventory):
             with self._lock:
                 self._deletes_running -= 1
                 self._deletes_done += 1
-
-    def set_pinned(self, keys: Set[str]) -> None:
-        """Have the tiers evict none of these keys, and all others as usual; see
-        ``Tier.set_pinned``."""
-        for tier in self._all_tiers:
-            tier.set_pinned(keys)
 
     def flush(self) -> None:
         """Wait until every put so far has reached, or been refused by, the slower tiers."""

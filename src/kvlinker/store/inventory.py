@@ -1,10 +1,11 @@
-"""What the tiers of a chunk store have: chunks, their sizes, and how full each tier is."""
+"""What the tiers of a chunk store have, what they should keep, and how full each of them is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.eviction import use_weight
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.writer import BackgroundWriter
@@ -12,7 +13,7 @@ from kvlinker.store.writer import BackgroundWriter
 
 class Inventory:
     """Tells what is in the tiers, from the fastest to the slowest, and in the queues of those that
-    are written in the background."""
+    are written in the background; and tells the tiers which chunks matter."""
 
     def __init__(
         self,
@@ -50,6 +51,19 @@ class Inventory:
         return next(
             (size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None
         )
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Note that a request has used the chunk, computing this share of its tokens again: the
+        smaller the share, the more the use counts in tiers that evict by reuse. Call it once per
+        request and place in its prompt."""
+        for tier in self._all_tiers:
+            tier.note_use(key, use_weight(recomputed))
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """Have the tiers evict none of these keys, and all others as usual; see
+        ``Tier.set_pinned``."""
+        for tier in self._all_tiers:
+            tier.set_pinned(keys)
 
     def keys(self) -> frozenset[str]:
         """Return the keys of all chunks that the store has."""

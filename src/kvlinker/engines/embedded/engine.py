@@ -22,8 +22,8 @@ from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engines.contract.limits import RequestLimits
-from kvlinker.engines.embedded.chunks.loading import PromptLoader
-from kvlinker.engines.embedded.chunks.pending import ChunkBuilder
+from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
+from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
 from kvlinker.engines.embedded.execution.runner import Runner
@@ -132,7 +132,7 @@ class EmbeddedEngine:
             )
         self._scheduler = Scheduler(
             SequenceSlots(slots, keeps_prefixes=keeps_prefixes, spill=spill),
-            lambda request: self._loaders.submit(self._links.load, cast(PromptRequest, request)),
+            lambda request: self._loaders.submit(self._loader.load, cast(PromptRequest, request)),
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
             admission=Admission(
@@ -153,7 +153,7 @@ class EmbeddedEngine:
             builder = VariantBuilder(
                 loaded, variants, self._scheduler, self._background.submit, longest=longest
             )
-        self._links = PromptLoader(
+        self._loader = PromptLoader(
             loaded,
             store,
             self._scheduler,
@@ -280,13 +280,13 @@ class EmbeddedEngine:
         atexit.unregister(self.close)
 
     def _enter(self, request: L) -> L:
-        request.chunk_bytes = self._links.sizes(request.request.prompt.chunks, request.tenant)
+        request.chunk_bytes = self._loader.sizes(request.request.prompt.chunks, request.tenant)
         return self._scheduler.enter(request)
 
     def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None
         self._background.submit(
-            self._links.note_use, request.request, request.link, request.refinement
+            self._loader.note_use, request.request, request.link, request.refinement
         )
 
 

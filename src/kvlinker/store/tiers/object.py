@@ -387,15 +387,11 @@ class ConfiguredObjects(ConfiguredTier):
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
         return emptied(self._opened(budget_bytes, Events(), SCRATCH))
 
-    @property
-    def _url(self) -> str:
+    def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
         url = self.setup.settings.object_url
         assert url is not None  # else it is left out
-        return url.get_secret_value()
-
-    def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
         return object_tier(
-            self._url,
+            url.get_secret_value(),
             budget_bytes,
             events,
             folder=folder,

@@ -8,7 +8,7 @@ import pytest
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.engines.embedded.chunks.loading import PromptLoader
+from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.engine import LOADERS
 from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
 from kvlinker.store import DiskTier, HostTier

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TypeVar, cast
 
 from kvlinker.base.errors import KVLinkerError
@@ -19,6 +17,7 @@ from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer, sequence_of
 from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
+from kvlinker.engines.embedded.scheduling.queues import RequestQueues
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking.policy import Policy
@@ -53,7 +52,7 @@ class Step:
     requests: tuple[Request, ...]
 
 
-class Scheduler:
+class Scheduler(RequestQueues):
     """Owns every request from its arrival to its end, and moves it from state to state.
 
     **Loading.** A few requests at a time have their chunks' KV fetched (``FetchQueue``), in the
@@ -65,8 +64,9 @@ class Scheduler:
     **Choices.** The answers to one prompt share its slots, or take over the slots of one that has
     ended.
 
-    All methods hold one lock, for a short time, and call no code from outside under it but what the
-    constructor is given. The methods below ``check_integrity`` are for the engine's thread only.
+    All methods hold the queues' one lock, for a short time, and call no code from outside under it
+    but what the constructor is given. ``wait`` and the methods below are for the engine's thread
+    only, but for ``find_prefix``, which loaders call.
     """
 
     def __init__(
@@ -84,74 +84,24 @@ class Scheduler:
         ``failed`` later; ``hold`` makes room in memory for it before, or returns None if there is
         none now; ``is_resident`` tells whether all of its chunks are in memory. ``max_running`` is
         the most requests that hold slots."""
+        waiting: dict[ResultKind, list[Request]] = {kind: [] for kind in ResultKind}
+        super().__init__(
+            FetchQueue(admission, load, hold=hold, is_resident=is_resident),
+            waiting,
+            RunningRequests(slots, admission, waiting, self._move, max_running=max_running),
+        )
         self._admission = admission
         self._composer = composer
-        self._changed = threading.Condition()  # everything below is guarded by it
-        self._closed = False
         self._arrived = 0
-        self._fetches = FetchQueue(admission, load, hold=hold, is_resident=is_resident)  # LOADING
-        self._waiting: dict[ResultKind, list[Request]] = {
-            kind: [] for kind in ResultKind
-        }  # READY or PREEMPTED, by order
-        self._places = RunningRequests(
-            slots, admission, self._waiting, self._move, max_running=max_running
-        )  # RUNNING
         self._in_step: frozenset[Request] = frozenset()
         self._cancelled: set[Request] = set()
-        self._by_identity: dict[object, Request] = {}
-
-    @property
-    def closed(self) -> bool:
-        """True once no more requests are accepted."""
-        return self._closed
-
-    @property
-    def preemptions(self) -> int:
-        """The number of times that a request has given its slots up to another."""
-        return self._places.preemptions
-
-    @property
-    def running(self) -> int:
-        """The number of requests that hold slots, without those in the background."""
-        return sum(request.kind is not ResultKind.BACKGROUND for request in self._places.running)
-
-    @property
-    def waiting(self) -> int:
-        """The number of requests for answers that hold no slots. Choices that wait for their turn
-        do not count, nor do chunks."""
-        with self._changed:
-            return self._count_waiting()
-
-    @property
-    def loading(self) -> int:
-        """The number of requests whose chunks' KV is not there yet."""
-        with self._changed:
-            return self._fetches.waiting
-
-    @property
-    def slots_used(self) -> int:
-        """The number of slots that requests hold."""
-        with self._changed:
-            return self._places.slots.used
-
-    @property
-    def slots_kept(self) -> int:
-        """The number of slots that hold nothing but what later requests may reuse."""
-        with self._changed:
-            return self._places.slots.kept
-
-    @property
-    def idle(self) -> bool:
-        """True if there is no request at all."""
-        with self._changed:
-            return not self._everything()
 
     def enter(self, request: R) -> R:
         """Accept the request, or return the unfinished one with the same identity.
 
         Raises OverloadedError for an answer when too many wait, and EngineClosedError.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise engine_closed()
             twin = self._by_identity.get(request.identity)
@@ -185,7 +135,7 @@ class Scheduler:
     def loaded(self, request: Request, sequence: TokenSequence) -> bool:
         """Have the request, whose KV is there or arriving, wait for slots; return False, and do
         nothing, if it has ended meanwhile."""
-        with self._changed:
+        with self._lock:
             self._fetches.report(request)
             takes = request.state is RequestState.LOADING
             if takes:
@@ -199,7 +149,7 @@ class Scheduler:
 
     def failed(self, request: Request, error: KVLinkerError) -> None:
         """End the request with ``error``, since its KV cannot be had, unless it has ended."""
-        with self._changed:
+        with self._lock:
             self._fetches.report(request)
             ends = request.state is RequestState.LOADING
             if ends:
@@ -210,61 +160,29 @@ class Scheduler:
 
     def cancel(self, requests: Collection[Request]) -> None:
         """Have the engine's thread end those that have not ended, before its next step."""
-        with self._changed:
+        with self._lock:
             self._cancelled.update(
                 request for request in requests if request.state is not RequestState.FINISHED
             )
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Take no more requests; the engine's thread ends those that are here. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     def wake(self) -> None:
         """Have the engine's thread check again whether there is something to do."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def is_alone(self, request: Request) -> bool:
-        """Return whether there is nothing to compute, now or later, but this request."""
-        with self._changed:
-            return all(other is request for other in self._everything())
-
-    def check_integrity(self) -> None:
-        """Check that every request is where its state says, and that exactly the running ones hold
-        enough slots. Raises AssertionError otherwise."""
-        with self._changed:
-            self._places.check_integrity()
-            for kind, waiting in self._waiting.items():
-                assert all(request.kind is kind for request in waiting)
-                assert all(
-                    request.state in (RequestState.READY, RequestState.PREEMPTED)
-                    for request in waiting
-                )
-                assert all(
-                    request.sequence is not None and request.sequence.spans is None
-                    for request in waiting
-                )
-                assert waiting == sorted(waiting, key=order_of)
-            everywhere = [*self._places.running, *chain(*self._waiting.values())]
-            assert len(set(everywhere)) == len(everywhere)
-            assert not set(everywhere).intersection(self._fetches.requests)
-            assert all(
-                request.state is not RequestState.FINISHED for request in self._by_identity.values()
-            )
-            holding = any(request.hold is not None for request in self._everything())
-            self._fetches.check_integrity(
-                self._waiting[ResultKind.ANSWER], holding=holding or self._closed
-            )
+        with self._lock:
+            self._lock.notify_all()
 
     def wait(self) -> bool:
         """Wait until there is something to compute or to cancel; False once the scheduler is
         closed."""
-        with self._changed:
+        with self._lock:
             self._in_step = frozenset()
-            self._changed.wait_for(
+            self._lock.wait_for(
                 lambda: (
                     self._closed
                     or self._cancelled
@@ -277,7 +195,7 @@ class Scheduler:
     def take_cancelled(self) -> list[Request]:
         """End the requests that were cancelled, and return them, so that their callers can be
         told."""
-        with self._changed:
+        with self._lock:
             ended = [request for request in self._cancelled if self._finish(request)]
             self._cancelled.clear()
             return ended
@@ -285,7 +203,7 @@ class Scheduler:
     def finish_all(self) -> list[Request]:
         """End all requests, and return them, so that their callers can be told: also those that the
         failure which ends the engine has left in no sound state."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             ended = []
             for request in self._everything():
@@ -300,7 +218,7 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """Admit requests to slots, and return what to compute next; None where there is nothing."""
-        with self._changed:
+        with self._lock:
             self._places.grow()
             self._places.admit()
             batch, requests = self._composer.compose(self._places.running)
@@ -313,17 +231,17 @@ class Scheduler:
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
     ) -> ReusedPrefix | None:
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
-        with self._changed:
+        with self._lock:
             return self._places.slots.find_prefix(tenant, prompt, keys, policy)
 
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far for those that begin alike, while it goes on."""
-        with self._changed:
+        with self._lock:
             self._places.slots.keep(sequence_of(request))
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
-        with self._changed:
+        with self._lock:
             choice.number, choice.arrived, choice.backlog = (
                 first.number,
                 first.arrived,
@@ -335,7 +253,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> bool:
         """End the request, and free its slots; False if it has ended before."""
-        with self._changed:
+        with self._lock:
             return self._finish(request)
 
     def leave(self, request: Request, layer: int) -> None:
@@ -344,7 +262,7 @@ class Scheduler:
         layer is lost, the request is loaded again."""
         sequence = sequence_of(request)
         arriving = sequence.arriving
-        with self._changed:
+        with self._lock:
             sequence.restart()
             sequence.times_left += 1
             layers = max((kv.layer_count for kv in arriving), default=0)
@@ -373,8 +291,8 @@ class Scheduler:
                 running
             )
 
-        with self._changed:
-            self._changed.wait_for(lambda: came() or others_could_run())
+        with self._lock:
+            self._lock.wait_for(lambda: came() or others_could_run())
 
     def _move(self, request: Request, state: RequestState) -> None:
         """Move the request to another state. Nothing else changes states, or which requests hold
@@ -405,25 +323,13 @@ class Scheduler:
             if request.seconds_left:
                 self._push_back(request, -request.seconds_left)
         self._fetch_next()
-        self._changed.notify_all()
+        self._lock.notify_all()
 
     def _finish(self, request: Request) -> bool:
         if request.number is None or request.state is RequestState.FINISHED:
             return False
         self._move(request, RequestState.FINISHED)
         return True
-
-    def _everything(self) -> frozenset[Request]:
-        """Return all requests that are here, and those that have ended while their KV is
-        fetched."""
-        return frozenset(
-            (*self._places.running, *self._fetches.requests, *chain(*self._waiting.values()))
-        )
-
-    def _count_waiting(self) -> int:
-        return self._fetches.waiting + sum(
-            request.choice == 0 for request in self._waiting[ResultKind.ANSWER]
-        )
 
     def _fetch_next(self) -> None:
         if not self._closed:
@@ -444,16 +350,10 @@ class Scheduler:
         self._admission.push_back(request, self._everything(), seconds)
         self._sort()
 
-    def _sort(self) -> None:
-        """Bring waiting requests, whose turns have changed, into order."""
-        self._fetches.sort()
-        for queue in self._waiting.values():
-            queue.sort(key=order_of)
-
     def _layers_came(self, request: Request) -> None:
         """Make a request that left a step ready, if the layers that it waits for have arrived or
         are lost."""
-        with self._changed:
+        with self._lock:
             wanted = self._fetches.layers_wanted(request)
             if wanted is None:
                 return

@@ -22,8 +22,6 @@ from kvlinker.engines.vllm.adapter.bound_model import (
     BoundModel,
     VirtualSequences,
     bind_caller,
-    rotate,
-    watched,
 )
 from kvlinker.engines.vllm.adapter.configurations import (
     TESTED,
@@ -31,6 +29,7 @@ from kvlinker.engines.vllm.adapter.configurations import (
     require_linkable,
     require_tested_version,
 )
+from kvlinker.engines.vllm.adapter.rotary import rotate, watched
 
 __all__ = [
     "TESTED",

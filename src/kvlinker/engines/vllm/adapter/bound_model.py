@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from vllm.distributed import (
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -314,33 +310,6 @@ def _unplaceable(module: Any) -> str | None:
     return None
 
 
-def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
-    """Return ``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions``
-    [tokens], by its kernel.
-
-    Where the model is compiled, calling the module would run plain PyTorch, which takes many times
-    as long. May change ``key``.
-    """
-    kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
-    query = key[:, 0].clone()  # some take no key without one
-    rotated: Tensor = kernel(positions, query, key.flatten(1))[1]
-    return rotated.view_as(key)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    """Return whether the module rotates queries and keys."""
-    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(
-        type(module).forward
-    )
-
-
-@cache
-def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
-    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's
-    classes share no base class with the others."""
-    return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
-
-
 def bind_caller() -> BoundModel:
     """Bind the model of the runner that is handing its KV cache to the connector, found among the
     callers: vLLM gives connectors no other access to it.
@@ -356,43 +325,6 @@ def bind_caller() -> BoundModel:
     raise KVLinkerError(
         f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner."
     )
-
-
-@contextmanager
-def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
-    """Have passes by the modules call back, as long as the context lasts.
-
-    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
-    embedding, ``attended(layer_name, query, key, value)`` what attention takes.
-    """
-
-    def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions, _, key = (
-            *args,
-            *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs),
-        )[:3]
-        rotated(module, positions, key)
-
-    def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key, value = (
-            *args,
-            *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
-        )[:3]
-        attended(module.layer_name, query, key, value)
-
-    rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
-    handles = [
-        module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries
-    ]
-    handles += [
-        layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
-        for layer in bound.layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _single(values: Any, what: str) -> tuple[Any]:

@@ -15,7 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.base.errors import ModelLoadError, UnsupportedModelError
+from kvlinker.base.types.answers import PromptLogprobs, Usage
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.vllm.frontend.grammars import VLLMGrammars
 from kvlinker.engines.vllm.options import REFUSAL_FILE
@@ -120,25 +124,35 @@ class VLLMClient:
             await outputs.aclose()  # which aborts what is under way
 
     async def prompt_logprobs(
-        self, tokens: Sequence[int], *, top: int
-    ) -> list[Mapping[int, float] | None]:
-        """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log
-        probabilities, by token id, of itself and of the ``top`` most likely tokens in its place;
-        None for the first."""
+        self, tokens: NDArray[np.int64], *, first: int, top: int
+    ) -> PromptLogprobs:
+        """Compute ``tokens`` [length], linking and reusing nothing, and return the log
+        probabilities of those from ``first`` on, which is not 0, and of the ``top`` most likely in
+        the place of each."""
         name = f"kvlinker-{secrets.token_hex(8)}"
         params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
-        prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(16)}
-        found: list[Mapping[int, float] | None] = []
+        prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": secrets.token_hex(16)}
+        scored: list[Mapping[int, Any]] = []
         outputs = self._client.generate(prompt, params, name)
         try:
             async for output in outputs:
-                for entries in output.prompt_logprobs or ():
-                    found.append(
-                        entries and {token: entry.logprob for token, entry in entries.items()}
-                    )
+                scored += output.prompt_logprobs or ()
         finally:
             await outputs.aclose()
-        return found
+        own, best = [], []
+        for token, entries in zip(tokens[first:].tolist(), scored[first:], strict=True):
+            logprobs = {other: entry.logprob for other, entry in entries.items()}
+            own.append(logprobs[token])
+            best.append(sorted(logprobs.items(), key=lambda entry: -entry[1])[:top])
+        return PromptLogprobs(
+            token_ids=tokens[first:],
+            logprobs=np.array(own, dtype=np.float32),
+            top_ids=np.array([[token for token, _ in row] for row in best], dtype=np.int64),
+            top_logprobs=np.array(
+                [[logprob for _, logprob in row] for row in best], dtype=np.float32
+            ),
+            usage=Usage(0, 0, len(tokens)),
+        )
 
     async def run_transfer(
         self, transfer: TransferPlan, tokens: Sequence[int], *, salt: str | None = None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
 from kvlinker.base.events import Events
-from kvlinker.base.types.answers import PromptLogprobs, Usage
+from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engines.contract.limits import (
@@ -336,23 +336,7 @@ class VLLMEngine:
         while self.current_load().running:
             await asyncio.sleep(IDLE_POLL_SECONDS)
             self._refuse_if_closing()
-        scored = (await self._client.prompt_logprobs(tokens.tolist(), top=top))[first:]
-        best = [
-            sorted((entries or {}).items(), key=lambda entry: -entry[1])[:top] for entries in scored
-        ]
-        own = [
-            (entries or {})[token]
-            for token, entries in zip(tokens[first:].tolist(), scored, strict=True)
-        ]
-        return PromptLogprobs(
-            token_ids=tokens[first:],
-            logprobs=np.array(own, dtype=np.float32),
-            top_ids=np.array([[token for token, _ in row] for row in best], dtype=np.int64),
-            top_logprobs=np.array(
-                [[logprob for _, logprob in row] for row in best], dtype=np.float32
-            ),
-            usage=Usage(0, 0, len(tokens)),
-        )
+        return await self._client.prompt_logprobs(tokens, first=first, top=top)
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, and raise every error as a KVLinkerError."""

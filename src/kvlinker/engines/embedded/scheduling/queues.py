@@ -1,0 +1,126 @@
+"""All requests of the embedded engine, each in the queue of its state, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from itertools import chain
+
+from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
+from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
+from kvlinker.engines.embedded.scheduling.running import RunningRequests
+
+
+class RequestQueues:
+    """Holds every request that has not ended, and counts them. Which queue a request is in changes
+    only in ``Scheduler``."""
+
+    def __init__(
+        self,
+        fetches: FetchQueue,
+        waiting: dict[ResultKind, list[Request]],
+        places: RunningRequests,
+    ) -> None:
+        """``fetches`` has those that are LOADING, ``waiting`` those that are READY or PREEMPTED, in
+        their order, and ``places`` those that are RUNNING."""
+        self._lock = threading.Condition()  # the scheduler's one lock: guards everything below
+        self._closed = False
+        self._fetches = fetches
+        self._waiting = waiting
+        self._places = places
+        self._by_identity: dict[object, Request] = {}
+
+    @property
+    def closed(self) -> bool:
+        """True once no more requests are accepted."""
+        return self._closed
+
+    @property
+    def preemptions(self) -> int:
+        """The number of times that a request has given its slots up to another."""
+        return self._places.preemptions
+
+    @property
+    def running(self) -> int:
+        """The number of requests that hold slots, without those in the background."""
+        return sum(request.kind is not ResultKind.BACKGROUND for request in self._places.running)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests for answers that hold no slots. Choices that wait for their turn
+        do not count, nor do chunks."""
+        with self._lock:
+            return self._count_waiting()
+
+    @property
+    def loading(self) -> int:
+        """The number of requests whose chunks' KV is not there yet."""
+        with self._lock:
+            return self._fetches.waiting
+
+    @property
+    def slots_used(self) -> int:
+        """The number of slots that requests hold."""
+        with self._lock:
+            return self._places.slots.used
+
+    @property
+    def slots_kept(self) -> int:
+        """The number of slots that hold nothing but what later requests may reuse."""
+        with self._lock:
+            return self._places.slots.kept
+
+    @property
+    def idle(self) -> bool:
+        """True if there is no request at all."""
+        with self._lock:
+            return not self._everything()
+
+    def is_alone(self, request: Request) -> bool:
+        """Return whether there is nothing to compute, now or later, but this request."""
+        with self._lock:
+            return all(other is request for other in self._everything())
+
+    def check_integrity(self) -> None:
+        """Check that every request is where its state says, and that exactly the running ones hold
+        enough slots. Raises AssertionError otherwise."""
+        with self._lock:
+            self._places.check_integrity()
+            for kind, waiting in self._waiting.items():
+                assert all(request.kind is kind for request in waiting)
+                assert all(
+                    request.state in (RequestState.READY, RequestState.PREEMPTED)
+                    for request in waiting
+                )
+                assert all(
+                    request.sequence is not None and request.sequence.spans is None
+                    for request in waiting
+                )
+                assert waiting == sorted(waiting, key=order_of)
+            everywhere = [*self._places.running, *chain(*self._waiting.values())]
+            assert len(set(everywhere)) == len(everywhere)
+            assert not set(everywhere).intersection(self._fetches.requests)
+            assert all(
+                request.state is not RequestState.FINISHED for request in self._by_identity.values()
+            )
+            holding = any(request.hold is not None for request in self._everything())
+            self._fetches.check_integrity(
+                self._waiting[ResultKind.ANSWER], holding=holding or self._closed
+            )
+
+    def _everything(self) -> frozenset[Request]:
+        """Return all requests that are here, and those that have ended while their KV is
+        fetched."""
+        return frozenset(
+            (*self._places.running, *self._fetches.requests, *chain(*self._waiting.values()))
+        )
+
+    def _count_waiting(self) -> int:
+        return self._fetches.waiting + sum(
+            request.choice == 0 for request in self._waiting[ResultKind.ANSWER]
+        )
+
+    def _sort(self) -> None:
+        """Bring waiting requests, whose turns have changed, into order."""
+        self._fetches.sort()
+        for queue in self._waiting.values():
+            queue.sort(key=order_of)
