@@ -14,20 +14,20 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium
+.PHONY: serve test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium postgresql
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
-test: $(INSTALLED) redis-server chromium
+test: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
 
 # The quick tests, with the lines and branches that they reach: a summary, and pages in coverage/.
-coverage: $(INSTALLED) redis-server chromium
+coverage: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
 
 # Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
-test-slow: $(INSTALLED) redis-server chromium
+test-slow: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
 
 test-fast: $(INSTALLED)
@@ -94,14 +94,16 @@ $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 
-# The tests of the Redis tier start a server of their own, and those of the page a browser; without them they are skipped.
-redis-server chromium:
-	@command -v $@ >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
+# Tests start servers of their own, and a browser; without these programs they are skipped.
+redis-server chromium postgresql:
+	@{ command -v $@ $(ELSEWHERE); } >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
 		&& echo "Installing $@ …" && apt-get update -qq \
 		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $@ $(FONTS) >/dev/null; } \
 		|| echo "$@ is missing: tests that need it are skipped"
 
 chromium: FONTS := fonts-dejavu-core
+# Debian puts its programs outside the PATH.
+postgresql: ELSEWHERE := || ls /usr/lib/postgresql/*/bin/initdb
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

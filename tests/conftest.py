@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.doors.http.serving import Served
+    from tests.postgres_server import PostgresServer
     from tests.redis_server import RedisServer
 
 # Tests, and the processes that they start, compute in one thread each: others share the processors,
@@ -96,6 +97,16 @@ def redis_server(running_redis: RedisServer) -> RedisServer:
     running_redis.client.flushall()
     running_redis.client.config_set("maxmemory", 0)
     return running_redis
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One for tests that leave it running."""
+    from tests.postgres_server import PostgresServer
+
+    server = PostgresServer()
+    yield server
+    server.remove()
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ PORTS = range(20_000, 30_000)
 own free again."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens on."""
     while True:
         port = random.choice(PORTS)
         with socket.socket() as trial, suppress(OSError):
@@ -35,7 +36,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client: Any = redis.Redis(port=self.port)
         self.start()

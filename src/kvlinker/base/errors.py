@@ -236,6 +236,15 @@ class StoreError(KVLinkerError):
     summary = "The server cannot use its store, or this entry in it."
 
 
+class CatalogUnavailableError(StoreError):
+    """The catalog's database does not answer; it may again after about ``retry_after`` seconds."""
+
+    status = 503
+    code = "catalog_unavailable"
+    summary = "The catalog of context caches does not answer."
+    retry_after = 2
+
+
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """A sentence, with a space before it, that offers the known word nearest to ``text``; empty
     where none is near."""

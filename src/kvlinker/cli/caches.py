@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
@@ -209,9 +210,7 @@ def rekey_caches(
             f"give the new key in {NEW_KEY_VARIABLE}, or --decrypt to take encryption off",
             BAD_USAGE,
         )
-    catalog = settings.state_dir / "catalog.sqlite"
-    if not catalog.is_file():
-        raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
+    _refuse_if_empty(settings)
     columns = (TextColumn("chunk files"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with (
@@ -224,7 +223,7 @@ def rekey_caches(
         new = None if key is None else load_cipher(SecretStr(key), NEW_KEY_VARIABLE)
         task = progress.add_task("", total=None)
         done = rekey(
-            catalog,
+            settings.catalog_place,
             settings.state_dir / "chunks",
             old,
             new,
@@ -245,12 +244,18 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     from kvlinker.base.events import Events
     from kvlinker.service.startup import open_state
 
-    if not (settings.state_dir / "catalog.sqlite").is_file():
-        raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
+    _refuse_if_empty(settings)
     with failures():
         catalog, store = open_state(settings, Events(), host_bytes=0)
         with closing(catalog), closing(store):
             yield catalog, store
+
+
+def _refuse_if_empty(settings: Settings) -> None:
+    """End the command where there is no catalog's file, rather than make one."""
+    place = settings.catalog_place
+    if isinstance(place, Path) and not place.is_file():
+        raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
 
 
 def _all(

@@ -114,7 +114,7 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
 
 def _shared_places(settings: Settings) -> list[str]:
     """Return the remote tiers' places and budgets, without credentials."""
-    from kvlinker.store.tiers.medium import place_of
+    from kvlinker.store.redaction import place_of
 
     tiers = (
         (settings.redis_url, settings.redis_space),

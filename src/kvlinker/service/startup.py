@@ -130,7 +130,7 @@ def open_state(
     InvalidRequestError for settings that a tier does not take.
     """
     cipher = load_cipher(settings.encryption_key)
-    catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
+    catalog = Catalog(settings.catalog_place, cipher)
     try:
         store = open_store(
             settings,

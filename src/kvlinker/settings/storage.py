@@ -22,6 +22,13 @@ class StorageSettings(BaseSettings):
         default=Path("~/.local/share/kvlinker"),
         description="Where chunk caches and the catalog live.",
     )
+    catalog_url: SecretStr | None = Field(
+        default=None,
+        description=(
+            "PostgreSQL database in which servers share one catalog:"
+            " postgresql://user:password@host:5432/database. A file in state_dir by default."
+        ),
+    )
     device_memory: ByteSize | None = Field(
         default=None,
         description=(
@@ -109,6 +116,13 @@ class StorageSettings(BaseSettings):
             "Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
         ),
     )
+
+    @property
+    def catalog_place(self) -> Path | str:
+        """The catalog's file, or the URL of its database."""
+        if self.catalog_url is not None:
+            return self.catalog_url.get_secret_value()
+        return self.state_dir / "catalog.sqlite"
 
     @property
     def searchable(self) -> bool:

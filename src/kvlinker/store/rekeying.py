@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.database import Database, StateLock
+from kvlinker.store.catalog.catalog import open_database
 from kvlinker.store.catalog.encryption import change_key
 from kvlinker.store.format.byte_source import Bytes, FileSource
 from kvlinker.store.format.chunk_file import open_chunk, open_regular
@@ -34,7 +34,7 @@ class Rekeyed:
 
 
 def rekey(
-    catalog: Path,
+    catalog: Path | str,
     chunks: Path,
     old: Cipher | None,
     new: Cipher | None,
@@ -48,11 +48,10 @@ def rekey(
     ``progress`` is told of files, done and in all. Raises StoreError where others use the
     directory, ``old`` is not its key, or a file cannot be written.
     """
-    with closing(StateLock(catalog.parent)) as lock:
+    with closing(open_database(catalog)) as database, closing(database.lock()) as lock:
         lock.take_alone()
-        with closing(Database(catalog)) as database:
-            change_key(database, old, new, catalog)
-            database.compact()  # also if a run before this one was broken off in between
+        change_key(database, old, new)
+        database.compact()  # also if a run before this one was broken off in between
         remove_left(chunks / NAME)
         try:
             return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)

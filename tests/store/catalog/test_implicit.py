@@ -4,9 +4,6 @@ harms no other."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,9 @@ from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, Room
 from kvlinker.store.catalog.database import Database
-from tests.store.catalog.test_catalog_check import harm, record
+from tests.store.catalog.conftest import Place
+from tests.store.catalog.raw import harm
+from tests.store.catalog.test_catalog_check import record
 
 NOW = 1000.0
 TTL = 100.0
@@ -26,17 +25,6 @@ def implicit(number: int, *, used: float = NOW, tenant: str = "anna") -> Context
     return dataclasses.replace(record(number, tenant), implicit_ttl=TTL, expires_at=used + TTL)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "catalog.sqlite"
-
-
-@pytest.fixture
-def catalog(path: Path) -> Iterator[Catalog]:
-    with closing(Catalog(path)) as catalog:
-        yield catalog
-
-
 def limits(most: int | None = None, **quota: int) -> Limits:
     return Limits(Quotas(Quota(**quota)), implicit_caches=most)
 
@@ -45,10 +33,10 @@ def ids(catalog: Catalog, tenant: str = "anna") -> set[str]:
     return {cache.id for cache in catalog.list(tenant, NOW, limit=100).items}
 
 
-def test_damage_to_one_chunk_harms_no_other(path: Path, catalog: Catalog) -> None:
+def test_damage_to_one_chunk_harms_no_other(place: Place, catalog: Catalog) -> None:
     damaged, other = implicit(1), implicit(2)
     catalog.add([damaged, other])
-    harm(path, "UPDATE chunks SET tokens = ? WHERE key = ?", b"\1\0\0", damaged.chunk_key)
+    harm(place, "UPDATE chunks SET tokens = ? WHERE key = ?", b"\1\0\0", damaged.chunk_key)
     found = catalog.implicit.find(
         {each.chunk.content for each in (damaged, other)}, "anna", "weights", NOW
     )
@@ -135,13 +123,14 @@ def test_many_are_entered_in_one_transaction(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[bool] = []
-    transaction = Database.transaction
+    database = type(catalog._database)
+    transaction = database.transaction
 
     def noting(self: Database) -> Any:
         begun.append(True)
         return transaction(self)
 
-    monkeypatch.setattr(Database, "transaction", noting)
+    monkeypatch.setattr(database, "transaction", noting)
     entered = catalog.implicit.enter(
         [implicit(number) for number in range(5)], limits(3), now=NOW, kept=()
     )

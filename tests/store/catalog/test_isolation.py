@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, new_context_cache_id
+from tests.store.catalog.test_sqlite import connection_of
 
 NOW = 1000.0
 
@@ -47,7 +47,7 @@ LOOKUPS = {
 def steps_of(catalog: Catalog, lookup: str, cache_id: str) -> tuple[list[str], int]:
     """The statements that a lookup runs, but for their values, and the instructions of SQLite's
     machine."""
-    connection: sqlite3.Connection = catalog._database._connection
+    connection = connection_of(catalog)
     statements: list[str] = []
     instructions = 0
 

@@ -4,9 +4,7 @@ time."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,6 +15,7 @@ from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
+from tests.store.catalog.conftest import Place
 from tests.store.store_chunks import run_threads
 
 NOW = 1000.0
@@ -40,13 +39,6 @@ def record(
         pinned=pinned,
         kv_bytes=10 * len(chunk),
     )
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    catalog = Catalog(tmp_path / "catalog.sqlite")
-    yield catalog
-    catalog.close()
 
 
 def quota(**limits: int) -> Limits:
@@ -216,10 +208,9 @@ def test_a_rehearsal_leaves_nothing(catalog: Catalog) -> None:
     assert catalog.chunk_keys() == {}
 
 
-def test_no_number_of_requests_at_once_exceeds_a_quota(tmp_path: Path) -> None:
+def test_no_number_of_requests_at_once_exceeds_a_quota(place: Place) -> None:
     """Two processes' catalogs on one file, several threads each."""
-    path = tmp_path / "catalog.sqlite"
-    catalogs = [Catalog(path), Catalog(path)]
+    catalogs = [Catalog(place), Catalog(place)]
     refused = []
 
     def work(catalog: Catalog, start: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,10 @@ from hypothesis import strategies as st
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.base.types.texts import SearchHit
-from kvlinker.store import Catalog, Cipher, ContextCache, new_context_cache_id
+from kvlinker.store import Catalog, ContextCache, new_context_cache_id
 from kvlinker.store.catalog.search import MOST_WORDS
+from tests.store.catalog.conftest import Place
+from tests.store.catalog.raw import harm
 
 NOW = 1000.0
 TEXTS = (
@@ -64,13 +64,6 @@ def search(
 
 def texts(hits: tuple[SearchHit, ...]) -> list[str]:
     return [hit.text for hit in hits]
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    catalog = Catalog(tmp_path / "catalog.sqlite")
-    yield catalog
-    catalog.close()
 
 
 def test_best_match_is_first(catalog: Catalog) -> None:
@@ -175,7 +168,7 @@ def test_same_text_is_found_once(catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize("way", ["delete", "expire", "delete_matching"])
-def test_text_goes_with_its_chunk(catalog: Catalog, tmp_path: Path, way: str) -> None:
+def test_text_goes_with_its_chunk(place: Place, catalog: Catalog, way: str) -> None:
     add(
         catalog,
         record("cat one", expires_at=NOW + 1, metadata={"a": "1"}, id="cc_1"),
@@ -188,9 +181,8 @@ def test_text_goes_with_its_chunk(catalog: Catalog, tmp_path: Path, way: str) ->
     else:
         catalog.delete_matching("anna", NOW, {"a": "1"}, limit=9)
     assert texts(search(catalog, "cat one")) == ["cat two"]
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as raw:
-        assert raw.execute("SELECT text FROM texts_1").fetchall() == [("cat two",)]
-    raw.close()
+    table = "texts_1" if isinstance(place, Path) else "texts"
+    assert harm(place, f"SELECT text FROM {table}") == [("cat two",)]
 
 
 def test_what_is_not_indexed_yet_is_told(catalog: Catalog) -> None:
@@ -213,40 +205,10 @@ def test_what_is_not_indexed_yet_is_told(catalog: Catalog) -> None:
     assert len(catalog.without_text("weights", limit=10)) == 2
 
 
-def test_encrypting_a_catalog_removes_its_texts(tmp_path: Path) -> None:
-    path = tmp_path / "catalog.sqlite"
-    plain = Catalog(path)
-    add(plain, record("the secret formula"))
-    plain.close()
-    assert b"formula" in path.read_bytes()
-    encrypted = Catalog(path, Cipher(b"k" * 32))
-    try:
-        assert search(encrypted, "formula") == ()
-        assert len(encrypted.without_text("weights", limit=10)) == 1
-    finally:
-        encrypted.close()
-    assert b"formula" not in path.read_bytes()
-
-
-def test_check_repairs_the_index(catalog: Catalog, tmp_path: Path) -> None:
+def test_check_repairs_the_index(place: Place, catalog: Catalog) -> None:
     add(catalog, *map(record, TEXTS))
     assert catalog.check() == ()
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as raw:
-        raw.execute("DELETE FROM context_caches WHERE number = 1")
-    raw.close()
+    harm(place, "DELETE FROM context_caches WHERE number = 1")
     assert catalog.check(repair=True)
     assert catalog.check() == ()
     assert sorted(texts(search(catalog, "Oslo"))) == sorted(TEXTS[1:])
-
-
-def test_ordered_by_the_index(catalog: Catalog) -> None:
-    """The best matches come without sorting all that match."""
-    add(catalog, *map(record, TEXTS))
-    connection: sqlite3.Connection = catalog._database._connection
-    statements: list[str] = []
-    connection.set_trace_callback(statements.append)
-    search(catalog, "Oslo")
-    connection.set_trace_callback(None)
-    (statement,) = [each for each in statements if each.startswith("SELECT h.id")]
-    plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}")]
-    assert not any("ORDER BY" in step for step in plan), plan

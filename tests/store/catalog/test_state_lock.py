@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvlinker.store import Catalog, Cipher, StoreError
-from kvlinker.store.catalog import database as state_lock
-from kvlinker.store.catalog.database import StateLock
+from kvlinker.store.catalog import state_lock
+from kvlinker.store.catalog.state_lock import DirectoryLock
 from tests.store.store_chunks import run_threads
 
 KEY = bytes(32)
@@ -23,7 +23,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_or_alone(tmp_path: Path) -> None:
-    first, second, third = (StateLock(tmp_path) for _ in range(3))
+    first, second, third = (DirectoryLock(tmp_path) for _ in range(3))
     first.share()
     second.share()
     with pytest.raises(StoreError, match="in use by a server"):
@@ -32,7 +32,7 @@ def test_shared_or_alone(tmp_path: Path) -> None:
     second.close()
     first.close()
     third.take_alone()
-    fourth = StateLock(tmp_path)
+    fourth = DirectoryLock(tmp_path)
     with pytest.raises(StoreError, match="encrypted anew"):
         fourth.share()
     third.share()
@@ -44,7 +44,7 @@ def test_shared_or_alone(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(StoreError, match="cannot be locked"):
-        StateLock(tmp_path)
+        DirectoryLock(tmp_path)
     with pytest.raises(StoreError, match="cannot be locked"):
         Catalog(tmp_path / "catalog.sqlite")
 

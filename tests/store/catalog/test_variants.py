@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +17,9 @@ OWNER = VariantOwner(HELD.fingerprint, HELD.tenant, HELD.chunk.content)
 
 
 @pytest.fixture
-def variants(tmp_path: Path) -> Iterator[VariantIndex]:
-    catalog = Catalog(tmp_path / "catalog.sqlite")
+def variants(catalog: Catalog) -> VariantIndex:
     catalog.add([HELD])
-    yield catalog.variants
-    catalog.close()
+    return catalog.variants
 
 
 def add(variants: VariantIndex, *keys: str, limit: int) -> tuple[str, ...]:

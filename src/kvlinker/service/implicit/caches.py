@@ -7,18 +7,21 @@ for one that was evicted, and whoever else asks for it meanwhile waits for the s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
 from kvlinker.base.events import Events, ImplicitText
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.messages import MarkedText
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.store import Catalog, ContextCache
+
+logger = logging.getLogger(__name__)
 
 TOKENS_AROUND = 64
 """The tokens of the context window that an implicit chunk leaves to the prompt around it."""
@@ -72,33 +75,26 @@ class ImplicitCaches:
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
         """Return those of the chunks that have context caches, the tenant's own or shared ones; one
-        whose KV was computed in another context stands for its text, too."""
-        if not chunks:
+        whose KV was computed in another context stands for its text, too. There are none while the
+        catalog does not answer."""
+        try:
+            return self._found(chunks, tenant)
+        except CatalogUnavailableError as error:
+            logger.warning("Texts are computed without their chunks: %s", error.message)
             return {}
-        known = self._catalog.implicit.find(
-            {chunk.content for chunk in chunks}, tenant, self._caches.fingerprint, time.time()
-        )
-        found = {}
-        for chunk in chunks:
-            if caches := known.get(chunk.content):
-                best = min(caches, key=lambda cache: _rank(cache, chunk))
-                found[chunk] = FoundChunk(best.chunk, best, created=False)
-        return found
 
     def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
         """Return the chunks with their context caches: those that exist live on, and others are
         entered.
 
-        A chunk for which there is no room is missing in the result.
+        A chunk for which there is no room is missing in the result; so are all while the catalog
+        does not answer, and their texts are computed.
         """
-        found = self.find(tuple(texts), tenant=tenant)
-        self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
-        kept = {each.cache.id for each in found.values()}
-        new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
-        for chunk, (cache, created) in self._caches.enter_implicit(
-            new, tenant=tenant, kept=kept
-        ).items():
-            found[chunk] = FoundChunk(cache.chunk, cache, created)
+        try:
+            found = self._entered(texts, tenant)
+        except CatalogUnavailableError as error:
+            logger.warning("Texts are computed without their chunks: %s", error.message)
+            found = {}
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found or found[chunk].created:
@@ -118,6 +114,30 @@ class ImplicitCaches:
                     lives[cache.id] = ttl
         if lives:
             self._catalog.implicit.extend(lives, now)
+
+    def _found(self, chunks: Sequence[Chunk], tenant: str) -> dict[Chunk, FoundChunk]:
+        if not chunks:
+            return {}
+        known = self._catalog.implicit.find(
+            {chunk.content for chunk in chunks}, tenant, self._caches.fingerprint, time.time()
+        )
+        found = {}
+        for chunk in chunks:
+            if caches := known.get(chunk.content):
+                best = min(caches, key=lambda cache: _rank(cache, chunk))
+                found[chunk] = FoundChunk(best.chunk, best, created=False)
+        return found
+
+    def _entered(self, texts: Mapping[Chunk, MarkedText], tenant: str) -> dict[Chunk, FoundChunk]:
+        found = self._found(tuple(texts), tenant)
+        self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
+        kept = {each.cache.id for each in found.values()}
+        new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
+        for chunk, (cache, created) in self._caches.enter_implicit(
+            new, tenant=tenant, kept=kept
+        ).items():
+            found[chunk] = FoundChunk(cache.chunk, cache, created)
+        return found
 
 
 def _rank(cache: ContextCache, wanted: Chunk) -> tuple[bool, bool, bool]:

@@ -12,9 +12,11 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
+from kvlinker.base.errors import CatalogUnavailableError
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit.known import KnownTexts, Span
@@ -65,7 +67,8 @@ class Recognizer:
         """
         texts = self._texts_of(tenant)
         with texts.lock:
-            self._load(texts, tenant)
+            with suppress(CatalogUnavailableError):  # what is known already is recognised
+                self._load(texts, tenant)
             reading = _Reading(texts)
             marked = [reading.mark(message) for message in messages]
             if notes:

@@ -1,4 +1,4 @@
-"""Keeps context caches and their chunks' token ids in one SQLite file; ``ContextCaches`` is its
+"""Keeps context caches and their chunks' token ids in a database; ``ContextCaches`` is its
 caller.
 
 The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can
@@ -18,7 +18,7 @@ from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.check import check_catalog
-from kvlinker.store.catalog.database import Database, StateLock
+from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
@@ -51,6 +51,9 @@ from kvlinker.store.format.encryption import Cipher
 POSITION_SECONDS = 3600
 """The time for which a listing can go on behind a context cache that was removed."""
 
+ALL = 2**62
+"""The limit of what has none."""
+
 _IDS_PER_QUERY = 500
 
 
@@ -59,25 +62,26 @@ class Catalog:
     alike: absent.
 
     A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire``
-    removes those rows. Several processes may use one file. All methods may be called from any
-    thread, and raise StoreError when SQLite cannot do its work. What they change survives the end
-    of the process; a power cut only after ``persist``.
+    removes those rows. Several processes may use one catalog. All methods may be called from any
+    thread, and raise StoreError when the database cannot do its work, or CatalogUnavailableError
+    when it cannot be reached. What they change survives the end of the process; a power cut only
+    after ``persist``.
     """
 
-    def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
-        """Open or create the file; with a cipher, token ids are encrypted, also those that were not
-        before.
+    def __init__(self, place: Path | str, cipher: Cipher | None = None) -> None:
+        """Open or create the file of a path, or the tables in the PostgreSQL database of a URL;
+        with a cipher, token ids are encrypted, also those that were not before.
 
         Raises StoreError where it is damaged, foreign, of another schema, or encrypted with another
         key.
         """
-        self._database = Database(path)
+        self._database = open_database(place)
         self._blobs = TokenBlobs(cipher)
         with ExitStack() as stack:
             stack.callback(self._database.close)
-            lock = StateLock(path.parent)
+            lock = self._database.lock()
             stack.callback(lock.close)
-            open_encrypted(self._database, lock, cipher, path)
+            open_encrypted(self._database, lock, cipher)
             self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
         self.search = SearchIndex(self._database)
@@ -211,7 +215,7 @@ class Catalog:
                 )
             if metadata is not UNCHANGED:
                 connection.execute("DELETE FROM metadata WHERE number = ?", (number,))
-                index_metadata(connection, number, metadata)
+                index_metadata(connection, {cache_id: metadata})
             changed = connection.execute(
                 f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number = ?", (number,)
             )
@@ -256,9 +260,9 @@ class Catalog:
             )
             return remove_expired(connection, now)
 
-    def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
+    def released(self, after: float, until: float, *, limit: int = ALL) -> dict[str, float]:
         """Return chunk keys that were released in this time and are held by nothing now, and when:
-        any ``limit`` of them, or all for -1."""
+        any ``limit`` of them, or all."""
         return released(self._database, after, until, limit=limit)
 
     def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
@@ -348,5 +352,17 @@ class Catalog:
         self._database.persist()
 
     def close(self) -> None:
-        """Close the file. Idempotent; no other method may be called afterwards."""
+        """Close the database. Idempotent; no other method may be called afterwards."""
         self._close()
+
+
+def open_database(place: Path | str) -> Database:
+    """Open or create the catalog's SQLite file, or its tables in the PostgreSQL database of a URL.
+    Raises StoreError where it is damaged, foreign or of another schema, or cannot be reached."""
+    if isinstance(place, Path):
+        from kvlinker.store.catalog.sqlite import SQLiteDatabase
+
+        return SQLiteDatabase(place)
+    from kvlinker.store.catalog.postgresql import PostgresDatabase
+
+    return PostgresDatabase(place)

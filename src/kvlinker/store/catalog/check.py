@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
-
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.database import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import is_genuine
-from kvlinker.store.catalog.text_tables import remove_all_texts
 
-_COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) FROM (
+_COUNTED = """SELECT tenant, CAST(sum(caches) AS BIGINT), CAST(sum(chunks) AS BIGINT),
+        CAST(sum(tokens) AS BIGINT), CAST(sum(nbytes) AS BIGINT) FROM (
         SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes
         FROM context_caches GROUP BY tenant
         UNION ALL SELECT tenant, 0, count(*), sum(length), sum(nbytes) FROM chunks GROUP BY tenant
-    ) GROUP BY tenant"""
+    ) AS rows GROUP BY tenant"""
 _KEPT = (
-    "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks OR tokens OR"
-    " nbytes"
+    "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches != 0 OR chunks != 0 OR"
+    " tokens != 0 OR nbytes != 0"
 )
 
 
@@ -40,7 +38,8 @@ def check_catalog(
             connection.execute(
                 "DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)"
             )
-            remove_all_texts(connection)  # the next server that searches indexes them again
+            # the next server that searches indexes them again
+            connection.texts.remove_all(connection)
     rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
     changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
     faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
@@ -60,7 +59,7 @@ def check_catalog(
     return tuple(faults)
 
 
-def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
+def _unheld_chunks(connection: Connection) -> list[str]:
     """Return the keys of rows that should have gone with their last context cache."""
     rows = connection.execute(
         "SELECT key FROM chunks WHERE NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key ="
@@ -69,7 +68,7 @@ def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
     return [key for (key,) in rows]
 
 
-def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
+def _wrong_accounts(connection: Connection) -> list[str]:
     """Return the tenants of which more or less is recorded than they have."""
     counted, kept = (
         {name: account for name, *account in connection.execute(query).fetchall()}
@@ -80,7 +79,7 @@ def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
     )
 
 
-def _count_again(connection: sqlite3.Connection) -> None:
+def _count_again(connection: Connection) -> None:
     """Count all accounts again."""
     connection.execute("DELETE FROM tenants")
     connection.execute(f"INSERT INTO tenants (name, caches, chunks, tokens, nbytes) {_COUNTED}")

@@ -1,288 +1,128 @@
-"""Opens the catalog's SQLite file, runs its transactions, and locks the state directory for one
-key."""
+"""What the catalog asks of a database. Its SQL is written once, in what SQLite and PostgreSQL have
+in common; what they do not is here."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import sqlite3
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.schema import SCHEMA_VERSION, create_tables
-from kvlinker.store.format.durability import synchronize
-
-_BUSY_SECONDS = 10.0
-_CHECKED_AT_ONCE_BYTES = 64 << 20
-"""Files up to this size are checked when they are opened; reading all of a larger one would hold up
-the start."""
+Values = Mapping[str, Any] | Sequence[Any]
+"""The values of a statement: by name for ``:name``, in order for ``?``."""
 
 
-class Database:
-    """Runs queries and transactions on the catalog's file. Methods may be called from any thread;
-    all raise StoreError when SQLite fails.
+class Rows(Protocol):
+    """The rows that a statement has returned."""
 
-    A transaction survives the end of the process at once, and a power cut once ``persist`` has
-    returned: SQLite does not wait for the disk while others wait for the lock. A power cut before
-    loses the last transactions, whole ones from the end, and damages nothing.
-    """
+    def fetchone(self) -> Any: ...
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises StoreError where it is damaged, foreign or of another
-        schema."""
-        self._path = path
-        self._lock = threading.Lock()
-        self._log_identity: tuple[int, int] | None = (
-            None  # of the write-ahead log whose name is on the disk
-        )
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (
-                not path.exists()
-            ):  # closing the file would take away locks that this process has on it
-                path.touch(mode=0o600)
-            self._connection = sqlite3.connect(
-                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"The catalog {path} cannot be opened: {error}. Choose another state directory."
-            ) from error
-        try:
-            self._identity = _identify(path)
-            self._open()
-        except BaseException:
-            self._connection.close()
-            raise
+    def fetchall(self) -> list[Any]: ...
 
-    def query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
-        """Return all rows of a SELECT."""
-        with self._lock, self._errors():
-            return self._connection.execute(statement, values).fetchall()
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction: everything in the block happens, or nothing does."""
-        with self._lock, self._errors():
-            if _identify(self._path) != self._identity:
-                raise StoreError(
-                    f"The catalog {self._path} was removed or replaced while it was in use: what is"
-                    " changed now would be lost. Restart kvlinker; it goes on with the file that"
-                    " is there, or makes a new one."
-                )
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                # a later kvlinker may have upgraded the file since it was opened
-                self._check_version()
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    def compact(self) -> None:
-        """Rewrite the file, so that nothing of what was changed or deleted remains in it."""
-        with self._lock, self._errors():
-            self._connection.execute("VACUUM")
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def persist(self) -> None:
-        """Wait until the disk has every transaction that has ended. Others need not wait
-        meanwhile."""
-        try:
-            with suppress(
-                FileNotFoundError
-            ):  # then SQLite has moved it all to the file, and synchronised that
-                log = self._path.with_name(f"{self._path.name}-wal")
-                synchronize(log)
-                identity = _identify(log)
-                if identity != self._log_identity:
-                    synchronize(log.parent)
-                    self._log_identity = identity
-        except OSError as error:
-            raise StoreError(
-                f"The catalog {self._path} was not written to the disk: {error}."
-            ) from error
-
-    def check(self) -> tuple[str, ...]:
-        """Return what SQLite finds wrong with the whole file, which takes time for large ones."""
-        with self._lock, self._errors():
-            faults = [
-                fault
-                for (fault,) in self._connection.execute("PRAGMA integrity_check")
-                if fault != "ok"
-            ]
-            keys = self._connection.execute("PRAGMA foreign_key_check").fetchall()
-        return (
-            *faults,
-            *(
-                f"row {row} of {table} refers to nothing in {parent}"
-                for table, row, parent, _ in keys
-            ),
-        )
-
-    def close(self) -> None:
-        """Close the file. Idempotent; no other method may be called afterwards."""
-        with suppress(StoreError):
-            self.persist()
-        with self._lock:
-            self._connection.close()
-
-    def _open(self) -> None:
-        with self._errors():
-            self._check_version()
-            self._use_write_ahead_log()
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.execute("PRAGMA foreign_keys = ON")
-            self._connection.execute(
-                "PRAGMA secure_delete = ON"
-            )  # deleted token ids do not stay in free pages
-            small = self._path.stat().st_size <= _CHECKED_AT_ONCE_BYTES
-            faults = (
-                self._connection.execute("PRAGMA quick_check(1)").fetchall() if small else [("ok",)]
-            )
-            if faults != [("ok",)]:
-                raise sqlite3.DatabaseError(faults[0][0])
-        with self.transaction() as connection:
-            if not self._check_version():
-                create_tables(connection)
-
-    def _use_write_ahead_log(self) -> None:
-        """Switch to the write-ahead log, the one thing for which SQLite does not wait until others
-        are done."""
-        deadline = time.monotonic() + _BUSY_SECONDS
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
-
-    def _check_version(self) -> int:
-        """Return the file's schema version, 0 for an empty file. Raises StoreError where this build
-        cannot use it."""
-        # one statement sees one state of the file, even while another process creates the tables
-        version, tables = self._connection.execute(
-            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
-        ).fetchone()
-        if version == 0 and tables:
-            raise StoreError(
-                f"{self._path} is another program's database. Choose another state directory."
-            )
-        if version not in (0, SCHEMA_VERSION):
-            age = "an older" if version < SCHEMA_VERSION else "a newer"
-            raise StoreError(
-                f"The catalog {self._path} was written by {age} kvlinker: it has schema {version},"
-                f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
-                " wrote it, choose another state directory, or move the file away (with its -wal"
-                " and -shm files): a new one is made, and the context caches of the old one have"
-                " to be created again."
-            )
-        return int(version)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreErrors that name the file and the way out."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            if isinstance(
-                error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
-            ):
-                raise StoreError(
-                    f"The catalog {self._path} failed: {error}.{_way_out(error)}"
-                ) from error
-            raise StoreError(
-                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
-                " -shm files) and start again: a new one is made, and the context caches of the"
-                " old one have to be created again."
-            ) from error
+    def __iter__(self) -> Iterator[Any]: ...
 
 
-def _way_out(error: sqlite3.Error) -> str:
-    """Return a sentence, with a space before it, that says what to do; empty where the error alone
-    says it."""
-    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    if primary == sqlite3.SQLITE_FULL:
-        return " Free some room on its disk; what is kept there is not lost meanwhile."
-    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
-        return " Look whether its disk has room and this user may write to it."
-    return ""
+class Connection(Protocol):
+    """Runs the statements of one transaction."""
+
+    @property
+    def texts(self) -> Texts: ...
+
+    def execute(self, statement: str, values: Values = ..., /) -> Rows: ...
+
+    def executemany(self, statement: str, values: Iterable[Values], /) -> object: ...
 
 
-def _identify(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file that lies there, None for none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+class Texts(Protocol):
+    """Keeps the texts of chunks, each tenant's apart, and finds them by their words: BM25 weighs a
+    word by the number of texts that have it, and must not tell a tenant about those of others."""
+
+    def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
+        """Keep the text of a chunk, unless the chunk is gone or has its text here already."""
+        ...
+
+    def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
+        """Remove the text with this number of a tenant's chunk, which is gone; None for a chunk
+        that has none."""
+        ...
+
+    def remove_all(self, connection: Connection) -> bool:
+        """Remove the texts of all tenants; return whether there were any."""
+        ...
+
+    def find(
+        self,
+        database: Database,
+        words: Sequence[str],
+        *,
+        tenant: str,
+        fingerprint: str,
+        condition: str,
+        values: Mapping[str, Any],
+        limit: int,
+    ) -> Sequence[Any]:
+        """Return the best of the tenant's chunks of a model that have any of the words: rows of
+        context cache id, score, text, tokens and metadata. ``condition`` is one of context caches
+        ``c``, of which the newest stands for a chunk; its ``values`` are by name."""
+        ...
 
 
-PATIENCE_SECONDS = 10.0
-TRY_AGAIN_SECONDS = 0.02
-
-
-class StateLock:
-    """Locks a state directory, shared or alone, by its file ``lock``; a lock goes with the process,
-    however that ends."""
-
-    def __init__(self, directory: Path) -> None:
-        """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
-        self._directory = directory
-        try:
-            self._descriptor = os.open(
-                directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        except OSError as error:
-            raise self._unusable(error) from error
+class StateLock(Protocol):
+    """Locks what belongs to one catalog, shared or alone; a lock ends with the process."""
 
     def share(self) -> None:
-        """Use the directory as others may at the same time. Raises StoreError where one has it
-        alone for long."""
-        self._lock(
-            fcntl.LOCK_SH,
-            PATIENCE_SECONDS,
-            "is being encrypted anew, which takes a while. Wait for its end.",
-        )
+        """Use it as others may at the same time. Raises StoreError where one has it alone for
+        long."""
+        ...
 
     def take_alone(self, patience: float = 0.0) -> None:
         """Keep all others out. Raises StoreError where others use it for longer than ``patience``
         seconds."""
-        self._lock(
-            fcntl.LOCK_EX,
-            patience,
-            "is in use by a server or another command. Stop it first: its key is to change.",
-        )
+        ...
 
     def close(self) -> None:
         """Give the lock up. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        ...
 
-    def _lock(self, kind: int, patience: float, refusal: str) -> None:
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                return fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"The state directory {self._directory} {refusal}") from error
-                time.sleep(TRY_AGAIN_SECONDS)
-            except OSError as error:
-                raise self._unusable(error) from error
 
-    def _unusable(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"The state directory {self._directory} cannot be locked: {error}. Choose another, on a"
-            " local disk."
-        )
+class Database(Protocol):
+    """Runs queries and transactions. Methods may be called from any thread; all raise StoreError
+    when the database fails. Transactions are one after another, whichever process runs them: so no
+    limit can be passed, and none waits for two locks."""
+
+    @property
+    def place(self) -> str:
+        """What messages call the catalog: a path, or a URL without secrets."""
+        ...
+
+    @property
+    def texts(self) -> Texts: ...
+
+    def query(self, statement: str, values: Values) -> Sequence[Any]:
+        """Return all rows of a SELECT."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[Connection]:
+        """Run a transaction: everything in the block happens, or nothing does. It survives the end
+        of this process at once, and a power cut after ``persist``."""
+        ...
+
+    def lock(self) -> StateLock:
+        """Return a lock of this catalog, which is not taken yet."""
+        ...
+
+    def compact(self) -> None:
+        """Rewrite the tables, so that nothing of what was changed or deleted remains."""
+        ...
+
+    def persist(self) -> None:
+        """Wait until the disk has every transaction that has ended. Others need not wait
+        meanwhile."""
+        ...
+
+    def check(self) -> Sequence[str]:
+        """Return what the database finds wrong with itself, a line for each."""
+        ...
+
+    def close(self) -> None:
+        """Close the database. Idempotent; no other method may be called afterwards."""
+        ...

@@ -3,17 +3,15 @@ catalog."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.database import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Database, StateLock
-from kvlinker.store.catalog.text_tables import remove_all_texts
+from kvlinker.store.catalog.database import Connection, Database, StateLock
+from kvlinker.store.catalog.state_lock import PATIENCE_SECONDS, TRY_AGAIN_SECONDS
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
 
 _PLACE = b"catalog"
@@ -97,8 +95,8 @@ _COLUMNS = (
 )
 
 
-def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, path: Path) -> None:
-    """Share the state directory, and encrypt a catalog that is not encrypted yet, if there is a
+def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -> None:
+    """Share the catalog, and encrypt a catalog that is not encrypted yet, if there is a
     cipher.
 
     Raises StoreError where the cipher is not the catalog's.
@@ -107,7 +105,7 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, p
     while True:
         lock.share()
         if cipher is None or _key_check(database) is not None:
-            return _check(_key_check(database), cipher, path)
+            return _check(_key_check(database), cipher, database.place)
         try:
             lock.take_alone()  # others would go on without the key
         except StoreError:
@@ -115,12 +113,12 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, p
                 raise
             time.sleep(TRY_AGAIN_SECONDS)  # whoever has it may just be encrypting the catalog
             continue
-        if change_key(database, None, cipher, path):
+        if change_key(database, None, cipher):
             database.compact()
         return lock.share()
 
 
-def change_key(database: Database, old: Cipher | None, new: Cipher | None, path: Path) -> bool:
+def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bool:
     """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether
     it held anything that was not. A catalog that was not encrypted does not need ``old``.
 
@@ -132,12 +130,12 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None, path:
         if _is_of(sealed, new):
             return False
         if sealed is not None:
-            _check(sealed, old, path)
+            _check(sealed, old, database.place)
         before, after = TokenBlobs(None if sealed is None else old), TokenBlobs(new)
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
-            remove_all_texts(
+            connection.texts.remove_all(
                 connection
             )  # they are plain; who wants them searched has them indexed again
         changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
@@ -162,22 +160,20 @@ def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
     return True
 
 
-def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
+def _check(sealed: bytes | None, cipher: Cipher | None, place: str) -> None:
     """Raise StoreError unless a catalog with this check is encrypted with the cipher, or not at all
     without one."""
     if _is_of(sealed, cipher):
         return
     if cipher is None:
-        raise StoreError(f"The catalog {path} is encrypted. Give its key in {KEY_VARIABLE}.")
+        raise StoreError(f"The catalog {place} is encrypted. Give its key in {KEY_VARIABLE}.")
     raise StoreError(
-        f"{KEY_VARIABLE} is not the key that the catalog {path} is encrypted with. Give that one,"
+        f"{KEY_VARIABLE} is not the key that the catalog {place} is encrypted with. Give that one,"
         " or choose another state directory."
     )
 
 
-def _reseal(
-    connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs
-) -> bool:
+def _reseal(connection: Connection, column: _Column, before: TokenBlobs, after: TokenBlobs) -> bool:
     """Encrypt all blobs of a column anew; returns whether there were any."""
     select = (
         f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT"

@@ -4,7 +4,6 @@ ones."""
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from kvlinker.base.errors import QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.database import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.limits import Limits
 from kvlinker.store.catalog.room import Room, make_room
@@ -80,9 +79,7 @@ class ImplicitIndex:
 
         Chunks whose token ids were changed from outside are left out.
         """
-        ((last,),) = self._database.query(
-            "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'context_caches'", {}
-        )
+        ((last,),) = self._database.query("SELECT coalesce(max(number), 0) FROM context_caches", {})
         if last <= number:
             return number, ()
         rows = self._database.query(
@@ -129,7 +126,7 @@ class ImplicitIndex:
 
     def _enter(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         record: ContextCache,
         limits: Limits,
         *,
@@ -153,8 +150,8 @@ class ImplicitIndex:
         at least."""
         with self._database.transaction() as connection:
             connection.executemany(
-                "UPDATE context_caches SET implicit_ttl = max(implicit_ttl, :ttl),"
-                " expires_at = max(expires_at, :now + max(implicit_ttl, :ttl))"
+                "UPDATE context_caches SET implicit_ttl = greatest(implicit_ttl, :ttl),"
+                " expires_at = greatest(expires_at, :now + greatest(implicit_ttl, :ttl))"
                 " WHERE id = :id AND implicit_ttl IS NOT NULL",
                 [{"id": cache_id, "ttl": ttl, "now": now} for cache_id, ttl in lives.items()],
             )
@@ -174,7 +171,7 @@ class ImplicitIndex:
         chunks' KV as computed."""
         ((count, nbytes),) = self._database.query(
             "SELECT (SELECT count(*) FROM context_caches WHERE implicit_ttl IS NOT NULL),"
-            " (SELECT coalesce(sum(nbytes), 0) FROM chunks WHERE key IN"
+            " (SELECT CAST(coalesce(sum(nbytes), 0) AS BIGINT) FROM chunks WHERE key IN"
             " (SELECT chunk_key FROM context_caches WHERE implicit_ttl IS NOT NULL))",
             {},
         )

@@ -4,7 +4,6 @@ transactions."""
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ from dataclasses import dataclass
 from kvlinker.base.errors import PinLimitError, QuotaExceededError, WayOut
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
+from kvlinker.store.catalog.database import Connection
 
 TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
-PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
+PINNED_BYTES = """SELECT tenant, CAST(sum(nbytes) AS BIGINT) FROM chunks
     WHERE key IN (SELECT chunk_key FROM context_caches WHERE pinned) GROUP BY tenant"""
 
 
@@ -45,9 +45,7 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def check_added(
-    connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits
-) -> None:
+def check_added(connection: Connection, records: Sequence[ContextCache], limits: Limits) -> None:
     """Check that context caches may be added, none of which is there yet.
 
     Raises QuotaExceededError where a tenant would have more than it may, and PinLimitError where
@@ -74,15 +72,13 @@ def check_added(
     _check_pins(connection, pinned, sizes, limits)
 
 
-def check_pinned(
-    connection: sqlite3.Connection, chunk_key: str, tenant: str, limits: Limits
-) -> None:
+def check_pinned(connection: Connection, chunk_key: str, tenant: str, limits: Limits) -> None:
     """Check that a context cache of this chunk may be pinned. Raises PinLimitError where more would
     be than may."""
     _check_pins(connection, {chunk_key: tenant}, _nbytes(connection, [chunk_key]), limits)
 
 
-def _nbytes(connection: sqlite3.Connection, chunk_keys: Iterable[str]) -> dict[str, int]:
+def _nbytes(connection: Connection, chunk_keys: Iterable[str]) -> dict[str, int]:
     """Return the bytes of those of the chunks that are in the catalog, by key."""
     keys = json.dumps(list(chunk_keys))
     rows = connection.execute(
@@ -108,7 +104,7 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
 
 
 def _check_implicit(
-    connection: sqlite3.Connection, tenant: str, records: Sequence[ContextCache], limits: Limits
+    connection: Connection, tenant: str, records: Sequence[ContextCache], limits: Limits
 ) -> None:
     """Check that a tenant may have these context caches by the number of implicit ones. Raises
     QuotaExceededError."""
@@ -126,7 +122,7 @@ def _check_implicit(
 
 
 def _check_pins(
-    connection: sqlite3.Connection,
+    connection: Connection,
     pinned: Mapping[str, str],
     sizes: Mapping[str, int],
     limits: Limits,

@@ -4,17 +4,13 @@ their KV."""
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable
 
-from kvlinker.store.catalog.database import Database
-from kvlinker.store.catalog.text_tables import remove_text
+from kvlinker.store.catalog.database import Connection, Database
 from kvlinker.store.catalog.variants import note_released, release_variants
 
 
-def release(
-    connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float
-) -> tuple[str, ...]:
+def release(connection: Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
     """Remove those of the chunks that no context cache holds, with their texts and with the
     variants of what is left of no chunk; returns the keys of chunks and variants, and notes them as
     released. Called inside a transaction."""
@@ -28,7 +24,7 @@ def release(
         ).fetchall()
         for chunk_key, tenant, text_number, *owner in removed:
             gone.append(chunk_key)
-            remove_text(connection, tenant, text_number)
+            connection.texts.remove(connection, tenant, text_number)
             gone += release_variants(connection, *owner)
     note_released(connection, gone, now)
     return tuple(gone)
@@ -36,7 +32,7 @@ def release(
 
 def released(database: Database, after: float, until: float, *, limit: int) -> dict[str, float]:
     """Return keys that were released in this time and are held by nothing now, and when: any
-    ``limit`` of them, or all for -1."""
+    ``limit`` of them."""
     rows = database.query(
         "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <="
         " :until AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key) AND NOT EXISTS (SELECT 1"

@@ -4,12 +4,12 @@ transactions."""
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.store.catalog.database import Connection
 from kvlinker.store.catalog.limits import Limits, check_added
 from kvlinker.store.catalog.releases import release
 
@@ -25,7 +25,7 @@ class Room(NamedTuple):
 
 
 def make_room(
-    connection: sqlite3.Connection,
+    connection: Connection,
     records: Sequence[ContextCache],
     limits: Limits,
     now: float,
@@ -64,7 +64,7 @@ def make_room(
     return Room(evicted, tuple(key for key in released if key not in held))
 
 
-def remove_expired(connection: sqlite3.Connection, now: float) -> tuple[int, tuple[str, ...]]:
+def remove_expired(connection: Connection, now: float) -> tuple[int, tuple[str, ...]]:
     """Remove all expired context caches of all tenants; returns how many, and released chunk
     keys."""
     removed = connection.execute(
@@ -74,7 +74,7 @@ def remove_expired(connection: sqlite3.Connection, now: float) -> tuple[int, tup
 
 
 def _excess(
-    connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits
+    connection: Connection, records: Sequence[ContextCache], limits: Limits
 ) -> QuotaExceededError | PinLimitError | None:
     """Return the error of the limit that keeps the records from being entered, None where they
     fit."""
@@ -86,7 +86,7 @@ def _excess(
 
 
 def _least_recent(
-    connection: sqlite3.Connection, tenants: Collection[str], kept: Collection[str]
+    connection: Connection, tenants: Collection[str], kept: Collection[str]
 ) -> list[int]:
     """Return the numbers of the tenants' implicit context caches by last use, without those in
     ``kept``."""
@@ -98,11 +98,11 @@ def _least_recent(
     return [number for number, cache_id in rows if cache_id not in kept]
 
 
-def _remove(connection: sqlite3.Connection, numbers: Sequence[int], now: float) -> tuple[str, ...]:
+def _remove(connection: Connection, numbers: Sequence[int], now: float) -> tuple[str, ...]:
     """Remove context caches by number; returns released chunk keys."""
     removed = connection.execute(
-        "DELETE FROM context_caches WHERE number IN (SELECT value FROM json_each(?)) RETURNING"
-        " chunk_key",
+        "DELETE FROM context_caches WHERE number IN (SELECT CAST(value AS BIGINT) FROM"
+        " json_each(?)) RETURNING chunk_key",
         (json.dumps(numbers),),
     ).fetchall()
     return release(connection, {key for (key,) in removed}, now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from kvlinker.base.errors import StoreError
 from kvlinker.base.types.chunks import Chunk, packed_chunk_key
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
+from kvlinker.store.catalog.database import Connection
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
@@ -72,13 +72,11 @@ def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     return conditions, values
 
 
-def insert_rows(
-    connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache]
-) -> None:
+def insert_rows(connection: Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
     """Record context caches, findable by their metadata, and the chunks that they hold."""
     connection.executemany(
-        "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at,"
-        " content, length, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at,"
+        " content, length, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         [
             (
                 r.chunk_key,
@@ -94,37 +92,35 @@ def insert_rows(
             for r in records
         ],
     )
-    for r in records:
-        metadata = pack_metadata(r.metadata)
-        number = connection.execute(
-            "INSERT INTO context_caches"
-            " (id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key,"
-            " implicit_ttl) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    connection.executemany(
+        "INSERT INTO context_caches (id, tenant, model, name, metadata, created_at, expires_at,"
+        " pinned, chunk_key, implicit_ttl) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
             (
                 r.id,
                 r.tenant,
                 r.model,
                 r.name,
-                metadata,
+                pack_metadata(r.metadata),
                 r.created_at,
                 r.expires_at,
                 r.pinned,
                 r.chunk_key,
                 r.implicit_ttl,
-            ),
-        ).lastrowid
-        assert number is not None
-        index_metadata(connection, number, r.metadata)
+            )
+            for r in records
+        ],
+    )
+    index_metadata(connection, {r.id: r.metadata for r in records})
 
 
-def index_metadata(
-    connection: sqlite3.Connection, number: int, metadata: Mapping[str, str]
-) -> None:
-    """Make a context cache, which has no entries in ``metadata``, findable by its pairs."""
+def index_metadata(connection: Connection, added: Mapping[str, Mapping[str, str]]) -> None:
+    """Make context caches, which have no entries in ``metadata``, findable by their pairs, which
+    are given by id."""
     connection.executemany(
         "INSERT INTO metadata SELECT tenant, ?, ?, created_at, number FROM context_caches WHERE"
-        " number = ?",
-        [(key, value, number) for key, value in metadata.items()],
+        " id = ?",
+        [(key, value, each) for each, pairs in added.items() for key, value in pairs.items()],
     )
 
 

@@ -1,13 +1,11 @@
-"""The tables of the catalog."""
+"""The tables of the catalog, in SQLite's words; ``postgresql.py`` translates the types."""
 
 from __future__ import annotations
-
-import sqlite3
 
 SCHEMA_VERSION = 7
 """The one version of the tables that is read. A change of the tables takes the next number."""
 
-_TABLES = (
+TABLES = (
     """CREATE TABLE chunks (
         key TEXT PRIMARY KEY,
         fingerprint TEXT NOT NULL,
@@ -34,7 +32,7 @@ _TABLES = (
         created_at REAL NOT NULL,
         expires_at REAL,
         chunk_key TEXT NOT NULL REFERENCES chunks (key),
-        pinned INTEGER NOT NULL,
+        pinned BOOLEAN NOT NULL,
         implicit_ttl REAL  -- seconds to live from the last use; NULL: created by name
     )""",
     # another tenant's id is as far from a match in this index as an unknown one
@@ -44,7 +42,7 @@ _TABLES = (
     "CREATE INDEX context_caches_by_expiry ON context_caches (expires_at)"
     " WHERE expires_at IS NOT NULL",
     "CREATE INDEX context_caches_pinned ON context_caches (chunk_key) WHERE pinned",
-    "CREATE INDEX context_caches_implicit ON context_caches (tenant, expires_at - implicit_ttl)"
+    "CREATE INDEX context_caches_implicit ON context_caches (tenant, (expires_at - implicit_ttl))"
     " WHERE implicit_ttl IS NOT NULL",
     """CREATE TABLE metadata (
         tenant TEXT NOT NULL,
@@ -87,39 +85,42 @@ _TABLES = (
         PRIMARY KEY (tenant, id)
     ) WITHOUT ROWID""",
     "CREATE INDEX removed_positions_by_time ON removed_positions (removed_at)",
-    # the texts of the tenant's chunks are in the FTS5 table texts_<number>
+    # in SQLite, the texts of the tenant's chunks are in the FTS5 table texts_<number>
     "CREATE TABLE search_indexes (number INTEGER PRIMARY KEY, tenant TEXT NOT NULL UNIQUE)",
 )
 
-_TRIGGERS = (
-    """CREATE TRIGGER context_cache_added AFTER INSERT ON context_caches BEGIN
-        INSERT INTO tenants (name, caches) VALUES (NEW.tenant, 1)
-        ON CONFLICT DO UPDATE SET caches = caches + 1;
-    END""",
-    """CREATE TRIGGER context_cache_removed AFTER DELETE ON context_caches BEGIN
-        UPDATE tenants SET caches = caches - 1 WHERE name = OLD.tenant;
-    END""",
-    """CREATE TRIGGER context_cache_position AFTER DELETE ON context_caches BEGIN
-        INSERT INTO removed_positions VALUES
-            (OLD.tenant, OLD.id, OLD.created_at, OLD.number,
-             CAST(strftime('%s', 'now') AS INTEGER));
-    END""",
-    """CREATE TRIGGER chunk_added AFTER INSERT ON chunks BEGIN
-        INSERT INTO tenants (name, chunks, tokens, nbytes)
-        VALUES (NEW.tenant, 1, NEW.length, NEW.nbytes)
-        ON CONFLICT DO UPDATE SET
-            chunks = chunks + 1, tokens = tokens + NEW.length, nbytes = nbytes + NEW.nbytes;
-    END""",
-    """CREATE TRIGGER chunk_removed AFTER DELETE ON chunks BEGIN
-        UPDATE tenants
-        SET chunks = chunks - 1, tokens = tokens - OLD.length, nbytes = nbytes - OLD.nbytes
-        WHERE name = OLD.tenant;
-    END""",
-)
-
-
-def create_tables(connection: sqlite3.Connection) -> None:
-    """Make an empty file a catalog, inside the caller's transaction."""
-    for statement in (*_TABLES, *_TRIGGERS):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+ACCOUNTS = {
+    "context_cache_added": (
+        "context_caches",
+        "INSERT",
+        "INSERT INTO tenants (name, caches) VALUES (NEW.tenant, 1)"
+        " ON CONFLICT (name) DO UPDATE SET caches = tenants.caches + 1",
+    ),
+    "context_cache_removed": (
+        "context_caches",
+        "DELETE",
+        "UPDATE tenants SET caches = caches - 1 WHERE name = OLD.tenant",
+    ),
+    "context_cache_position": (
+        "context_caches",
+        "DELETE",
+        "INSERT INTO removed_positions VALUES"
+        " (OLD.tenant, OLD.id, OLD.created_at, OLD.number, unixepoch())",
+    ),
+    "chunk_added": (
+        "chunks",
+        "INSERT",
+        "INSERT INTO tenants (name, chunks, tokens, nbytes)"
+        " VALUES (NEW.tenant, 1, NEW.length, NEW.nbytes)"
+        " ON CONFLICT (name) DO UPDATE SET chunks = tenants.chunks + 1,"
+        " tokens = tenants.tokens + NEW.length, nbytes = tenants.nbytes + NEW.nbytes",
+    ),
+    "chunk_removed": (
+        "chunks",
+        "DELETE",
+        "UPDATE tenants SET chunks = chunks - 1, tokens = tokens - OLD.length,"
+        " nbytes = nbytes - OLD.nbytes WHERE name = OLD.tenant",
+    ),
+}
+"""Triggers, which keep the accounts of tenants and where listings go on: by name, the table, the
+event, and the statement for each row."""

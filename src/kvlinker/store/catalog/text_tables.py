@@ -1,68 +1,101 @@
-"""Keeps the texts of chunks in FTS5 tables, one for each tenant, inside the catalog's transactions.
-
-Each tenant has a table of its own because BM25 weighs a word by the number of texts that have it:
-in one table for all, scores and times would tell a tenant about the texts of others.
-"""
+"""Keeps the texts of chunks in SQLite's FTS5 tables, one for each tenant."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvlinker.store.catalog.database import Connection, Database
 
 _FORGETS_AT_ONCE = (3, 42, 0)
 """The version of SQLite from which FTS5 removes a deleted text's words at once; before, they go in
 later merges."""
 
-
-def insert_text(connection: sqlite3.Connection, chunk_key: str, text: str) -> None:
-    """Keep the text of a chunk, unless the chunk is gone or has its text here already."""
-    row = connection.execute(
-        "SELECT tenant FROM chunks WHERE key = ? AND text_number IS NULL", (chunk_key,)
-    ).fetchone()
-    if row is not None:
-        number = connection.execute(
-            f"INSERT INTO {_table_of(connection, row[0])} (text) VALUES (?)", (text,)
-        ).lastrowid
-        connection.execute("UPDATE chunks SET text_number = ? WHERE key = ?", (number, chunk_key))
+TOKENIZE = "porter unicode61"
+"""How FTS5 splits texts into words: English stems, no accents."""
 
 
-def remove_text(connection: sqlite3.Connection, tenant: str, number: int | None) -> None:
-    """Remove the text of a tenant's chunk; None for a chunk that has none here."""
-    if number is not None:
-        connection.execute(
-            f"DELETE FROM {_table_of(connection, tenant)} WHERE rowid = ?", (number,)
+class FTS5Texts:
+    """Is the ``Texts`` of an SQLite database."""
+
+    def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
+        row = connection.execute(
+            "SELECT tenant FROM chunks WHERE key = ? AND text_number IS NULL", (chunk_key,)
+        ).fetchone()
+        if row is not None:
+            connection.execute(
+                f"INSERT INTO {_table_of(connection, row[0])} (text) VALUES (?)", (text,)
+            )
+            (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
+            connection.execute(
+                "UPDATE chunks SET text_number = ? WHERE key = ?", (number, chunk_key)
+            )
+
+    def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
+        if number is not None:
+            connection.execute(
+                f"DELETE FROM {_table_of(connection, tenant)} WHERE rowid = ?", (number,)
+            )
+
+    def remove_all(self, connection: Connection) -> bool:
+        numbers = connection.execute("SELECT number FROM search_indexes").fetchall()
+        for (number,) in numbers:
+            connection.execute(f"DROP TABLE IF EXISTS {_table_name(number)}")
+        connection.execute("DELETE FROM search_indexes")
+        connection.execute("UPDATE chunks SET text_number = NULL WHERE text_number IS NOT NULL")
+        return bool(numbers)
+
+    def find(
+        self,
+        database: Database,
+        words: Sequence[str],
+        *,
+        tenant: str,
+        fingerprint: str,
+        condition: str,
+        values: Mapping[str, Any],
+        limit: int,
+    ) -> Sequence[Any]:
+        found = database.query(
+            "SELECT number FROM search_indexes WHERE tenant = :tenant", {"tenant": tenant}
+        )
+        if not found:
+            return ()
+        table = _table_name(found[0][0])
+        return database.query(
+            f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t CROSS JOIN chunks k"
+            " ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
+            " CROSS JOIN context_caches h ON h.number = (SELECT max(c.number) FROM context_caches"
+            f" c WHERE c.chunk_key = k.key AND {condition}) WHERE {table} MATCH :match"
+            " ORDER BY t.rank LIMIT :limit",
+            {
+                **values,
+                "tenant": tenant,
+                "fingerprint": fingerprint,
+                "match": " OR ".join(f'"{word}"' for word in words),
+                "limit": limit,
+            },
         )
 
 
-def remove_all_texts(connection: sqlite3.Connection) -> bool:
-    """Remove the texts of all tenants; returns whether there were any."""
-    numbers = connection.execute("SELECT number FROM search_indexes").fetchall()
-    for (number,) in numbers:
-        connection.execute(f"DROP TABLE IF EXISTS {table_name(number)}")
-    connection.execute("DELETE FROM search_indexes")
-    connection.execute("UPDATE chunks SET text_number = NULL WHERE text_number IS NOT NULL")
-    return bool(numbers)
-
-
-def _table_of(connection: sqlite3.Connection, tenant: str) -> str:
+def _table_of(connection: Connection, tenant: str) -> str:
     """Return the name of the tenant's table, which is made where it is missing."""
     row = connection.execute(
         "SELECT number FROM search_indexes WHERE tenant = ?", (tenant,)
     ).fetchone()
     if row is not None:
-        return table_name(row[0])
-    number = connection.execute(
-        "INSERT INTO search_indexes (tenant) VALUES (?)", (tenant,)
-    ).lastrowid
-    assert number is not None
-    table = table_name(number)
-    connection.execute(
-        f"CREATE VIRTUAL TABLE {table} USING fts5(text, tokenize = 'porter unicode61')"
-    )
+        return _table_name(row[0])
+    (number,) = connection.execute(
+        "INSERT INTO search_indexes (tenant) VALUES (?) RETURNING number", (tenant,)
+    ).fetchone()
+    table = _table_name(number)
+    connection.execute(f"CREATE VIRTUAL TABLE {table} USING fts5(text, tokenize = '{TOKENIZE}')")
     if sqlite3.sqlite_version_info >= _FORGETS_AT_ONCE:
         connection.execute(f"INSERT INTO {table} ({table}, rank) VALUES ('secure-delete', 1)")
     return table
 
 
-def table_name(number: int) -> str:
+def _table_name(number: int) -> str:
     """Name the table of the search index with this number."""
     return f"texts_{number}"

@@ -3,7 +3,6 @@ are reused."""
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections import defaultdict
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.database import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs, variant_of
 from kvlinker.store.eviction import MOST_REUSE, use_weight
 
@@ -98,14 +97,16 @@ class VariantIndex:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
 
 
-def note_released(connection: sqlite3.Connection, keys: Iterable[str], now: float) -> None:
+def note_released(connection: Connection, keys: Iterable[str], now: float) -> None:
     """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
     connection.executemany(
-        "INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys]
+        "INSERT INTO released VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET released_at ="
+        " excluded.released_at",
+        [(key, now) for key in keys],
     )
 
 
-def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
+def release_variants(connection: Connection, fingerprint: str, content: str) -> list[str]:
     """Remove all variants of a chunk that no context cache of their tenant's, and no shared one,
     holds in any form; returns their keys."""
     rows = connection.execute(
@@ -118,7 +119,7 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
 
 
 def _insert(
-    connection: sqlite3.Connection,
+    connection: Connection,
     blobs: TokenBlobs,
     owner: VariantOwner,
     variant: StoredVariant,
@@ -127,9 +128,9 @@ def _insert(
     """Record the variant, if some context cache holds its chunk in any form; returns whether it is
     recorded now."""
     connection.execute(
-        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix,"
+        "INSERT INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix,"
         " :text, :reuse WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND"
-        " tenant IN (:tenant, :shared) AND content = :content)",
+        " tenant IN (:tenant, :shared) AND content = :content) ON CONFLICT DO NOTHING",
         asdict(owner)
         | {
             "shared": SHARED_TENANT,
@@ -142,24 +143,24 @@ def _insert(
     return _exists(connection, variant.key)
 
 
-def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
+def _evict(connection: Connection, *, keep: int) -> dict[str, float]:
     """Remove the least reused variants but for ``keep``; returns the keys that went, with their
     f_r."""
     rows = connection.execute(
         "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
-        " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",
+        " LIMIT greatest(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",
         {"keep": keep},
     ).fetchall()
     return dict(rows)
 
 
-def _write_uses(connection: sqlite3.Connection, uses: dict[str, float]) -> None:
+def _write_uses(connection: Connection, uses: dict[str, float]) -> None:
     connection.executemany(
-        "UPDATE variants SET reuse = max(reuse, min(reuse + ?, (SELECT min(reuse) FROM variants) +"
-        " ?)) WHERE key = ?",
+        "UPDATE variants SET reuse = greatest(reuse, least(reuse + ?, (SELECT min(reuse) FROM"
+        " variants) + ?)) WHERE key = ?",
         [(added, MOST_REUSE, key) for key, added in uses.items()],
     )
 
 
-def _exists(connection: sqlite3.Connection, key: str) -> bool:
+def _exists(connection: Connection, key: str) -> bool:
     return connection.execute("SELECT 1 FROM variants WHERE key = ?", (key,)).fetchone() is not None

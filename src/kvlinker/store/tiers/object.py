@@ -21,6 +21,7 @@ from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX
 from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.redaction import place_of, redacted
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.medium import (
@@ -30,8 +31,6 @@ from kvlinker.store.tiers.medium import (
     MediumUnavailable,
     MediumUsage,
     WriteOutcome,
-    place_of,
-    redacted,
 )
 from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
 

@@ -14,6 +14,7 @@ from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.redaction import place_of, redacted
 from kvlinker.store.tiers import redis_scripts
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
@@ -24,8 +25,6 @@ from kvlinker.store.tiers.medium import (
     MediumUnavailable,
     MediumUsage,
     WriteOutcome,
-    place_of,
-    redacted,
 )
 from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.base.errors import UnsupportedModelError
-from kvlinker.engines.vllm.adapter import bound_model
+from kvlinker.engines.vllm.adapter import rotary
 from kvlinker.engines.vllm.worker import layers
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
@@ -100,7 +100,7 @@ def test_models_with_other_positions_are_refused(kind, options, told, models, tm
 
 def test_a_rotary_embedding_that_is_not_seen_is_noticed(models, tmp_path, monkeypatch):
     """Keys would be stored with it, and never be moved."""
-    monkeypatch.setattr(bound_model, "_is_rotary", lambda module: False)
+    monkeypatch.setattr(rotary, "_is_rotary", lambda module: False)
     assert_refused("applies no rotary embedding", "longrope", models, tmp_path)
 
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import (
     AuthenticationError,
+    CatalogUnavailableError,
     EngineClosedError,
     InvalidRequestError,
     KVLinkerError,
@@ -67,7 +68,8 @@ _MEANINGS = {
     421: "The host name is not the server's (`unknown_host`).",
     429: "Too many requests wait already (`overloaded`): try again later.",
     500: "The server failed; its log says why under the request's id.",
-    503: "The server is shutting down, or its engine has failed (`engine_closed`).",
+    503: "The server is shutting down or its engine has failed (`engine_closed`), or the catalog's"
+    " database does not answer (`catalog_unavailable`).",
 }
 
 
@@ -141,7 +143,7 @@ def as_invalid_request(
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     """Make the answer for an error, with the headers that go with it."""
     headers = {}
-    if isinstance(error, OverloadedError | EngineClosedError):
+    if isinstance(error, OverloadedError | EngineClosedError | CatalogUnavailableError):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest
@@ -84,9 +84,12 @@ class TenantVariants:
 
     def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
         found = []
-        for stored in self._index.find(
-            VariantOwner(self._fingerprint, self._tenant, chunk.content)
-        ):
+        owner = VariantOwner(self._fingerprint, self._tenant, chunk.content)
+        try:
+            stored_variants = self._index.find(owner)
+        except CatalogUnavailableError:
+            return ()
+        for stored in stored_variants:
             if self._store.tier_of(stored.key) is None:
                 self._index.forget(stored.key)
                 continue

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.store.tiers.medium import place_of, redacted
+from kvlinker.store.redaction import place_of, redacted
 
 
 @pytest.mark.parametrize(

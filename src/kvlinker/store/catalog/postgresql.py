@@ -1,0 +1,335 @@
+"""The catalog in a PostgreSQL database: one for all servers of a fleet."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any
+
+from kvlinker.base.errors import CatalogUnavailableError, StoreError
+from kvlinker.store.catalog.database import Values
+from kvlinker.store.catalog.postgresql_texts import TEXT_TABLES, PostgresTexts
+from kvlinker.store.catalog.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
+from kvlinker.store.catalog.state_lock import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, in_use, rekeyed
+from kvlinker.store.redaction import place_of, redacted
+
+MOST_CONNECTIONS = 8
+"""The most connections of one server. Queries take a millisecond: more would only wait."""
+
+CONNECT_SECONDS = 3.0
+"""The seconds after which a database that does not answer is given up."""
+
+OUTAGE_SECONDS = 1.0
+"""The seconds for which it is then not asked at all: requests learn of an outage without
+waiting."""
+
+SCHEMA = "kvlinker"
+_WRITING, _USING = 0x6B766C01, 0x6B766C02
+"""The keys of the advisory locks: of the one transaction that writes, and of the catalog's use."""
+
+_SESSION = f"""SET search_path TO {SCHEMA};
+    SET synchronous_commit = off;
+    SET lock_timeout = '10s';
+    SET idle_in_transaction_session_timeout = '30s'"""
+"""A server that stops inside a transaction keeps the others waiting for so long. Commits do not
+wait for the disk: ``persist`` does."""
+
+_TYPES = {
+    "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "INTEGER": "BIGINT",
+    "REAL": "DOUBLE PRECISION",
+    "BLOB": "BYTEA",
+    " WITHOUT ROWID": "",
+}
+_EPOCH = "CAST(extract(epoch FROM clock_timestamp()) AS BIGINT)"
+
+
+class PostgresDatabase:
+    """Is the ``Database`` in the schema ``kvlinker`` of a PostgreSQL database."""
+
+    texts = PostgresTexts()
+
+    def __init__(self, url: str) -> None:
+        """Connect, and create the tables where they are missing. Raises StoreError where the URL is
+        none, the tables are of another version or may not be created, and CatalogUnavailableError
+        where the database does not answer."""
+        try:
+            import psycopg
+            from psycopg_pool import ConnectionPool, PoolTimeout
+        except ModuleNotFoundError as error:
+            raise StoreError(
+                "catalog_url needs PostgreSQL's driver: pip install 'kvlinker[postgres]'."
+            ) from error
+        logging.getLogger("psycopg.pool").setLevel(
+            logging.ERROR
+        )  # we say it ourselves
+        self._psycopg = psycopg
+        self._timeout: type[Exception] = PoolTimeout
+        self._url = url
+        self.place = place_of(url)
+        self._closed = False
+        self._asked_again_at = 0.0
+        try:
+            psycopg.conninfo.conninfo_to_dict(url)
+        except psycopg.Error as error:
+            raise StoreError(
+                f"catalog_url is not a URL of PostgreSQL: {redacted(str(error), url).strip()}."
+                " Write postgresql://user:password@host:5432/database."
+            ) from None
+        self._pool: Any = ConnectionPool(
+            url,
+            min_size=1,
+            max_size=MOST_CONNECTIONS,
+            kwargs={
+                "autocommit": True,
+                "connect_timeout": round(CONNECT_SECONDS),
+                "application_name": "kvlinker",
+            },
+            configure=lambda connection: connection.execute(_SESSION),
+            timeout=CONNECT_SECONDS,
+            reconnect_timeout=CONNECT_SECONDS,
+            open=False,
+        )
+        try:
+            with self._errors():
+                self._pool.open()
+            self._create_tables()
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def query(self, statement: str, values: Values) -> Sequence[Any]:
+        with self._errors():
+            rows: list[Any] = self._tried(
+                lambda connection: connection.execute(translated(statement), values).fetchall()
+            )
+            return rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[PostgresConnection]:
+        with self._errors(), self._begun() as connection:
+            try:
+                self._check_version(connection)
+                yield PostgresConnection(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                with suppress(self._psycopg.Error):
+                    connection.execute("ROLLBACK")
+                raise
+
+    def lock(self) -> PostgresStateLock:
+        return PostgresStateLock(self)
+
+    def compact(self) -> None:
+        with self._errors(), self._pool.connection() as connection:
+            connection.execute("VACUUM (FULL) chunks")
+            connection.execute("VACUUM (FULL) variants")
+
+    def persist(self) -> None:
+        with self._errors():
+            # an empty entry of the log, which is on the disk with all that stands before it
+            self._tried(
+                lambda connection: connection.execute(
+                    "BEGIN; SET LOCAL synchronous_commit = on;"
+                    " SELECT pg_logical_emit_message(true, 'kvlinker', ''); COMMIT"
+                )
+            )
+
+    def check(self) -> Sequence[str]:
+        """Return nothing: PostgreSQL has checksums and foreign keys of its own."""
+        return ()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(StoreError):
+                self.persist()
+            self._pool.close()
+
+    def connect(self) -> Any:
+        """Return a connection beside the pool's, which the caller closes."""
+        with self._errors():
+            return self._psycopg.connect(
+                self._url, autocommit=True, connect_timeout=round(CONNECT_SECONDS)
+            )
+
+    def _tried(self, work: Callable[[Any], Any]) -> Any:
+        """Return what ``work`` returns of a connection; of another one, where it was cut since it
+        was last used, as all are when PostgreSQL restarts."""
+        for _ in range(MOST_CONNECTIONS):
+            with self._pool.connection() as connection:
+                try:
+                    return work(connection)
+                except self._psycopg.OperationalError:
+                    if not connection.closed:
+                        raise
+        with self._pool.connection() as connection:
+            return work(connection)
+
+    @contextmanager
+    def _begun(self) -> Iterator[Any]:
+        """Yield a connection in a transaction that no other one writes beside."""
+        for attempt in range(MOST_CONNECTIONS + 1):
+            with self._pool.connection() as connection:
+                try:
+                    connection.execute(f"BEGIN; SELECT pg_advisory_xact_lock({_WRITING})")
+                except self._psycopg.OperationalError:
+                    if not connection.closed or attempt == MOST_CONNECTIONS:
+                        raise
+                    continue
+                yield connection
+                return
+
+    def _create_tables(self) -> None:
+        """Make the tables where there are none: statements that change tables would wait for
+        transactions of servers at work, and they for this one."""
+        with self._errors():
+            if not self._tried(_exist):
+                with self._begun() as connection:
+                    try:
+                        _create(connection)
+                        connection.execute("COMMIT")
+                    except BaseException:
+                        with suppress(self._psycopg.Error):
+                            connection.execute("ROLLBACK")
+                        raise
+        with self.transaction():
+            pass
+
+    def _check_version(self, connection: Any) -> None:
+        """Raise StoreError unless the tables are of this build's version."""
+        (version,) = connection.execute("SELECT number FROM version").fetchone()
+        if version != SCHEMA_VERSION:
+            age = "an older" if version < SCHEMA_VERSION else "a newer"
+            raise StoreError(
+                f"The catalog {self.place} was written by {age} kvlinker: it has schema {version},"
+                f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
+                f" wrote it, another database, or rename its schema (ALTER SCHEMA {SCHEMA} RENAME"
+                " TO …): a new one is made, and the context caches have to be created again."
+            )
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise PostgreSQL's errors as StoreErrors that name the database and the way out."""
+        if time.monotonic() < self._asked_again_at:
+            raise self._unavailable("it did not a moment ago")
+        try:
+            yield
+        except (self._psycopg.OperationalError, self._timeout) as error:
+            if not isinstance(error, self._psycopg.errors.LockNotAvailable):
+                self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
+            raise self._unavailable(self._told(error)) from None
+        except self._psycopg.Error as error:
+            raise StoreError(f"The catalog {self.place} failed: {self._told(error)}.") from None
+
+    def _unavailable(self, reason: str) -> CatalogUnavailableError:
+        return CatalogUnavailableError(
+            f"The catalog {self.place} does not answer: {reason}. Context caches cannot be looked"
+            " up until it does; send texts, or try again."
+        )
+
+    def _told(self, error: Exception) -> str:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return redacted(lines[0], self._url).rstrip(".")
+
+
+class PostgresConnection:
+    """Is the ``Connection`` of one transaction."""
+
+    texts = PostgresDatabase.texts
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def execute(self, statement: str, values: Values = ()) -> Any:
+        return self._connection.execute(translated(statement), values or None)
+
+    def executemany(self, statement: str, values: Iterable[Values]) -> None:
+        with self._connection.cursor() as cursor:
+            cursor.executemany(translated(statement), list(values))
+
+
+class PostgresStateLock:
+    """Is the ``StateLock`` of a catalog: an advisory lock, which ends with its connection."""
+
+    def __init__(self, database: PostgresDatabase) -> None:
+        self._database = database
+        self._connection = database.connect()
+        self._held: str | None = None
+
+    def share(self) -> None:
+        if not self._taken("_shared", PATIENCE_SECONDS):
+            raise rekeyed(f"catalog {self._database.place}")
+
+    def take_alone(self, patience: float = 0.0) -> None:
+        if not self._taken("", patience):
+            raise in_use(f"catalog {self._database.place}")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _taken(self, kind: str, patience: float) -> bool:
+        """Take the lock, in place of the one that is held; return whether that was possible."""
+        deadline = time.monotonic() + patience
+        while True:
+            (taken,) = self._connection.execute(
+                f"SELECT pg_try_advisory_lock{kind}({_USING})"
+            ).fetchone()
+            if taken:
+                break
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(TRY_AGAIN_SECONDS)
+        if self._held is not None:
+            self._connection.execute(f"SELECT pg_advisory_unlock{self._held}({_USING})")
+        self._held = kind
+        return True
+
+
+@lru_cache(maxsize=1000)
+def translated(statement: str) -> str:
+    """Return a statement of the catalog's as PostgreSQL and its driver take it."""
+    statement = re.sub(r"INDEXED BY \w+", "", statement).replace("CROSS JOIN", "JOIN")
+    # an array, since PostgreSQL takes an index for one, but not for a list whose length is unknown
+    statement = re.sub(
+        r"IN \(SELECT (.+?) FROM json_each\((:\w+|\?)\)\)",
+        r"= ANY(ARRAY(SELECT \1 FROM jsonb_array_elements_text(CAST(\2 AS jsonb)) AS each(value)))",
+        statement.replace("%", "%%"),
+    )
+    return re.sub(r"(?<![:\w]):(\w+)", r"%(\1)s", statement).replace("?", "%s")
+
+
+def _exist(connection: Any) -> bool:
+    """Return whether there are tables."""
+    query = f"SELECT 1 FROM pg_tables WHERE schemaname = '{SCHEMA}' AND tablename = 'version'"
+    return connection.execute(query).fetchone() is not None
+
+
+def _create(connection: Any) -> None:
+    """Create the tables, in a transaction of the caller's."""
+    if _exist(connection):
+        return  # by a server that was started at the same time
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
+    for statement in TABLES:
+        for word, other in _TYPES.items():
+            statement = statement.replace(word, other)
+        connection.execute(statement)
+    # the order in which variants came, which SQLite's tables have by themselves
+    connection.execute("ALTER TABLE variants ADD COLUMN rowid BIGINT GENERATED ALWAYS AS IDENTITY")
+    for statement in TEXT_TABLES:
+        connection.execute(statement)
+    for name, (table, event, statement) in ACCOUNTS.items():
+        statement = statement.replace("unixepoch()", _EPOCH)
+        connection.execute(
+            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {statement};"
+            " RETURN NULL; END $$"
+        )
+        connection.execute(
+            f"CREATE TRIGGER {name} AFTER {event} ON {table} FOR EACH ROW EXECUTE FUNCTION {name}()"
+        )
+    connection.execute("CREATE TABLE version (number BIGINT NOT NULL)")
+    connection.execute("INSERT INTO version VALUES (%s)", (SCHEMA_VERSION,))

@@ -1,0 +1,72 @@
+"""Locks a state directory, so that nobody uses it while its key is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from kvlinker.base.errors import StoreError
+
+PATIENCE_SECONDS = 10.0
+TRY_AGAIN_SECONDS = 0.02
+
+
+class DirectoryLock:
+    """Is the ``StateLock`` of a state directory, by its file ``lock``."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
+        self._directory = directory
+        try:
+            self._descriptor = os.open(
+                directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def share(self) -> None:
+        if not self._taken(fcntl.LOCK_SH, PATIENCE_SECONDS):
+            raise rekeyed(f"state directory {self._directory}")
+
+    def take_alone(self, patience: float = 0.0) -> None:
+        if not self._taken(fcntl.LOCK_EX, patience):
+            raise in_use(f"state directory {self._directory}")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _taken(self, kind: int, patience: float) -> bool:
+        """Take the lock; return whether that was possible."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(TRY_AGAIN_SECONDS)
+            except OSError as error:
+                raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"The state directory {self._directory} cannot be locked: {error}. Choose another, on a"
+            " local disk."
+        )
+
+
+def rekeyed(what: str) -> StoreError:
+    """Return the error of who cannot use what another has alone."""
+    return StoreError(f"The {what} is being encrypted anew, which takes a while. Wait for its end.")
+
+
+def in_use(what: str) -> StoreError:
+    """Return the error of who cannot have alone what others use."""
+    return StoreError(
+        f"The {what} is in use by a server or another command. Stop it first: its key is to change."
+    )

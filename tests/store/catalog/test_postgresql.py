@@ -1,0 +1,275 @@
+"""What only a catalog in PostgreSQL can meet: servers that start at once, restarts, outages, other
+programs' databases; and that it ranks texts as SQLite does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvlinker.base.errors import CatalogUnavailableError, QuotaExceededError, StoreError
+from kvlinker.base.types.tenants import Quota, Quotas
+from kvlinker.store import Catalog, Cipher, Limits
+from kvlinker.store.catalog import postgresql
+from kvlinker.store.catalog.postgresql import PostgresDatabase, translated
+from kvlinker.store.catalog.schema import SCHEMA_VERSION
+from tests.postgres_server import PostgresServer
+from tests.store.catalog.raw import harm
+from tests.store.catalog.test_catalog_check import NOW, record
+from tests.store.catalog.test_search import add, search
+from tests.store.catalog.test_search import record as text_record
+from tests.store.store_chunks import run_threads
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def url(postgres_server: PostgresServer) -> str:
+    return postgres_server.new_database()
+
+
+@pytest.fixture
+def catalog(url: str) -> Iterator[Catalog]:
+    with closing(Catalog(url)) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def frail_postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    yield server
+    server.remove()
+
+
+def test_servers_that_start_at_once_make_one_catalog(url: str) -> None:
+    opened: list[Catalog] = []
+    run_threads(*[lambda: opened.append(Catalog(url))] * 8)
+    assert len(opened) == 8
+    kept = record(1)
+    opened[0].add([kept])
+    assert all(each.get(kept.id, "anna", NOW) == kept for each in opened)
+    for each in opened:
+        each.close()
+
+
+def test_eight_writers_pass_no_quota_and_all_sums_are_equal(url: str) -> None:
+    """Adding, deleting, expiring and joining at once: nothing waits for two locks."""
+    limits = Limits(Quotas(Quota(caches=12, bytes=100)))
+    catalogs = [Catalog(url) for _ in range(8)]
+    refused = threading.Event()
+
+    def write(catalog: Catalog, first: int) -> None:
+        for number in range(first, first + 12):
+            expiring = record(number % 15, "anna" if number % 2 else "bert")
+            try:
+                catalog.add([expiring], limits)
+            except QuotaExceededError:
+                refused.set()
+            for each in catalog.list("anna", NOW, limit=3).items[:1]:
+                try:
+                    catalog.delete(each.id, "anna", NOW)
+                except StoreError:
+                    raise
+                except Exception:  # somebody else was first
+                    pass
+            catalog.expire(NOW)
+            usage = catalog.usage("bert")
+            assert usage.caches <= 12
+            assert usage.bytes <= 100
+
+    def join() -> None:
+        for _ in range(5):
+            Catalog(url).close()
+
+    run_threads(
+        *(lambda c=each, n=index: write(c, 7 * n) for index, each in enumerate(catalogs)), join
+    )
+    assert refused.is_set()
+    assert catalogs[0].check() == ()
+    assert {each.usage("bert") for each in catalogs} == {catalogs[0].usage("bert")}
+    for each in catalogs:
+        each.close()
+
+
+def test_a_restart_is_not_noticed(frail_postgres: PostgresServer) -> None:
+    """All connections are cut, and each is replaced when it is next used."""
+    with closing(Catalog(frail_postgres.new_database())) as catalog:
+        kept = record(1)
+        catalog.add([kept])
+        catalog.persist()
+        run_threads(*[lambda: catalog.get(kept.id, "anna", NOW)] * 6)
+        frail_postgres.kill()
+        frail_postgres.start()
+        assert catalog.get(kept.id, "anna", NOW) == kept
+        catalog.add([record(2)])
+        assert catalog.usage("anna").caches == 2
+
+
+def test_an_outage_is_told_and_ends(frail_postgres: PostgresServer) -> None:
+    with closing(Catalog(frail_postgres.new_database())) as catalog:
+        kept = record(1)
+        catalog.add([kept])
+        catalog.persist()
+        frail_postgres.kill()
+        for call in (
+            lambda: catalog.get(kept.id, "anna", NOW),
+            lambda: catalog.add([record(2)]),
+            lambda: catalog.persist(),
+        ):
+            with pytest.raises(CatalogUnavailableError, match="does not answer"):
+                call()
+        began = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(CatalogUnavailableError):
+                catalog.get(kept.id, "anna", NOW)
+        assert time.monotonic() - began < 2 * postgresql.CONNECT_SECONDS, "each waits anew"
+        frail_postgres.start()
+
+        def is_back() -> bool:
+            try:
+                return catalog.get(kept.id, "anna", NOW) == kept
+            except CatalogUnavailableError:
+                return False
+
+        wait_until(is_back)
+        catalog.add([record(2)])
+
+
+def test_a_server_that_stops_inside_a_transaction_holds_up_the_others_for_a_while_only(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgresql, "_SESSION", postgresql._SESSION.replace("'30s'", "'300ms'"))
+
+    def stop(catalog: Catalog) -> None:
+        with catalog._database.transaction() as connection:
+            connection.execute("DELETE FROM context_caches")
+            other.add([record(1)])
+            connection.execute("DELETE FROM context_caches")
+
+    with closing(Catalog(url)) as stopped, closing(Catalog(url)) as other:
+        with pytest.raises(StoreError):
+            stop(stopped)
+        assert other.usage("anna").caches == 1
+
+
+def test_another_version_is_refused(url: str) -> None:
+    Catalog(url).close()
+    harm(url, "UPDATE version SET number = ?", SCHEMA_VERSION + 1)
+    with pytest.raises(StoreError, match="was written by a newer kvlinker"):
+        Catalog(url)
+
+
+def test_tables_of_others_are_left_alone(url: str) -> None:
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE chunks (something TEXT)")
+    with closing(Catalog(url)) as catalog:
+        catalog.add([record(1)])
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT * FROM public.chunks").fetchall() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("postgresql://me:hush@127.0.0.1:1/none", "127.0.0.1:1/none does not answer"),
+        ("postgresql://me:hush@[", "not a URL of PostgreSQL"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_named_without_its_password(url: str, message: str) -> None:
+    with pytest.raises(StoreError) as raised:
+        Catalog(url)
+    assert message in raised.value.message
+    assert "hush" not in raised.value.message
+
+
+def test_a_key_waits_for_those_who_have_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(postgresql, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("kvlinker.store.catalog.encryption.PATIENCE_SECONDS", 0.2)
+    kept = record(1)
+    with closing(Catalog(url)) as plain:
+        plain.add([kept])
+        with pytest.raises(StoreError, match="in use"):
+            Catalog(url, Cipher(bytes(32)))
+    with closing(Catalog(url, Cipher(bytes(32)))) as sealed:
+        assert sealed.get(kept.id, "anna", NOW) == kept
+        with pytest.raises(StoreError, match="is encrypted"):
+            Catalog(url)
+        ((tokens,),) = harm(url, "SELECT tokens FROM chunks")
+        assert tokens != bytes([1, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])
+
+
+WORDS = st.lists(
+    st.sampled_from(["cat", "cats", "Running", "run", "färöisch", "faroisch", "42", "the", "x-y"]),
+    min_size=1,
+    max_size=12,
+).map(" ".join)
+
+
+@given(
+    texts=st.lists(WORDS, min_size=1, max_size=6, unique=True),
+    query=WORDS,
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_texts_rank_as_in_sqlite(
+    postgres_server: PostgresServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    query: str,
+) -> None:
+    path: Path = tmp_path_factory.mktemp("catalog") / "catalog.sqlite"
+    with (
+        closing(Catalog(path)) as one,
+        closing(Catalog(postgres_server.new_database())) as other,
+    ):
+        for catalog in (one, other):
+            add(catalog, *map(text_record, texts))
+            catalog.delete(catalog.list("anna", NOW, limit=1).items[0].id, "anna", NOW)
+        scores = [
+            sorted((hit.text, hit.score) for hit in search(catalog, query))
+            for catalog in (one, other)
+        ]
+        assert [text for text, _ in scores[0]] == [text for text, _ in scores[1]]
+        assert [score for _, score in scores[0]] == pytest.approx(
+            [score for _, score in scores[1]], rel=1e-6, abs=1e-12
+        )
+
+
+def test_statements_are_translated() -> None:
+    assert translated(
+        "SELECT k.a::text FROM x k INDEXED BY y CROSS JOIN z ON k.b = :b_1 WHERE c LIKE '%' AND d"
+        " IN (SELECT value FROM json_each(:many)) AND e = ?"
+    ) == (
+        "SELECT k.a::text FROM x k  JOIN z ON k.b = %(b_1)s WHERE c LIKE '%%' AND d ="
+        " ANY(ARRAY(SELECT"
+        " value FROM jsonb_array_elements_text(CAST(%(many)s AS jsonb)) AS each(value))) AND e = %s"
+    )
+
+
+def test_a_query_takes_its_indexes(catalog: Catalog) -> None:
+    """Those of every request: by id, and by content."""
+    assert isinstance(catalog._database, PostgresDatabase)
+    catalog.add([record(number) for number in range(3000)])
+    harm_url = catalog._database._url
+    with psycopg.connect(harm_url, autocommit=True) as connection:
+        connection.execute(f"SET search_path TO {postgresql.SCHEMA}")
+        connection.execute("ANALYZE")
+    asked: list[tuple[str, dict[str, object]]] = []
+    query = catalog._database.query
+
+    def listen(statement: str, values: dict[str, object]) -> object:
+        asked.append((statement, values))
+        return query(statement, values)
+
+    catalog._database.query = listen  # type: ignore[method-assign, assignment]
+    catalog.get_many(["cc_1", "cc_2"], "anna", NOW)
+    catalog.implicit.find({"a", "b"}, "anna", "weights", NOW)
+    for statement, values in asked:
+        plan = [row[0] for row in query(f"EXPLAIN {statement}", values)]
+        assert not any("Seq Scan" in line for line in plan), plan
