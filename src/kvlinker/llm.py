@@ -43,6 +43,7 @@ from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.prompt_calls import Documents, Messages, PromptCalls
 from kvlinker.service.reading import ContentReader, ReadDefaults, ReadPrompt
+from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import Speeds
@@ -155,6 +156,8 @@ class LLM(ContextCacheCalls, PromptCalls):
             implicit_caches=settings.implicit_caches,
         )
         started.callback(self.caches.close)
+        self.residency = Residency(self.store)
+        self.events.subscribe(self.residency.listen)
         self.policy_manager = PolicyManager(
             settings, self.engine, self.events, model=self.model_name, decode=self._decode
         )

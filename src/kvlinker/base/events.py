@@ -82,6 +82,14 @@ class ImplicitText:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkNamed:
+    """A request named a chunk, by its id or by its text (see ``kvlinker.base.types.residency``)."""
+
+    chunk_key: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class ImplicitEvicted:
     """So many implicit context caches were removed to make room."""
 
@@ -159,6 +167,7 @@ Event = (
     | PrefixRestored
     | TierUnavailable
     | ImplicitText
+    | ChunkNamed
     | ImplicitEvicted
     | FirstToken
     | RequestFinished

@@ -16,6 +16,7 @@ class Commands(ModuleGroup):
 
     places: ClassVar = {
         "serve": "kvlinker.cli.serve:serve",
+        "router": "kvlinker.cli.router:router",
         "top": "kvlinker.cli.top:top",
         "ingest": "kvlinker.cli.documents.ingest:ingest",
         "search": "kvlinker.cli.documents.search:search",

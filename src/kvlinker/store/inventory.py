@@ -69,6 +69,10 @@ class Inventory:
         """Return the keys of all chunks that the store has."""
         return self._keys(self._all_tiers)
 
+    def resident_keys(self) -> frozenset[str]:
+        """Return the keys of all chunks in memory, the device's included."""
+        return self._keys([self._tiers[0], *([] if self._device is None else [self._device])])
+
     def own_keys(self) -> frozenset[str]:
         """Return the keys of all chunks in tiers of this store alone, and of those that wait to be
         written."""

@@ -17,7 +17,16 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.doors.http import audit, context_caches, link, models, pages, status, tokenize
+from kvlinker.doors.http import (
+    audit,
+    context_caches,
+    link,
+    models,
+    pages,
+    residency,
+    status,
+    tokenize,
+)
 from kvlinker.doors.http.answers import chat, completions
 from kvlinker.doors.http.answers.answering import IGNORED_HEADER
 from kvlinker.doors.http.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
@@ -159,6 +168,7 @@ def create_app(
         context_caches,
         link,
         models,
+        residency,
         status,
         tokenize,
         pages,

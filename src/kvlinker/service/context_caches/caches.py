@@ -15,7 +15,7 @@ from kvlinker.base.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
-from kvlinker.base.events import Events
+from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.types.chunks import Chunk, GenerationContext
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
@@ -80,6 +80,7 @@ class ContextCaches:
         those that were used longest ago make room for others; None for no limit.
         """
         self._model = model
+        self._events = events
         self._engine = engine
         self._catalog = catalog
         self._store = store
@@ -203,7 +204,10 @@ class ContextCaches:
         """
         wanted = tuple(dict.fromkeys(cache_ids))
         found = self._catalog.get_many(wanted, tenant, time.time())
-        return {cache_id: self._usable(cache_id, found.get(cache_id)) for cache_id in wanted}
+        usable = {cache_id: self._usable(cache_id, found.get(cache_id)) for cache_id in wanted}
+        for cache_id, cache in usable.items():
+            self._events.publish(ChunkNamed(cache.chunk_key, cache_id))
+        return usable
 
     def list(
         self,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError, WayOut
-from kvlinker.base.events import Events, ImplicitEvicted
+from kvlinker.base.events import ChunkNamed, Events, ImplicitEvicted
 from kvlinker.base.futures import gather
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.base.types.limits import MAX_CHUNKS
@@ -193,6 +193,8 @@ class Creation:
                 self._maintenance.pin()
             with suppress(StoreError):  # the next sweep catches up
                 self._texts.index({record.chunk_key: record.chunk for record in records})
+            for record in records:
+                self._events.publish(ChunkNamed(record.chunk_key, record.id))
             entered.set_result(records)
         except BaseException as error:
             try:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
-from kvlinker.base.events import Events, ImplicitText
+from kvlinker.base.events import ChunkNamed, Events, ImplicitText
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.messages import MarkedText
+from kvlinker.base.types.residency import text_name
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.store import Catalog, ContextCache
@@ -95,6 +96,9 @@ class ImplicitCaches:
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             found = {}
+        for chunk, each in found.items():
+            name = text_name(texts[chunk].text, tenant)
+            self._events.publish(ChunkNamed(each.cache.chunk_key, name))
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found or found[chunk].created:

@@ -64,9 +64,7 @@ class PostgresDatabase:
             raise StoreError(
                 "catalog_url needs PostgreSQL's driver: pip install 'kvlinker[postgres]'."
             ) from error
-        logging.getLogger("psycopg.pool").setLevel(
-            logging.ERROR
-        )  # we say it ourselves
+        logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # we say it ourselves
         self._psycopg = psycopg
         self._timeout: type[Exception] = PoolTimeout
         self._url = url

@@ -34,6 +34,11 @@ def note_tokens(scope: Scope, prompt: int, output: int = 0) -> None:
     scope["state"]["tokens"] = (prompt, output)
 
 
+def note_replica(scope: Scope, replica: str) -> None:
+    """Note for the access log which replica answered a request, and why that one."""
+    scope["state"]["replica"] = replica
+
+
 class AccessLog:
     """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once
     it is answered.
@@ -78,9 +83,13 @@ class AccessLog:
                 "ms": round((time.perf_counter() - began) * 1000, 1),
                 "id": request_id_of(scope),
             }
+            line = "%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s"
+            if "replica" in scope["state"]:
+                request["replica"] = scope["state"]["replica"]
+                line += " replica=%s"
             text = ("-" if value is None else value for value in request.values())
             logger.info(
-                "%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s",
+                line,
                 *text,
                 extra={"request": request},
             )

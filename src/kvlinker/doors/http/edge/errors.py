@@ -187,15 +187,19 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
 
         async def naming(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id_of(scope)
             await send(message)
 
         return await self._app(scope, receive, naming)
+
+
+def take_request_id(scope: Scope, request_id: str) -> None:
+    """Name a request as the server names it that answers it: its log has it under this id."""
+    scope["state"]["request_id"] = request_id
 
 
 class UnexpectedErrors:

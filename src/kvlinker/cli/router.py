@@ -1,0 +1,65 @@
+"""``kvlinker router``: one address for several servers."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+
+from kvlinker.cli.console import BAD_USAGE, fail, failures
+from kvlinker.cli.options import settings_options
+from kvlinker.doors.http.edge.address import bind, check_address, url_of
+from kvlinker.settings import Settings
+
+_SETTINGS = (
+    *("host", "port", "api_keys", "admin_keys", "allowed_hosts"),
+    *("request_timeout", "drain_timeout", "log_level", "log_format"),
+)
+
+
+@settings_options(*_SETTINGS)
+def router(
+    settings: Settings,
+    backend: Annotated[
+        list[str],
+        typer.Option(
+            help="The address of a kvlinker server, such as http://10.0.0.5:8000; give it several"
+            " times."
+        ),
+    ],
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVLINKER_API_KEY",
+            help="An admin's key of the servers, which tells what they have in memory.",
+        ),
+    ] = None,
+) -> None:
+    """Send each request to the server that has its chunks in memory, and is not too busy.
+
+    The servers should share a catalog and a tier for chunks (catalog_url, redis_url). With
+    api_keys, the router refuses unknown keys itself; the servers check them in any case.
+    """
+    for url in backend:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise fail(f"--backend {url} is no address: write http://HOST:PORT", BAD_USAGE)
+    if len({urlsplit(url).netloc for url in backend}) < len(backend):
+        raise fail("each --backend may be given once", BAD_USAGE)
+    with failures(BAD_USAGE):
+        check_address(settings.host, settings.accepted_keys)
+    with failures(), closing(bind(settings.host, settings.port)) as listener:
+        from kvlinker.doors.http.edge.access_log import logging_to_stderr
+        from kvlinker.doors.http.edge.connections import EngineServer, server_config
+        from kvlinker.fleet.app import create_router
+
+        app = create_router(backend, settings, api_key=api_key)
+        listener.listen()
+        console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
+        console.print(f"Routing to {len(backend)} servers at {url_of(listener)}")
+        config = server_config(app, request_timeout=settings.request_timeout)
+        with logging_to_stderr(settings.log_level, settings.log_format):
+            EngineServer(config, listener, healthy=lambda: True, drain=app.state.drain).run()

@@ -1,0 +1,122 @@
+"""Keeps a router's view of servers up to date: asks each of them every second how it is and what it
+has in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.fleet.router import Router
+
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""The seconds after which a server that does not answer a poll gets no more requests."""
+
+logger = logging.getLogger(__name__)
+
+
+class Backends:
+    """Asks servers, and tells the router. Belongs to one event loop."""
+
+    def __init__(
+        self, urls: Sequence[str], router: Router, client: httpx.AsyncClient, api_key: str | None
+    ) -> None:
+        """``urls`` are the servers' addresses; their hosts and ports are the replicas' ids. Each
+        is asked with ``api_key``, an admin's, if they want one."""
+        self._router = router
+        self._client = client
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.urls: Mapping[str, str] = {urlsplit(url).netloc: url.rstrip("/") for url in urls}
+        self.keyed = api_key is not None
+        """True if the servers tell tenants by their keys."""
+        self._asked: set[asyncio.Task[None]] = set()
+        for replica in self.urls:
+            router.add(replica)
+
+    async def start(self) -> None:
+        """Ask all servers once, and then every second until ``stop``."""
+        await asyncio.gather(*map(self.ask, self.urls))
+        self._asked = {asyncio.create_task(self._follow(replica)) for replica in self.urls}
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+
+    async def ask(self, replica: str) -> None:
+        """Ask one server now."""
+        was_ready = self._router.replicas[replica].ready
+        reason = await self._reason_against(replica)
+        self._router.set_ready(replica, reason is None)
+        if was_ready != (reason is None):
+            logger.info("Replica %s: %s", replica, reason or "ready")
+
+    async def metrics(self, replica: str) -> str:
+        """Return a server's metrics; nothing where it does not tell them."""
+        with suppress(httpx.HTTPError):
+            answer = await self._get(replica, "/metrics")
+            if answer.status_code == httpx.codes.OK:
+                return answer.text
+        return ""
+
+    async def _follow(self, replica: str) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self.ask(replica)
+
+    async def _reason_against(self, replica: str) -> str | None:
+        """Return why a server is to get no requests; None where it is to get some. One that tells
+        its health but not what it has in memory gets them by load alone."""
+        try:
+            health = await self._get(replica, "/health")
+            if health.status_code != httpx.codes.OK:
+                return f"not ready (HTTP {health.status_code})"
+            view = self._router.replicas[replica]
+            asked: dict[str, str | int] = {}
+            if view.epoch is not None:
+                asked = {"epoch": view.epoch, "after": view.number}
+            if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
+                self._take(replica, await self._get(replica, "/v1/residency"))
+        except httpx.HTTPError as error:
+            return f"does not answer ({type(error).__name__})"
+        return None
+
+    def _take(self, replica: str, answer: httpx.Response) -> bool:
+        """Hand a report to the router; returns False where the whole has to be asked for."""
+        if answer.status_code != httpx.codes.OK:
+            return True
+        told: dict[str, Any] = answer.json()
+        self.keyed = bool(told.get("keyed"))
+        with suppress(KeyError, TypeError):
+            return self._router.report(
+                replica,
+                ResidencyReport(
+                    told["epoch"],
+                    told["number"],
+                    told["whole"],
+                    {key: tuple(names) for key, names in told["resident"].items()},
+                    tuple(told["gone"]),
+                ),
+                running=told["running"],
+                waiting=told["waiting"],
+                seconds_per_token=told["seconds_per_token"],
+            )
+        return True
+
+    async def _get(
+        self, replica: str, path: str, params: Mapping[str, str | int] | None = None
+    ) -> httpx.Response:
+        return await self._client.get(
+            self.urls[replica] + path,
+            params=params,
+            headers=self._headers,
+            timeout=ANSWER_SECONDS,
+        )

@@ -1,0 +1,89 @@
+"""Reads which known texts a request is made of, without a tokenizer: context caches by their ids,
+marked texts and documents by their digests, conversations by their beginnings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from kvlinker.base.types.residency import text_name
+
+CHARACTERS_PER_TOKEN = 4
+"""A token's length where only its text is known."""
+
+UNKNOWN_TOKENS = 512
+"""The length of a chunk of which only the id is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChunk:
+    """A chunk that a prompt wants: its name, and about how many tokens it has."""
+
+    name: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutline:
+    """What a router sees of a prompt."""
+
+    chunks: tuple[WantedChunk, ...] = ()
+
+    beginnings: tuple[tuple[str, int], ...] = ()
+    """The names of a conversation's beginnings, the shortest first, and about how many tokens each
+    has beside its chunks."""
+
+
+def outline_of(body: object, tenant: str) -> PromptOutline:
+    """Return what a request's JSON body names, in any of the server's APIs. What is no prompt names
+    nothing."""
+    if not isinstance(body, dict):
+        return PromptOutline()
+    chunks = {chunk.name: chunk for chunk in _chunks(body, tenant)}
+    turns = body.get("messages", body.get("input"))
+    return PromptOutline(
+        tuple(chunks.values()),
+        tuple(_beginnings(body.get("system"), turns, tenant)) if isinstance(turns, list) else (),
+    )
+
+
+def _chunks(value: object, tenant: str) -> Iterator[WantedChunk]:
+    """Yield the chunks that a part of a body names."""
+    if isinstance(value, dict):
+        if value.get("type") == "context_cache" and isinstance(value.get("id"), str):
+            yield WantedChunk(value["id"], UNKNOWN_TOKENS)
+        elif _is_marked(value) and isinstance(value.get("text"), str):
+            yield _text(value["text"], tenant)
+        documents = value.get("documents")
+        if isinstance(documents, list):
+            for document in documents:
+                if isinstance(document, dict) and isinstance(document.get("text"), str):
+                    yield _text(document["text"], tenant)
+        for inner in value.values():
+            yield from _chunks(inner, tenant)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _chunks(inner, tenant)
+
+
+def _is_marked(part: Mapping[str, Any]) -> bool:
+    return bool(part.get("cache_control") or part.get("prompt_cache_breakpoint"))
+
+
+def _text(text: str, tenant: str) -> WantedChunk:
+    return WantedChunk(text_name(text, tenant), 1 + len(text) // CHARACTERS_PER_TOKEN)
+
+
+def _beginnings(system: object, turns: Sequence[object], tenant: str) -> Iterator[tuple[str, int]]:
+    """Yield a name for the conversation up to each of its turns."""
+    digest = sha256(f"{tenant}\0{json.dumps(system)}".encode())
+    length = 0
+    for turn in turns:
+        written = json.dumps(turn, sort_keys=True)
+        digest.update(written.encode())
+        chunks = sum(chunk.tokens for chunk in _chunks(turn, tenant))
+        length += max(1, len(written) // CHARACTERS_PER_TOKEN - chunks)
+        yield digest.hexdigest()[:24], length

@@ -1,0 +1,219 @@
+"""Passes requests on to the replica that the router chooses, and their answers back as they
+come."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import suppress
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
+from kvlinker.doors.http.edge.access_log import note_replica
+from kvlinker.doors.http.edge.errors import (
+    REQUEST_ID_HEADER,
+    error_body,
+    error_response,
+    take_request_id,
+)
+from kvlinker.fleet.backends import Backends
+from kvlinker.fleet.naming import PromptOutline, outline_of
+from kvlinker.fleet.router import Decision, Router
+
+REPLICA_HEADER = "x-kvlinker-replica"
+
+_OF_A_CONNECTION = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization"),
+    *("te", "trailer", "transfer-encoding", "upgrade"),
+}
+"""Headers that are not passed on (RFC 9110, section 7.6.1)."""
+
+_NOT_SENT = _OF_A_CONNECTION | {"host", "content-length"}
+_NOT_ANSWERED = _OF_A_CONNECTION | {"date", "server"}
+
+_GENERATING = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+)
+"""The routes whose requests may be sent again, since they leave nothing behind but caches."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaLostError(EngineClosedError):
+    """The replica that answered ended in the middle of its answer."""
+
+    code = "replica_lost"
+
+
+class Proxy:
+    """ASGI application: passes requests on. A replica that ends before the first byte of an answer
+    is left for another; after it, a stream ends with an error event of its API."""
+
+    def __init__(self, router: Router, backends: Backends, client: httpx.AsyncClient) -> None:
+        self._router = router
+        self._backends = backends
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = await request.body()
+        tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
+        prompt = _outline(request, body, tenant)
+        tried: Counter[str] = Counter()
+        while (decision := self._choose(prompt, tried)) is not None:
+            tried[decision.replica] += 1
+            try:
+                if await self._pass_on(decision, request, body, send):
+                    return
+            finally:
+                self._router.ended(decision)
+        await error_response(_nobody(bool(tried)), scope)(scope, receive, send)
+
+    def _choose(self, prompt: PromptOutline, tried: Counter[str]) -> Decision | None:
+        """Choose among the replicas that were not tried, or else were tried once: one that is ready
+        may just have closed a connection that was idle for long."""
+        now = time.monotonic()
+        twice = {replica for replica, times in tried.items() if times > 1}
+        return self._router.choose(prompt, now, without=tried) or self._router.choose(
+            prompt, now, without=twice
+        )
+
+    async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
+        """Pass a request on to a replica; returns False where another one may answer it."""
+        began = time.monotonic()
+        sent = self._client.build_request(
+            request.method,
+            self._backends.urls[decision.replica] + _target(request.scope),
+            headers=_kept(request.headers.raw, _NOT_SENT),
+            content=body or None,
+        )
+        try:
+            answer = await self._client.send(sent, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            await self._backends.ask(decision.replica)
+            return False
+        except httpx.HTTPError:
+            await self._backends.ask(decision.replica)
+            if request.method != "GET" and request.url.path not in _GENERATING:
+                error = ReplicaLostError("The replica ended before it answered. Try again.")
+                await error_response(error, request.scope)(request.scope, request.receive, send)
+                return True
+            return False
+        if answer.status_code == EngineClosedError.status and await _is_closed(answer):
+            await self._backends.ask(decision.replica)
+            return False
+        self._router.began(decision, time.monotonic() - began)
+        note_replica(request.scope, decision.reason)
+        if REQUEST_ID_HEADER in answer.headers:
+            take_request_id(request.scope, answer.headers[REQUEST_ID_HEADER])
+        await self._answer(decision, answer, request, send)
+        return True
+
+    async def _answer(
+        self, decision: Decision, answer: httpx.Response, request: Request, send: Send
+    ) -> None:
+        headers = [
+            *_kept(answer.headers.raw, _NOT_ANSWERED),
+            (REPLICA_HEADER.encode(), decision.replica.encode()),
+        ]
+        start: Message = {
+            "type": "http.response.start",
+            "status": answer.status_code,
+            "headers": headers,
+        }
+        await send(start)
+        streams = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
+        async for piece in _pieces(answer, request if streams else None):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _kept(
+    headers: Iterable[tuple[bytes, bytes]], left_out: Collection[str]
+) -> list[tuple[bytes, bytes]]:
+    """Return those headers that are passed on, their names in lower case."""
+    return [
+        (name.lower(), value)
+        for name, value in headers
+        if name.lower().decode("latin-1") not in left_out
+    ]
+
+
+async def _pieces(answer: httpx.Response, stream: Request | None) -> AsyncIterator[bytes]:
+    """Yield an answer as it comes. Where its replica ends half way, a stream gets an error event;
+    any other is cut off, since its length was announced."""
+    try:
+        if answer.is_stream_consumed:
+            yield answer.content
+            return
+        async for piece in answer.aiter_raw():
+            yield piece
+    except httpx.HTTPError:
+        if stream is None:
+            raise
+        logger.warning("A replica ended in the middle of a stream.")
+        yield _last_event(stream.scope)
+    finally:
+        await answer.aclose()
+
+
+def _last_event(scope: Scope) -> bytes:
+    """Return the end of a stream whose replica was lost, in the words of its API."""
+    error = ReplicaLostError("The replica ended in the middle of the answer. Ask again.")
+    body = error_body(error, scope).error.model_dump()
+    path = scope["path"]
+    if path == "/v1/messages":
+        told = {"type": "error", "error": {"type": "api_error", "message": body["message"]}}
+        return f"\n\nevent: error\ndata: {json.dumps(told)}\n\n".encode()
+    if path == "/v1/responses":
+        told = {"type": "error", "param": None, "sequence_number": 0} | {
+            name: body[name] for name in ("code", "message")
+        }
+        return f"\n\nevent: error\ndata: {json.dumps(told)}\n\n".encode()
+    return f"\n\ndata: {json.dumps({'error': body})}\n\ndata: [DONE]\n\n".encode()
+
+
+async def _is_closed(answer: httpx.Response) -> bool:
+    """Return whether a 503 says that the server ends; it is read then, and closed."""
+    with suppress(httpx.HTTPError):
+        return b'"engine_closed"' in await answer.aread()
+    return True
+
+
+def _nobody(tried: bool) -> KVLinkerError:
+    return EngineClosedError(
+        "No replica could answer: all that were tried have ended."
+        if tried
+        else "No replica is ready. Try again in a moment."
+    )
+
+
+def _outline(request: Request, body: bytes, tenant: str) -> PromptOutline:
+    """Return what a request names; nothing where its body is no JSON, which its replica says."""
+    if request.method != "POST" or not body.startswith(b"{"):
+        return PromptOutline()
+    try:
+        return outline_of(json.loads(body), tenant)
+    except (ValueError, RecursionError):
+        return PromptOutline()
+
+
+def _tenant(request: Request) -> str:
+    """Return the tenant of a request's key, as replicas name it."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+    return tenant_of_key(key) if key else DEFAULT_TENANT
+
+
+def _target(scope: Scope) -> str:
+    query = scope["query_string"].decode("latin-1")
+    path: str = scope["raw_path"].decode("latin-1")
+    return f"{path}?{query}" if query else path

@@ -1,0 +1,166 @@
+"""Where requests go: to where their chunks are, unless others wait there for longer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.fleet.naming import PromptOutline, WantedChunk
+from kvlinker.fleet.replicas import BELIEVED_SECONDS
+from kvlinker.fleet.router import MISS_WEIGHT, Router
+
+PER_TOKEN = 1e-3
+
+
+def outline(*names: str, tokens: int = 500, beginnings: tuple[str, ...] = ()) -> PromptOutline:
+    return PromptOutline(
+        tuple(WantedChunk(name, tokens) for name in names),
+        tuple((name, 100 * (n + 1)) for n, name in enumerate(beginnings)),
+    )
+
+
+def routers(*resident: set[str], running: tuple[int, ...] = ()) -> Router:
+    """A router to replicas r0, r1, … that have these chunks, each under its key as name."""
+    router = Router(seed=1)
+    for number, keys in enumerate(resident):
+        replica = f"r{number}"
+        router.add(replica)
+        router.set_ready(replica, True)
+        assert router.report(
+            replica,
+            ResidencyReport("e", 1, True, {key: (f"name {key}",) for key in keys}, ()),
+            running=running[number] if running else 0,
+            waiting=0,
+            seconds_per_token=PER_TOKEN,
+        )
+    return router
+
+
+def chosen(router: Router, prompt: PromptOutline, now: float = 0.0, **options: object) -> str:
+    decision = router.choose(prompt, now, **options)  # type: ignore[arg-type]
+    assert decision is not None
+    return decision.replica
+
+
+def test_most_resident_chunks_win_in_any_order() -> None:
+    """A replica that has B3 and B4, but not B0, scores by both."""
+    router = routers({"b0"}, {"b3", "b4"}, set())
+    decision = router.choose(outline("name b0", "name b4", "name b3"), 0.0)
+    assert decision is not None
+    assert (decision.replica, decision.resident, decision.chunks) == ("r1", 2, 3)
+    assert decision.expected == pytest.approx(500 * PER_TOKEN)
+    assert decision.reason == "r1: 2 of 3 chunks"
+
+
+def test_a_name_that_one_replica_tells_is_known_of_all() -> None:
+    router = routers({"a"}, set())
+    assert chosen(router, outline("name a")) == "r0"
+    router.report(
+        "r1",
+        ResidencyReport("e", 2, False, {"a": ()}, ()),
+        running=0,
+        waiting=0,
+        seconds_per_token=PER_TOKEN,
+    )
+    assert chosen(router, outline("name a")) == "r1", "r0 has one request already"
+
+
+def test_waiting_longer_than_computing_goes_elsewhere() -> None:
+    router = routers({"a"}, set())
+    sent = [chosen(router, outline("name a", tokens=300)) for _ in range(40)]
+    assert "r1" in sent, "a hot chunk is copied"
+    assert sent[: sent.index("r1")] == ["r0"] * sent.index("r1")
+    assert abs(sent.count("r0") - sent.count("r1")) <= sent.index("r1") + 1
+
+
+def test_requests_of_other_routers_count() -> None:
+    router = routers({"a"}, set(), running=(50, 0))
+    assert chosen(router, outline("name a")) == "r1"
+
+
+def test_own_decisions_are_believed_until_a_report_can_tell() -> None:
+    router = routers(set(), set())
+    first = chosen(router, outline("new"))
+    decision = router.choose(outline("new"), 1.0)
+    assert decision is not None
+    assert decision.replica == first
+    assert decision.resident == 1
+    later = router.choose(outline("new"), 1.0 + BELIEVED_SECONDS)
+    assert later is not None
+    assert later.resident == 0
+
+
+def test_conversations_go_on_where_they_were() -> None:
+    router = routers(set(), set(), set())
+    first = chosen(router, outline(beginnings=("t1",)))
+    for turn in range(2, 6):
+        decision = router.choose(
+            outline(beginnings=tuple(f"t{n}" for n in range(1, turn + 1))), float(turn)
+        )
+        assert decision is not None
+        assert decision.replica == first
+        assert decision.expected == pytest.approx(100 * PER_TOKEN)
+        router.began(decision, 0.2)
+        router.ended(decision)
+
+
+def test_equal_costs_are_spread() -> None:
+    router = routers(set(), set(), set(), set())
+    sent = [chosen(router, PromptOutline()) for _ in range(40)]
+    assert {sent.count(f"r{n}") for n in range(4)} == {10}
+
+
+def test_only_ready_ones_get_requests() -> None:
+    router = routers({"a"}, set())
+    router.set_ready("r0", False)
+    assert chosen(router, outline("name a")) == "r1"
+    assert router.choose(outline("name a"), 0.0, without={"r1"}) is None
+    router.set_ready("r0", True)
+    assert chosen(router, outline("name a"), without={"r1"}) == "r0"
+
+
+def test_another_run_of_a_replica_has_nothing_of_before() -> None:
+    router = routers({"a"}, set())
+    restarted = ResidencyReport("e2", 5, False, {}, ())
+    told = {"running": 0, "waiting": 0, "seconds_per_token": None}
+    assert not router.report("r0", restarted, **told), "the whole is asked for"  # type: ignore[arg-type]
+    assert router.report("r0", ResidencyReport("e2", 5, True, {"b": ("name b",)}, ()), **told)  # type: ignore[arg-type]
+    decision = router.choose(outline("name a", "name b"), 0.0)
+    assert decision is not None
+    assert decision.resident == 1
+
+
+@given(
+    resident=st.lists(st.sets(st.sampled_from("abcdef")), min_size=1, max_size=4),
+    prompts=st.lists(
+        st.lists(st.sampled_from("abcdef"), max_size=4, unique=True), min_size=1, max_size=20
+    ),
+)
+def test_nothing_is_lost_and_the_least_cost_wins(
+    resident: list[set[str]], prompts: list[list[str]]
+) -> None:
+    router = routers(*resident)
+    decisions = []
+    for prompt in prompts:
+        wanted = outline(*(f"name {key}" for key in prompt))
+        costs = {
+            view.id: view.wait(router._seconds)
+            + MISS_WEIGHT
+            * PER_TOKEN
+            * sum(
+                chunk.tokens
+                for chunk in wanted.chunks
+                if not view.has(chunk.name, router._names.key(chunk.name), 0.0)
+            )
+            for view in router.replicas.values()
+        }
+        decision = router.choose(wanted, 0.0)
+        assert decision is not None
+        assert costs[decision.replica] == pytest.approx(min(costs.values()))
+        decisions.append(decision)
+    for decision in decisions:
+        router.began(decision, 0.1)
+        router.ended(decision)
+    assert all(view.open == 0 and not view.pending for view in router.replicas.values())

@@ -1,0 +1,256 @@
+"""The router before real servers, and before servers that fail in every way."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from kvlinker.fleet.app import create_router
+from kvlinker.llm import LLM
+from kvlinker.settings import Settings
+from tests.doors.http.serving import Served, listening, serving, tiny_model, tiny_settings
+from tests.waiting import PATIENCE, wait_until
+
+TEXTS = [f"Document {n} says that the code of its door is {n * 7919}. " * 5 for n in range(6)]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Served]]:
+    """Two on one state directory."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(2):
+            settings = tiny_settings(tmp_path, policy="legolink-4")
+            llm = LLM.from_model(tiny_model(), settings)
+            made.append(stack.enter_context(serving(llm, settings)))
+        yield made
+
+
+@contextmanager
+def routing(
+    settings: Settings, *urls: str, api_key: str | None = None, **headers: str
+) -> Iterator[httpx.Client]:
+    app = create_router(urls, settings, api_key=api_key)
+    with (
+        listening(app, settings) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE, headers=headers) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return tiny_settings(tmp_path / "router")
+
+
+@pytest.fixture
+def router(servers: list[Served], settings: Settings) -> Iterator[httpx.Client]:
+    with routing(settings, *(server.url for server in servers)) as client:
+        yield client
+
+
+def asked(*ids: str, **fields: Any) -> dict[str, Any]:
+    parts = [{"type": "context_cache", "id": each} for each in ids]
+    content = [*parts, {"type": "text", "text": "What?"}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 3,
+        "temperature": 0,
+        **fields,
+    }
+
+
+def replica(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-kvlinker-replica"]
+
+
+def test_requests_go_where_their_chunks_are(router: httpx.Client, servers: list[Served]) -> None:
+    places = {}
+    for text in TEXTS:
+        made = router.post("/v1/context_caches", json={"chunks": [text]})
+        places[made.json()["data"][0]["id"]] = replica(made)
+    wait_until(lambda: sum(each["resident_chunks"] for each in status(router)) == len(TEXTS))
+    for cache_id, place in places.items():
+        assert replica(router.post(CHAT, json=asked(cache_id))) == place
+    documents = {"documents": [{"text": TEXTS[0] + "again"}]}
+    first = replica(router.post(CHAT, json=asked(**documents)))
+    answers = [router.post(CHAT, json=asked(**documents)) for _ in range(4)]
+    assert {replica(answer) for answer in answers} == {first}
+    straight = servers[0].post(CHAT, asked(*places)).json()
+    assert router.post(CHAT, json=asked(*places)).json()["choices"] == straight["choices"]
+
+
+def status(router: httpx.Client) -> list[dict[str, Any]]:
+    replicas: list[dict[str, Any]] = router.get("/status").json()["replicas"]
+    return replicas
+
+
+def test_streams_and_other_routes_pass_through(router: httpx.Client) -> None:
+    with router.stream("POST", CHAT, json=asked(stream=True)) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert router.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert router.get("/v1/context_caches", params={"limit": 1}).status_code == 200
+    missing = router.get("/v1/context_caches/cc_none")
+    assert missing.status_code == 404
+    assert len(missing.headers.get_list("x-request-id")) == 1
+    assert router.get("/health").json() == {"status": "ok"}
+    assert router.post(CHAT, content=b"{not json").status_code == 400
+
+
+def test_figures_of_all(router: httpx.Client, servers: list[Served]) -> None:
+    router.post(CHAT, json=asked())
+    names = {urlsplit(server.url).netloc for server in servers}
+    assert {each["id"] for each in status(router)} == names
+    assert {each["state"] for each in status(router)} == {"ready"}
+    lines = router.get("/metrics").text.splitlines()
+    counted = [line for line in lines if line.startswith("kvlinker:store_bytes")]
+    assert {name for name in names for line in counted if f'replica="{name}"' in line} == names
+
+
+def test_a_server_that_is_gone_is_passed_over(
+    router: httpx.Client, servers: list[Served], settings: Settings
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with routing(settings, gone, servers[0].url) as client:
+        assert {replica(client.post(CHAT, json=asked())) for _ in range(3)} == {
+            urlsplit(servers[0].url).netloc
+        }
+        states = {each["address"]: each["state"] for each in status(client)}
+        assert states == {gone: "dead", servers[0].url: "ready"}
+    with routing(settings, gone) as client:
+        assert client.get("/health").status_code == 503
+        refused = client.post(CHAT, json=asked())
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert "No replica is ready" in refused.json()["error"]["message"]
+
+
+HEALTHY = b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'
+BEGUN = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"6\r\ndata: \r\n"
+)
+ENDING = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 35\r\n\r\n"
+    b'{"error": {"code":"engine_closed"}}'
+)
+
+
+@contextmanager
+def failing(answer: bytes) -> Iterator[str]:
+    """A server that is healthy, answers each request with these bytes, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    request = connection.recv(65536)
+                    health = request.startswith((b"GET /health", b"GET /v1/residency"))
+                    connection.sendall(HEALTHY if health else answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("answer", [b"", ENDING], ids=["cut", "draining"])
+def test_what_has_no_first_byte_is_tried_elsewhere(
+    servers: list[Served], settings: Settings, answer: bytes
+) -> None:
+    with failing(answer) as bad, routing(settings, bad, servers[0].url) as client:
+        sent = {replica(client.post(CHAT, json=asked())) for _ in range(6)}
+        assert sent == {urlsplit(servers[0].url).netloc}
+
+
+def test_what_may_have_been_done_is_not_done_twice(settings: Settings) -> None:
+    with failing(b"") as bad, routing(settings, bad) as client:
+        answer = client.post("/v1/context_caches", json={"chunks": ["once"]})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "replica_lost"
+
+
+def openai_error(lines: list[str]) -> dict[str, Any]:
+    assert lines[-1] == "data: [DONE]"
+    error: dict[str, Any] = json.loads(lines[-2].removeprefix("data: "))["error"]
+    return error
+
+
+def messages_error(lines: list[str]) -> dict[str, Any]:
+    assert lines[-2] == "event: error"
+    event: dict[str, Any] = json.loads(lines[-1].removeprefix("data: "))
+    assert event["type"] == "error"
+    return {"code": "replica_lost", **event["error"]}
+
+
+def responses_error(lines: list[str]) -> dict[str, Any]:
+    assert lines[-2] == "event: error"
+    event: dict[str, Any] = json.loads(lines[-1].removeprefix("data: "))
+    assert event["type"] == "error"
+    return event
+
+
+@pytest.mark.parametrize(
+    ("path", "error_of"),
+    [
+        (CHAT, openai_error),
+        ("/v1/completions", openai_error),
+        ("/v1/messages", messages_error),
+        ("/v1/responses", responses_error),
+    ],
+)
+def test_a_stream_that_loses_its_replica_says_so(
+    settings: Settings, path: str, error_of: Callable[[list[str]], dict[str, Any]]
+) -> None:
+    with (
+        failing(BEGUN) as bad,
+        routing(settings, bad) as client,
+        client.stream("POST", path, json=asked(stream=True)) as stream,
+    ):
+        assert stream.status_code == 200
+        error = error_of([line for line in stream.iter_lines() if line])
+    assert error["code"] == "replica_lost"
+    assert "Ask again" in error["message"]
+
+
+def test_bodies_are_limited_before_they_are_passed_on(router: httpx.Client) -> None:
+    address = router.base_url
+    with socket.create_connection((address.host, address.port or 80), timeout=PATIENCE) as client:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 300000000\r\n\r\n{"
+        )
+        assert client.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_keys_are_checked_at_the_router_and_passed_on(tmp_path: Path) -> None:
+    keys = {"api_keys": ("key-a", "key-b"), "admin_keys": ("root",)}
+    settings = tiny_settings(tmp_path, policy="legolink-4").model_copy(update=keys)
+    with (
+        serving(LLM.from_model(tiny_model(), settings), settings) as server,
+        routing(settings, server.url, api_key="root") as client,
+    ):
+        assert client.post(CHAT, json=asked()).status_code == 401
+        mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b"))
+        made = client.post("/v1/context_caches", json={"chunks": [TEXTS[0]]}, headers=mine)
+        cache_id = made.json()["data"][0]["id"]
+        assert client.post(CHAT, json=asked(cache_id), headers=mine).status_code == 200
+        assert client.post(CHAT, json=asked(cache_id), headers=theirs).status_code == 404
+        assert client.get("/v1/residency", headers=mine).status_code == 403
+        wait_until(lambda: client.get("/status", headers=mine).json()["replicas"][0]["epoch"])
