@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,10 @@ from kvlinker.fleet.replicas import BELIEVED_SECONDS
 from kvlinker.fleet.router import MISS_WEIGHT, Router
 
 PER_TOKEN = 1e-3
+
+
+def digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def outline(*names: str, tokens: int = 500, beginnings: tuple[str, ...] = ()) -> PromptOutline:
@@ -30,7 +36,7 @@ def routers(*resident: set[str], running: tuple[int, ...] = ()) -> Router:
         router.set_ready(replica, True)
         assert router.report(
             replica,
-            ResidencyReport("e", 1, True, {key: (f"name {key}",) for key in keys}, ()),
+            ResidencyReport("e", 1, True, {digest(key): (f"name {key}",) for key in keys}, ()),
             running=running[number] if running else 0,
             waiting=0,
             seconds_per_token=PER_TOKEN,
@@ -59,7 +65,7 @@ def test_a_name_that_one_replica_tells_is_known_of_all() -> None:
     assert chosen(router, outline("name a")) == "r0"
     router.report(
         "r1",
-        ResidencyReport("e", 2, False, {"a": ()}, ()),
+        ResidencyReport("e", 2, False, {digest("a"): ()}, ()),
         running=0,
         waiting=0,
         seconds_per_token=PER_TOKEN,
@@ -126,7 +132,9 @@ def test_another_run_of_a_replica_has_nothing_of_before() -> None:
     restarted = ResidencyReport("e2", 5, False, {}, ())
     told = {"running": 0, "waiting": 0, "seconds_per_token": None}
     assert not router.report("r0", restarted, **told), "the whole is asked for"  # type: ignore[arg-type]
-    assert router.report("r0", ResidencyReport("e2", 5, True, {"b": ("name b",)}, ()), **told)  # type: ignore[arg-type]
+    assert router.report(
+        "r0", ResidencyReport("e2", 5, True, {digest("b"): ("name b",)}, ()), **told
+    )  # type: ignore[arg-type]
     decision = router.choose(outline("name a", "name b"), 0.0)
     assert decision is not None
     assert decision.resident == 1
@@ -146,15 +154,15 @@ def test_nothing_is_lost_and_the_least_cost_wins(
     for prompt in prompts:
         wanted = outline(*(f"name {key}" for key in prompt))
         costs = {
-            view.id: view.wait(router._seconds)
+            replica: router._own_wait[number]
             + MISS_WEIGHT
             * PER_TOKEN
             * sum(
                 chunk.tokens
                 for chunk in wanted.chunks
-                if not view.has(chunk.name, router._names.key(chunk.name), 0.0)
+                if number not in router._index.holders(chunk.name, 0.0)
             )
-            for view in router.replicas.values()
+            for number, replica in enumerate(router.replicas)
         }
         decision = router.choose(wanted, 0.0)
         assert decision is not None
@@ -163,4 +171,5 @@ def test_nothing_is_lost_and_the_least_cost_wins(
     for decision in decisions:
         router.began(decision, 0.1)
         router.ended(decision)
-    assert all(view.open == 0 and not view.pending for view in router.replicas.values())
+    assert all(view.open == 0 for view in router.replicas.values())
+    assert router._own_wait == pytest.approx(0.0)

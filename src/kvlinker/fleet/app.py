@@ -133,7 +133,7 @@ def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | Non
                     state="ready" if view.ready else "dead",
                     running=view.running,
                     waiting=view.waiting,
-                    resident_chunks=len(view.resident),
+                    resident_chunks=view.chunks,
                     epoch=view.epoch,
                 )
                 for view in router.replicas.values()

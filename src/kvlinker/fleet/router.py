@@ -3,13 +3,15 @@ what it does not have."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.base.types.residency import ResidencyReport
 from kvlinker.fleet.naming import PromptOutline
-from kvlinker.fleet.replicas import NameBook, Replica
+from kvlinker.fleet.replicas import ResidencyIndex
 
 MISS_WEIGHT = 2.5
 """How much a second of computing a missing chunk counts against a second of waiting: what is
@@ -19,9 +21,16 @@ MOST_WAIT_SECONDS = 60.0
 """Longer waits are not told apart: in such an overload, residency decides."""
 
 FIRST_SECONDS = 0.05
-"""The expected time of a request of others until some were measured."""
+"""The expected time of a request until some were measured, beyond computing what is missing."""
+
+FIRST_SECONDS_PER_TOKEN = 2e-4
+"""The time to compute a token until a replica has told its own."""
 
 SMOOTHING = 0.1
+"""The share of the last request in the mean of what requests take."""
+
+_CHANCE_SECONDS = 1e-9
+"""By so much may costs differ that are equal: chance decides, or a burst would go to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +49,42 @@ class Decision:
         return f"{self.replica}: {self.resident} of {self.chunks} chunks"
 
 
+@dataclass(slots=True)
+class Replica:
+    """One replica, as it reported itself."""
+
+    id: str
+    ready: bool = False
+    epoch: str | None = None
+    number: int = 0
+    running: int = 0
+    waiting: int = 0
+
+    chunks: int = 0
+    """Those in its memory."""
+
+    open: int = 0
+    """This router's requests under way."""
+
+
 class Router:
     """Keeps the view of all replicas, and decides. Belongs to one thread, or one event loop. Times
     are in seconds of one monotonic clock."""
 
     def __init__(self, *, seed: int | None = None) -> None:
         self._replicas: dict[str, Replica] = {}
-        self._names = NameBook()
+        self._ids: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._index = ResidencyIndex()
         self._requests = 0
+        self._pending: dict[int, float] = {}  # expected seconds of requests without a first byte
         self._seconds = FIRST_SECONDS
-        self._random = random.Random(seed)
+        self._random = np.random.default_rng(seed)
+        # by replica
+        self._ready = np.zeros(0, dtype=bool)
+        self._own_wait = np.zeros(0)  # seconds of this router's requests without a first byte
+        self._others = np.zeros(0)  # requests of others
+        self._seconds_per_token = np.zeros(0)
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -57,12 +92,19 @@ class Router:
         return self._replicas
 
     def add(self, replica: str) -> None:
-        """Know a replica, which is not ready until a report or ``set_ready`` says so."""
-        self._replicas.setdefault(replica, Replica(replica))
+        """Know a replica, which is not ready until ``set_ready`` says so."""
+        if replica not in self._replicas:
+            self._numbers[replica] = len(self._ids)
+            self._ids.append(replica)
+            self._replicas[replica] = Replica(replica)
+            self._ready = np.append(self._ready, False)
+            self._own_wait = np.append(self._own_wait, 0.0)
+            self._others = np.append(self._others, 0.0)
+            self._seconds_per_token = np.append(self._seconds_per_token, FIRST_SECONDS_PER_TOKEN)
 
     def set_ready(self, replica: str, ready: bool) -> None:
-        """Send requests to a replica, or none. One that is not ready may have lost everything."""
-        self._replicas[replica].ready = ready
+        """Send requests to a replica, or none."""
+        self._replicas[replica].ready = self._ready[self._numbers[replica]] = ready
 
     def report(
         self,
@@ -75,21 +117,18 @@ class Router:
     ) -> bool:
         """Take a replica's report. Returns False where it does not follow the last one, so that the
         whole has to be asked for; what was known stays until then."""
-        view = self._replicas[replica]
+        view, number = self._replicas[replica], self._numbers[replica]
         if not report.whole and report.epoch != view.epoch:
             return False
         if report.epoch != view.epoch:
-            view.forget()
-        if report.whole:
-            view.resident.clear()
-        view.resident -= set(report.gone)
-        view.resident |= report.resident.keys()
+            self._index.forget(number)
+        self._index.report(number, report.resident, report.gone, whole=report.whole)
         view.epoch, view.number = report.epoch, report.number
         view.running, view.waiting = running, waiting
-        view.reported_open = view.open
+        view.chunks = self._index.count(number)
+        self._others[number] = max(0, running + waiting - view.open)
         if seconds_per_token is not None:
-            view.seconds_per_token = seconds_per_token
-        self._names.learn(report.resident)
+            self._seconds_per_token[number] = seconds_per_token
         return True
 
     def choose(
@@ -97,48 +136,68 @@ class Router:
     ) -> Decision | None:
         """Decide where a request goes that is sent now, but to none of ``without``; None where no
         replica is ready."""
-        ready = [each for each in self._replicas.values() if each.ready and each.id not in without]
-        if not ready:
+        possible = self._ready.copy()
+        possible[[self._numbers[replica] for replica in without]] = False
+        if not possible.any():
             return None
-        costs = []
-        for view in ready:
-            missing, resident = self._missing(view, prompt, now)
-            expected = missing * view.seconds_per_token
-            wait = min(view.wait(self._seconds), MOST_WAIT_SECONDS)
-            # equal costs are decided by chance, or a burst would go to one
-            cost = wait + MISS_WEIGHT * expected
-            costs.append((cost, self._random.random(), view, resident, expected))
-        _, _, view, resident, expected = min(costs, key=lambda each: each[:2])
-        self._requests += 1
-        view.open += 1
-        view.pending[self._requests] = expected + self._seconds
-        view.believe([chunk.name for chunk in prompt.chunks], now)
-        view.begin([name for name, _ in prompt.beginnings])
-        return Decision(self._requests, view.id, resident, len(prompt.chunks), expected)
+        known, resident = self._known(prompt, now)
+        whole = sum(chunk.tokens for chunk in prompt.chunks)
+        whole += prompt.beginnings[-1][1] if prompt.beginnings else 0
+        expected = (whole - known) * self._seconds_per_token
+        wait = np.minimum(self._own_wait + self._others * self._seconds, MOST_WAIT_SECONDS)
+        cost = wait + MISS_WEIGHT * expected
+        cost += self._random.random(len(cost)) * _CHANCE_SECONDS
+        number = int(np.where(possible, cost, np.inf).argmin())
+        return self._decided(
+            prompt, now, number, resident=int(resident[number]), expected=float(expected[number])
+        )
 
     def began(self, decision: Decision, seconds: float) -> None:
         """Note that a request has its first byte, so many seconds after it was sent."""
-        view = self._replicas[decision.replica]
-        if view.pending.pop(decision.request, None) is not None:
-            beyond = max(0.0, seconds - decision.expected)
-            self._seconds += SMOOTHING * (min(beyond, MOST_WAIT_SECONDS) - self._seconds)
+        if self._settle(decision):
+            beyond = min(max(0.0, seconds - decision.expected), MOST_WAIT_SECONDS)
+            self._seconds += SMOOTHING * (beyond - self._seconds)
 
     def ended(self, decision: Decision) -> None:
         """Note that a request has ended, however it did."""
-        view = self._replicas[decision.replica]
-        view.pending.pop(decision.request, None)
-        view.open -= 1
+        self._settle(decision)
+        self._replicas[decision.replica].open -= 1
 
-    def _missing(self, view: Replica, prompt: PromptOutline, now: float) -> tuple[int, int]:
-        """Return about how many tokens of a prompt a replica has to compute, and how many of its
-        chunks it has."""
-        absent = [
-            chunk
-            for chunk in prompt.chunks
-            if not view.has(chunk.name, self._names.key(chunk.name), now)
-        ]
-        missing = sum(chunk.tokens for chunk in absent)
+    def _known(
+        self, prompt: PromptOutline, now: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return how many tokens of a prompt each replica has, and how many of its chunks."""
+        tokens = np.zeros(len(self._ready))
+        resident = np.zeros(len(self._ready), dtype=np.int64)
+        for chunk in prompt.chunks:
+            holders = list(self._index.holders(chunk.name, now))
+            tokens[holders] += chunk.tokens
+            resident[holders] += 1
         if prompt.beginnings:
-            known = max((n for name, n in prompt.beginnings if name in view.beginnings), default=0)
-            missing += prompt.beginnings[-1][1] - known
-        return missing, len(prompt.chunks) - len(absent)
+            begun = np.zeros(len(self._ready))
+            for name, length in prompt.beginnings:  # the longest comes last
+                begun[list(self._index.beginners(name))] = length
+            tokens += begun
+        return tokens, resident
+
+    def _decided(
+        self, prompt: PromptOutline, now: float, number: int, *, resident: int, expected: float
+    ) -> Decision:
+        """Count a request to a replica, and believe that it brings its chunks there."""
+        self._requests += 1
+        view = self._replicas[self._ids[number]]
+        decision = Decision(self._requests, view.id, resident, len(prompt.chunks), expected)
+        view.open += 1
+        self._pending[decision.request] = expected + self._seconds
+        self._own_wait[number] += self._pending[decision.request]
+        self._index.believe(number, [chunk.name for chunk in prompt.chunks], now)
+        self._index.begin(number, [name for name, _ in prompt.beginnings])
+        return decision
+
+    def _settle(self, decision: Decision) -> bool:
+        """Let nobody wait for a request any more; returns False where nobody did."""
+        seconds = self._pending.pop(decision.request, None)
+        if seconds is None:
+            return False
+        self._own_wait[self._numbers[decision.replica]] -= seconds
+        return True
