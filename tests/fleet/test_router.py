@@ -44,6 +44,10 @@ def routers(*resident: set[str], running: tuple[int, ...] = ()) -> Router:
     return router
 
 
+def told(router: Router, report: ResidencyReport) -> bool:
+    return router.report("r0", report, running=0, waiting=0, seconds_per_token=None)
+
+
 def chosen(router: Router, prompt: PromptOutline, now: float = 0.0, **options: object) -> str:
     decision = router.choose(prompt, now, **options)  # type: ignore[arg-type]
     assert decision is not None
@@ -130,11 +134,8 @@ def test_only_ready_ones_get_requests() -> None:
 def test_another_run_of_a_replica_has_nothing_of_before() -> None:
     router = routers({"a"}, set())
     restarted = ResidencyReport("e2", 5, False, {}, ())
-    told = {"running": 0, "waiting": 0, "seconds_per_token": None}
-    assert not router.report("r0", restarted, **told), "the whole is asked for"  # type: ignore[arg-type]
-    assert router.report(
-        "r0", ResidencyReport("e2", 5, True, {digest("b"): ("name b",)}, ()), **told
-    )  # type: ignore[arg-type]
+    assert not told(router, restarted), "the whole is asked for"
+    assert told(router, ResidencyReport("e2", 5, True, {digest("b"): ("name b",)}, ()))
     decision = router.choose(outline("name a", "name b"), 0.0)
     assert decision is not None
     assert decision.resident == 1
