@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvlinker.base.types.residency import ResidencyReport
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import BELIEVED_SECONDS
-from kvlinker.fleet.router import MISS_WEIGHT, Router
+from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, Router
 
 PER_TOKEN = 1e-3
 
@@ -85,6 +85,13 @@ def test_waiting_longer_than_computing_goes_elsewhere() -> None:
     assert abs(sent.count("r0") - sent.count("r1")) <= sent.index("r1") + 1
 
 
+def test_where_all_are_overloaded_having_the_chunks_decides() -> None:
+    """A replica that is twice as busy as others, which are all very busy."""
+    idle, busy = routers({"a"}, set(), running=(80, 0)), routers({"a"}, set(), running=(480, 400))
+    assert chosen(idle, outline("name a")) == "r1"
+    assert chosen(busy, outline("name a")) == "r0"
+
+
 def test_requests_of_other_routers_count() -> None:
     router = routers({"a"}, set(), running=(50, 0))
     assert chosen(router, outline("name a")) == "r1"
@@ -154,8 +161,10 @@ def test_nothing_is_lost_and_the_least_cost_wins(
     decisions = []
     for prompt in prompts:
         wanted = outline(*(f"name {key}" for key in prompt))
+        long = SATURATION * PER_TOKEN * sum(c.tokens for c in wanted.chunks) + router._seconds
+        least = router._own_wait.min()
         costs = {
-            replica: router._own_wait[number]
+            replica: (router._own_wait[number] - least) / (1 + least / long)
             + MISS_WEIGHT
             * PER_TOKEN
             * sum(

@@ -17,11 +17,15 @@ MISS_WEIGHT = 2.5
 """How much a second of computing a missing chunk counts against a second of waiting: what is
 computed elsewhere is computed again and again, and takes the place of other chunks."""
 
-MOST_WAIT_SECONDS = 60.0
-"""Longer waits are not told apart: in such an overload, residency decides."""
+SATURATION = 0.5
+"""Waits beyond the least one count in full while somebody is idle, and half as much when even the
+least is so many times what computing the whole prompt takes. Where all replicas are overloaded,
+having the chunks decides, which is what ends the overload."""
 
 FIRST_SECONDS = 0.05
 """The expected time of a request until some were measured, beyond computing what is missing."""
+
+LEAST_SECONDS = 1e-3
 
 FIRST_SECONDS_PER_TOKEN = 2e-4
 """The time to compute a token until a replica has told its own."""
@@ -35,13 +39,15 @@ _CHANCE_SECONDS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and why. ``expected``: seconds of computing its prompt there."""
+    """Where a request goes, and why. ``expected``: seconds of computing what is missing there, and
+    ``wait`` those before."""
 
     request: int
     replica: str
     resident: int
     chunks: int
     expected: float
+    wait: float
 
     @property
     def reason(self) -> str:
@@ -144,18 +150,28 @@ class Router:
         whole = sum(chunk.tokens for chunk in prompt.chunks)
         whole += prompt.beginnings[-1][1] if prompt.beginnings else 0
         expected = (whole - known) * self._seconds_per_token
-        wait = np.minimum(self._own_wait + self._others * self._seconds, MOST_WAIT_SECONDS)
-        cost = wait + MISS_WEIGHT * expected
+        wait = np.maximum(self._own_wait + self._others * self._seconds, 0.0)
+        least = wait[possible].min()
+        long = SATURATION * whole * self._seconds_per_token + self._seconds
+        cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * expected
         cost += self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
-        return self._decided(
-            prompt, now, number, resident=int(resident[number]), expected=float(expected[number])
+        self._requests += 1
+        decision = Decision(
+            self._requests,
+            self._ids[number],
+            int(resident[number]),
+            len(prompt.chunks),
+            float(expected[number]),
+            float(wait[number]),
         )
+        self._take(decision, prompt, number, now)
+        return decision
 
     def began(self, decision: Decision, seconds: float) -> None:
         """Note that a request has its first byte, so many seconds after it was sent."""
         if self._settle(decision):
-            beyond = min(max(0.0, seconds - decision.expected), MOST_WAIT_SECONDS)
+            beyond = max(LEAST_SECONDS, seconds - decision.expected - decision.wait)
             self._seconds += SMOOTHING * (beyond - self._seconds)
 
     def ended(self, decision: Decision) -> None:
@@ -180,19 +196,13 @@ class Router:
             tokens += begun
         return tokens, resident
 
-    def _decided(
-        self, prompt: PromptOutline, now: float, number: int, *, resident: int, expected: float
-    ) -> Decision:
-        """Count a request to a replica, and believe that it brings its chunks there."""
-        self._requests += 1
-        view = self._replicas[self._ids[number]]
-        decision = Decision(self._requests, view.id, resident, len(prompt.chunks), expected)
-        view.open += 1
-        self._pending[decision.request] = expected + self._seconds
+    def _take(self, decision: Decision, prompt: PromptOutline, number: int, now: float) -> None:
+        """Count a request to its replica, and believe that it brings its chunks there."""
+        self._replicas[decision.replica].open += 1
+        self._pending[decision.request] = decision.expected + self._seconds
         self._own_wait[number] += self._pending[decision.request]
         self._index.believe(number, [chunk.name for chunk in prompt.chunks], now)
         self._index.begin(number, [name for name, _ in prompt.beginnings])
-        return decision
 
     def _settle(self, decision: Decision) -> bool:
         """Let nobody wait for a request any more; returns False where nobody did."""
