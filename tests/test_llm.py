@@ -26,7 +26,7 @@ from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import Policy, known_policies
 from kvlinker.settings import load_settings
 from kvlinker.store import TenantUsage
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.sqlite import SQLiteDatabase
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.bandwidths import Bandwidths
@@ -215,7 +215,7 @@ def test_the_catalog_is_asked_once_for_all_context_caches_of_a_prompt(make_llm, 
     llm = make_llm()
     caches = llm.generate_context_cache(TEXTS)
     queries = []
-    query = Database.query
+    query = SQLiteDatabase.query
 
     def counted(database, sql, values):
         if (
@@ -224,7 +224,7 @@ def test_the_catalog_is_asked_once_for_all_context_caches_of_a_prompt(make_llm, 
             queries.append(sql)
         return query(database, sql, values)
 
-    monkeypatch.setattr(Database, "query", counted)
+    monkeypatch.setattr(SQLiteDatabase, "query", counted)
     messages = [
         {"role": "system", "content": [caches[2]]},
         {"role": "user", "content": [*caches, "?", caches[0]]},

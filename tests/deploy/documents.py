@@ -76,7 +76,8 @@ def settings_given() -> Iterator[tuple[str, str, str]]:
             yield from ((DOCKERFILE, *pair) for pair in re.findall(r"KVLINKER_(\w+)=(\S+)", rest))
     for name, service in documents_of("compose.yaml")[0]["services"].items():
         for variable, value in service.get("environment", {}).items():
-            yield f"compose.yaml, {name}", variable.removeprefix("KVLINKER_"), value
+            if variable.startswith("KVLINKER_") and variable != "KVLINKER_API_KEY":
+                yield f"compose.yaml, {name}", variable.removeprefix("KVLINKER_"), value
     (container,) = manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]["containers"]
     for entry in container["env"]:
         if entry["name"].startswith("KVLINKER_"):

@@ -146,9 +146,18 @@ def test_containers_have_keys_and_reach_redis() -> None:
     """A server that others can reach does not start without keys, and its Redis has to be the one
     beside it."""
     services = documents_of("compose.yaml")[0]["services"]
-    servers = [service for service in services.values() if service.get("image") == "kvlinker"]
+    ours = {name: each for name, each in services.items() if each.get("image") == "kvlinker"}
+    router, servers = ours.pop("router"), ours
+    assert router["command"] == [
+        "router",
+        *(word for name in servers for word in ("--backend", f"http://{name}:{PORT}")),
+    ]
+    assert router["ports"][0].endswith(f":{PORT}")
     assert len(servers) == 2
-    for service in servers:
+    for service in servers.values():
+        catalog = service["environment"]["KVLINKER_CATALOG_URL"]
+        assert catalog.split("@")[-1].startswith("postgres:5432/")
+        assert "postgres" in services
         assert ":?" in service["environment"]["KVLINKER_API_KEYS"], (
             "compose must refuse to start without a key"
         )
@@ -158,7 +167,6 @@ def test_containers_have_keys_and_reach_redis() -> None:
             .startswith("redis://redis:6379")
         )
         assert "redis" in services
-        assert service["ports"][0].endswith(f":{PORT}")
         assert service["volumes"][0].endswith(f":{HOME}")
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     secret = {

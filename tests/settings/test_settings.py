@@ -261,3 +261,17 @@ def test_shares_may_be_in_percent(written: Any, share: float) -> None:
 def test_shares_that_are_none(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         load_settings(**options)
+
+
+def test_a_catalog_is_a_file_or_a_database() -> None:
+    places = {
+        None: Path("/state/catalog.sqlite"),
+        "sqlite:////data/catalog": Path("/data/catalog"),
+        "sqlite:///catalog": Path("catalog"),
+        "postgresql://me:hush@db/kv": "postgresql://me:hush@db/kv",
+    }
+    for url, place in places.items():
+        assert load_settings(state_dir="/state", catalog_url=url).catalog_place == place
+    with pytest.raises(InvalidRequestError, match="catalog_url") as refused:
+        load_settings(catalog_url="mysql://me:hush@db/kv")
+    assert "hush" not in refused.value.message

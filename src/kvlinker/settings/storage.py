@@ -12,6 +12,9 @@ from kvlinker.base import machine
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.settings.values import FromJson
 
+_SQLITE = "sqlite:///"
+"""What URLs of files begin with: the path follows, absolute with a slash of its own."""
+
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
@@ -26,7 +29,8 @@ class StorageSettings(BaseSettings):
         default=None,
         description=(
             "PostgreSQL database in which servers share one catalog:"
-            " postgresql://user:password@host:5432/database. A file in state_dir by default."
+            " postgresql://user:password@host:5432/database; or a file: sqlite:///path. A file in"
+            " state_dir by default."
         ),
     )
     device_memory: ByteSize | None = Field(
@@ -120,14 +124,23 @@ class StorageSettings(BaseSettings):
     @property
     def catalog_place(self) -> Path | str:
         """The catalog's file, or the URL of its database."""
-        if self.catalog_url is not None:
-            return self.catalog_url.get_secret_value()
-        return self.state_dir / "catalog.sqlite"
+        if self.catalog_url is None:
+            return self.state_dir / "catalog.sqlite"
+        url = self.catalog_url.get_secret_value()
+        return Path(url.removeprefix(_SQLITE)) if url.startswith(_SQLITE) else url
 
     @property
     def searchable(self) -> bool:
         """True if chunks' texts are indexed to be searched."""
         return self.search == "on" or (self.search == "auto" and self.encryption_key is None)
+
+    @field_validator("catalog_url")
+    @classmethod
+    def _known_database(cls, value: SecretStr | None) -> SecretStr | None:
+        known = (_SQLITE, "postgresql://", "postgres://")
+        if value is not None and not value.get_secret_value().startswith(known):
+            raise ValueError(f"it must begin with one of {', '.join(known)}")
+        return value
 
     @field_validator("state_dir")
     @classmethod
