@@ -26,7 +26,7 @@ from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import Policy, known_policies
 from kvlinker.settings import load_settings
 from kvlinker.store import TenantUsage
-from kvlinker.store.catalog.sqlite import SQLiteDatabase
+from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.bandwidths import Bandwidths

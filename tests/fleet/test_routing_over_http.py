@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from kvlinker.base.events import RequestFinished
 from kvlinker.fleet.app import create_router
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
@@ -107,6 +108,27 @@ def test_streams_and_other_routes_pass_through(router: httpx.Client) -> None:
     assert len(missing.headers.get_list("x-request-id")) == 1
     assert router.get("/health").json() == {"status": "ok"}
     assert router.post(CHAT, content=b"{not json").status_code == 400
+
+
+def test_a_client_that_leaves_ends_its_request(router: httpx.Client, servers: list[Served]) -> None:
+    reasons: list[str] = []
+    for server in servers:
+        server.llm.events.subscribe(
+            lambda event: (
+                reasons.append(event.reason) if isinstance(event, RequestFinished) else None
+            )
+        )
+    for stream in (False, True):
+        with socket.create_connection(
+            (router.base_url.host, router.base_url.port or 80), timeout=PATIENCE
+        ) as client:
+            body = json.dumps(asked(max_tokens=1900, ignore_eos=True, stream=stream)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: any(server.llm.current_load().running for server in servers))
+        for server in servers:
+            server.wait_until_idle()
+    assert reasons == ["cancelled", "cancelled"]
 
 
 def test_figures_of_all(router: httpx.Client, servers: list[Served]) -> None:

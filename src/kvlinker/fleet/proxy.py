@@ -3,15 +3,14 @@ come."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import suppress
 
 import httpx
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -67,6 +66,21 @@ class Proxy:
         body = await request.body()
         tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
         prompt = _outline(request, body, tenant)
+        answering = asyncio.ensure_future(self._route(request, body, prompt, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:  # a client that leaves ends its request, there as here
+            leaving.cancel()
+            answering.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    async def _route(
+        self, request: Request, body: bytes, prompt: PromptOutline, send: Send
+    ) -> None:
+        """Have a request answered by the first replica that can."""
         tried: Counter[str] = Counter()
         while (decision := self._choose(prompt, tried)) is not None:
             tried[decision.replica] += 1
@@ -75,7 +89,8 @@ class Proxy:
                     return
             finally:
                 self._router.ended(decision)
-        await error_response(_nobody(bool(tried)), scope)(scope, receive, send)
+        error = error_response(_nobody(bool(tried)), request.scope)
+        await error(request.scope, request.receive, send)
 
     def _choose(self, prompt: PromptOutline, tried: Counter[str]) -> Decision | None:
         """Choose among the replicas that were not tried, or else were tried once: one that is ready
@@ -97,6 +112,8 @@ class Proxy:
         )
         try:
             answer = await self._client.send(sent, stream=True)
+            if not _is_stream(answer):  # one that breaks off is as good as none
+                await answer.aread()
         except (httpx.ConnectError, httpx.ConnectTimeout):
             await self._backends.ask(decision.replica)
             return False
@@ -107,7 +124,7 @@ class Proxy:
                 await error_response(error, request.scope)(request.scope, request.receive, send)
                 return True
             return False
-        if answer.status_code == EngineClosedError.status and await _is_closed(answer):
+        if not _is_stream(answer) and _is_ending(answer):
             await self._backends.ask(decision.replica)
             return False
         self._router.began(decision, time.monotonic() - began)
@@ -130,8 +147,7 @@ class Proxy:
             "headers": headers,
         }
         await send(start)
-        streams = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
-        async for piece in _pieces(answer, request if streams else None):
+        async for piece in _pieces(answer, request.scope):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -147,20 +163,18 @@ def _kept(
     ]
 
 
-async def _pieces(answer: httpx.Response, stream: Request | None) -> AsyncIterator[bytes]:
-    """Yield an answer as it comes. Where its replica ends half way, a stream gets an error event;
-    any other is cut off, since its length was announced."""
+async def _pieces(answer: httpx.Response, scope: Scope) -> AsyncIterator[bytes]:
+    """Yield a stream as it comes, and an error event where its replica ends half way; or the whole
+    of what has been read already."""
+    if answer.is_stream_consumed:
+        yield answer.content
+        return
     try:
-        if answer.is_stream_consumed:
-            yield answer.content
-            return
         async for piece in answer.aiter_raw():
             yield piece
     except httpx.HTTPError:
-        if stream is None:
-            raise
         logger.warning("A replica ended in the middle of a stream.")
-        yield _last_event(stream.scope)
+        yield _last_event(scope)
     finally:
         await answer.aclose()
 
@@ -181,11 +195,21 @@ def _last_event(scope: Scope) -> bytes:
     return f"\n\ndata: {json.dumps({'error': body})}\n\ndata: [DONE]\n\n".encode()
 
 
-async def _is_closed(answer: httpx.Response) -> bool:
-    """Return whether a 503 says that the server ends; it is read then, and closed."""
-    with suppress(httpx.HTTPError):
-        return b'"engine_closed"' in await answer.aread()
-    return True
+def _is_stream(answer: httpx.Response) -> bool:
+    kind: str = answer.headers.get("content-type", "")
+    return kind.startswith("text/event-stream")
+
+
+def _is_ending(answer: httpx.Response) -> bool:
+    """Return whether a server says that it takes no more requests."""
+    status = EngineClosedError.status
+    return answer.status_code == status and b'"engine_closed"' in answer.content
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _nobody(tried: bool) -> KVLinkerError:

@@ -11,7 +11,7 @@ import pytest
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, Room
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.databases.interface import Database
 from tests.store.catalog.conftest import Place
 from tests.store.catalog.raw import harm
 from tests.store.catalog.test_catalog_check import record

@@ -11,7 +11,7 @@ import pytest
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, new_context_cache_id
-from tests.store.catalog.test_sqlite import connection_of
+from tests.store.catalog.databases.test_sqlite import connection_of
 
 NOW = 1000.0
 

@@ -18,7 +18,7 @@ from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.check import check_catalog
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.databases.interface import Database
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
@@ -360,9 +360,9 @@ def open_database(place: Path | str) -> Database:
     """Open or create the catalog's SQLite file, or its tables in the PostgreSQL database of a URL.
     Raises StoreError where it is damaged, foreign or of another schema, or cannot be reached."""
     if isinstance(place, Path):
-        from kvlinker.store.catalog.sqlite import SQLiteDatabase
+        from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 
         return SQLiteDatabase(place)
-    from kvlinker.store.catalog.postgresql import PostgresDatabase
+    from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
 
     return PostgresDatabase(place)

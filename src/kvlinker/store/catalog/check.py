@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker.store.catalog.database import Connection, Database
+from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import is_genuine

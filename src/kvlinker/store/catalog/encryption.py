@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.database import Connection, Database, StateLock
-from kvlinker.store.catalog.state_lock import PATIENCE_SECONDS, TRY_AGAIN_SECONDS
+from kvlinker.store.catalog.databases.interface import Connection, Database, StateLock
+from kvlinker.store.catalog.databases.state_lock import PATIENCE_SECONDS, TRY_AGAIN_SECONDS
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
 
 _PLACE = b"catalog"

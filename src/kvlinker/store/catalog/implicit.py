@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvlinker.base.errors import QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.database import Connection, Database
+from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.limits import Limits
 from kvlinker.store.catalog.room import Room, make_room

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvlinker.base.errors import PinLimitError, QuotaExceededError, WayOut
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
-from kvlinker.store.catalog.database import Connection
+from kvlinker.store.catalog.databases.interface import Connection
 
 TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
 PINNED_BYTES = """SELECT tenant, CAST(sum(nbytes) AS BIGINT) FROM chunks

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from kvlinker.store.catalog.database import Connection, Database
+from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.variants import note_released, release_variants
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
-from kvlinker.store.catalog.database import Connection
+from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.limits import Limits, check_added
 from kvlinker.store.catalog.releases import release
 

@@ -11,7 +11,7 @@ from kvlinker.base.errors import StoreError
 from kvlinker.base.types.chunks import Chunk, packed_chunk_key
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.database import Connection
+from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.texts import SearchHit
-from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.databases.interface import Database
 from kvlinker.store.catalog.rows import LIVE, with_pairs
 
 MOST_WORDS = 1000

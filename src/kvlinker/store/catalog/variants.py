@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.database import Connection, Database
+from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs, variant_of
 from kvlinker.store.eviction import MOST_REUSE, use_weight
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvlinker.store import Catalog, StoreError
-from kvlinker.store.catalog.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 
 OLDER, NEWER = SCHEMA_VERSION - 1, SCHEMA_VERSION + 1
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvlinker.store import Catalog, Cipher, StoreError
-from kvlinker.store.catalog import state_lock
-from kvlinker.store.catalog.state_lock import DirectoryLock
+from kvlinker.store.catalog.databases import state_lock
+from kvlinker.store.catalog.databases.state_lock import DirectoryLock
 from tests.store.store_chunks import run_threads
 
 KEY = bytes(32)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from kvlinker.store import Catalog, Cipher, StoreError
-from kvlinker.store.catalog.sqlite import SQLiteDatabase
+from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 from tests.store.catalog.test_catalog_check import NOW, record
 from tests.store.catalog.test_search import TEXTS, add, search
 from tests.store.catalog.test_search import record as text_record

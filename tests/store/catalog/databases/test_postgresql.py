@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvlinker.base.errors import CatalogUnavailableError, QuotaExceededError, StoreError
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, Cipher, Limits
-from kvlinker.store.catalog import postgresql
-from kvlinker.store.catalog.postgresql import PostgresDatabase, translated
-from kvlinker.store.catalog.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.databases import postgresql
+from kvlinker.store.catalog.databases.postgresql import PostgresDatabase, translated
+from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 from tests.postgres_server import PostgresServer
 from tests.store.catalog.raw import harm
 from tests.store.catalog.test_catalog_check import NOW, record

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlinker.store.catalog.database import Connection, Database
+from kvlinker.store.catalog.databases.interface import Connection, Database
 
 _FORGETS_AT_ONCE = (3, 42, 0)
 """The version of SQLite from which FTS5 removes a deleted text's words at once; before, they go in

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlinker.store.catalog.database import Connection, Database
-from kvlinker.store.catalog.text_tables import TOKENIZE
+from kvlinker.store.catalog.databases.interface import Connection, Database
+from kvlinker.store.catalog.databases.sqlite_texts import TOKENIZE
 
 TEXT_TABLES = (
     """CREATE TABLE texts (

@@ -11,10 +11,15 @@ from functools import lru_cache
 from typing import Any
 
 from kvlinker.base.errors import CatalogUnavailableError, StoreError
-from kvlinker.store.catalog.database import Values
-from kvlinker.store.catalog.postgresql_texts import TEXT_TABLES, PostgresTexts
-from kvlinker.store.catalog.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
-from kvlinker.store.catalog.state_lock import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, in_use, rekeyed
+from kvlinker.store.catalog.databases.interface import Values
+from kvlinker.store.catalog.databases.postgresql_texts import TEXT_TABLES, PostgresTexts
+from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
+from kvlinker.store.catalog.databases.state_lock import (
+    PATIENCE_SECONDS,
+    TRY_AGAIN_SECONDS,
+    in_use,
+    rekeyed,
+)
 from kvlinker.store.redaction import place_of, redacted
 
 MOST_CONNECTIONS = 8

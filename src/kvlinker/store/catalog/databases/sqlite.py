@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.database import Values
-from kvlinker.store.catalog.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
-from kvlinker.store.catalog.state_lock import DirectoryLock
-from kvlinker.store.catalog.text_tables import FTS5Texts
+from kvlinker.store.catalog.databases.interface import Values
+from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
+from kvlinker.store.catalog.databases.sqlite_texts import FTS5Texts
+from kvlinker.store.catalog.databases.state_lock import DirectoryLock
 from kvlinker.store.format.durability import synchronize
 
 _BUSY_SECONDS = 10.0

@@ -1,0 +1,1 @@
+"""The databases that a catalog may be in, behind one interface."""
