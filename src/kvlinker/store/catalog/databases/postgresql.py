@@ -32,6 +32,17 @@ OUTAGE_SECONDS = 1.0
 """The seconds for which it is then not asked at all: requests learn of an outage without
 waiting."""
 
+_CONNECTION = {
+    "application_name": "kvlinker",
+    "connect_timeout": round(CONNECT_SECONDS),
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,  # milliseconds
+}
+"""libpq's parameters: a host that is gone, or behind a cut network, is noticed in some ten
+seconds."""
+
 SCHEMA = "kvlinker"
 _WRITING, _USING = 0x6B766C01, 0x6B766C02
 """The keys of the advisory locks: of the one transaction that writes, and of the catalog's use."""
@@ -87,11 +98,7 @@ class PostgresDatabase:
             url,
             min_size=1,
             max_size=MOST_CONNECTIONS,
-            kwargs={
-                "autocommit": True,
-                "connect_timeout": round(CONNECT_SECONDS),
-                "application_name": "kvlinker",
-            },
+            kwargs={**_CONNECTION, "autocommit": True},
             configure=lambda connection: connection.execute(_SESSION),
             timeout=CONNECT_SECONDS,
             reconnect_timeout=CONNECT_SECONDS,
@@ -156,9 +163,7 @@ class PostgresDatabase:
     def connect(self) -> Any:
         """Return a connection beside the pool's, which the caller closes."""
         with self._errors():
-            return self._psycopg.connect(
-                self._url, autocommit=True, connect_timeout=round(CONNECT_SECONDS)
-            )
+            return self._psycopg.connect(self._url, autocommit=True, **_CONNECTION)
 
     def _tried(self, work: Callable[[Any], Any]) -> Any:
         """Return what ``work`` returns of a connection; of another one, where it was cut since it
