@@ -32,7 +32,7 @@ OUTAGE_SECONDS = 1.0
 """The seconds for which it is then not asked at all: requests learn of an outage without
 waiting."""
 
-_CONNECTION = {
+_CONNECTION: dict[str, Any] = {
     "application_name": "kvlinker",
     "connect_timeout": round(CONNECT_SECONDS),
     "keepalives_idle": 5,
