@@ -33,6 +33,7 @@ CHAT = "/v1/chat/completions"
     [
         (["ftp://host:1"], "ftp://host:1 is no address"),
         (["http://host:1/v1"], "is no address"),
+        (["http://me:hush@host:1"], "takes no user and password"),
         (["http://host:1", "http://host:1"], "may be given once"),
         ([], "--backend"),
     ],

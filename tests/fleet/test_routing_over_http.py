@@ -16,6 +16,7 @@ import pytest
 
 from kvlinker.base.events import RequestFinished
 from kvlinker.fleet.app import create_router
+from kvlinker.fleet.proxy import MOST_TRIES
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 from tests.doors.http.serving import Served, listening, serving, tiny_model, tiny_settings
@@ -167,14 +168,15 @@ BEGUN = (
     b"6\r\ndata: \r\n"
 )
 ENDING = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 35\r\n\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 35\r\nx-kvlinker-refused: yes\r\n\r\n"
     b'{"error": {"code":"engine_closed"}}'
 )
 
 
 @contextmanager
-def failing(answer: bytes) -> Iterator[str]:
-    """A server that is healthy, answers each request with these bytes, and closes."""
+def failing(answer: bytes, asked_for: list[bytes] | None = None) -> Iterator[str]:
+    """A server that is healthy, answers each request with these bytes, and closes; the requests are
+    added to ``asked_for``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -186,26 +188,85 @@ def failing(answer: bytes) -> Iterator[str]:
                 with connection:
                     request = connection.recv(65536)
                     health = request.startswith((b"GET /health", b"GET /v1/residency"))
+                    if asked_for is not None and not health:
+                        asked_for.append(request)
                     connection.sendall(HEALTHY if health else answer)
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @pytest.mark.parametrize("answer", [b"", ENDING], ids=["cut", "draining"])
 def test_what_has_no_first_byte_is_tried_elsewhere(
-    servers: list[Served], settings: Settings, answer: bytes
+    servers: list[Served], settings: Settings, answer: bytes, path: str
 ) -> None:
     with failing(answer) as bad, routing(settings, bad, servers[0].url) as client:
-        sent = {replica(client.post(CHAT, json=asked())) for _ in range(6)}
+        sent = {replica(client.post(path, json=asked(model="tiny"))) for _ in range(6)}
         assert sent == {urlsplit(servers[0].url).netloc}
 
 
+def test_what_is_refused_before_it_began_is_tried_elsewhere(
+    servers: list[Served], settings: Settings
+) -> None:
+    with failing(ENDING) as bad, routing(settings, bad, servers[0].url) as client:
+        for number in range(6):
+            made = client.post("/v1/context_caches", json={"chunks": [f"Text {number}."]})
+            assert replica(made) == urlsplit(servers[0].url).netloc
+
+
+def test_a_request_that_ends_servers_does_not_end_all(settings: Settings) -> None:
+    sent: list[bytes] = []
+    with ExitStack() as stack:
+        bad = [stack.enter_context(failing(b"", sent)) for _ in range(5)]
+        client = stack.enter_context(routing(settings, *bad))
+        assert client.post(CHAT, json=asked()).status_code == 503
+    assert len(sent) == MOST_TRIES
+
+
+def test_no_target_names_another_host(settings: Settings) -> None:
+    reached: list[bytes] = []
+    with (
+        failing(HEALTHY, reached) as foreign,
+        failing(HEALTHY) as own,
+        routing(settings, own) as client,
+    ):
+        address = client.base_url
+        target = f"@{urlsplit(foreign).netloc}/latest"
+        with socket.create_connection((address.host, address.port or 80), timeout=PATIENCE) as raw:
+            raw.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert raw.recv(65536).startswith(b"HTTP/1.1 400")
+    assert reached == []
+
+
+def test_cookies_of_one_client_are_not_anothers(settings: Settings) -> None:
+    sent: list[bytes] = []
+    answer = HEALTHY.replace(b"Connection", b"Set-Cookie: session=anna\r\nConnection")
+    with failing(answer, sent) as server, routing(settings, server) as client:
+        for _ in range(2):
+            assert client.get("/v1/models", headers={"Cookie": ""}).status_code == 200
+            client.cookies.clear()
+    assert len(sent) == 2
+    assert not any(b"session" in request for request in sent)
+    assert all(b"accept-encoding: identity" in request.lower() for request in sent)
+
+
+def test_a_body_without_end_of_turns_is_looked_at_in_part(router: httpx.Client) -> None:
+    answer = router.post(CHAT, json={"messages": [1] * 200_000, "max_tokens": 1})
+    assert answer.status_code == 400
+
+
 def test_what_may_have_been_done_is_not_done_twice(settings: Settings) -> None:
-    with failing(b"") as bad, routing(settings, bad) as client:
-        answer = client.post("/v1/context_caches", json={"chunks": ["once"]})
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "replica_lost"
+    for answer, code in (
+        (b"", "replica_lost"),
+        (ENDING.replace(b"x-kvlinker-refused", b"x-other"), "engine_closed"),
+    ):
+        sent: list[bytes] = []
+        with failing(answer, sent) as bad, routing(settings, bad) as client:
+            refused = client.post("/v1/context_caches", json={"chunks": ["once"]})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == code
+        assert len(sent) == 1
 
 
 def openai_error(lines: list[str]) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def router(
     """
     for url in backend:
         parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise fail("--backend takes no user and password: give --api-key", BAD_USAGE)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
             raise fail(f"--backend {url} is no address: write http://HOST:PORT", BAD_USAGE)
     if len({urlsplit(url).netloc for url in backend}) < len(backend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Literal
 
 import httpx
@@ -68,6 +69,9 @@ def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | Non
         ),
         timeout=httpx.Timeout(ANSWER_SECONDS, connect=5.0),
         trust_env=False,
+        headers={"Accept-Encoding": "identity"},
+        # what a replica sets is for its client, not for all
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
     )
     backends = Backends(urls, router, client, api_key)
 

@@ -77,16 +77,19 @@ class Backends:
         its health but not what it has in memory gets them by load alone."""
         try:
             health = await self._get(replica, "/health")
-            if health.status_code != httpx.codes.OK:
-                return f"not ready (HTTP {health.status_code})"
-            view = self._router.replicas[replica]
-            asked: dict[str, str | int] = {}
-            if view.epoch is not None:
-                asked = {"epoch": view.epoch, "after": view.number}
-            if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
-                self._take(replica, await self._get(replica, "/v1/residency"))
         except httpx.HTTPError as error:
             return f"does not answer ({type(error).__name__})"
+        if health.status_code != httpx.codes.OK:
+            return f"not ready (HTTP {health.status_code})"
+        view = self._router.replicas[replica]
+        asked: dict[str, str | int] = {}
+        if view.epoch is not None:
+            asked = {"epoch": view.epoch, "after": view.number}
+        try:
+            if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
+                self._take(replica, await self._get(replica, "/v1/residency"))
+        except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
+            logger.debug("Replica %s does not tell what it has: %r", replica, error)
         return None
 
     def _take(self, replica: str, answer: httpx.Response) -> bool:
@@ -94,22 +97,22 @@ class Backends:
         if answer.status_code != httpx.codes.OK:
             return True
         told: dict[str, Any] = answer.json()
-        self.keyed = bool(told.get("keyed"))
-        with suppress(KeyError, TypeError):
-            return self._router.report(
-                replica,
-                ResidencyReport(
-                    told["epoch"],
-                    told["number"],
-                    told["whole"],
-                    {key: tuple(names) for key, names in told["resident"].items()},
-                    tuple(told["gone"]),
-                ),
-                running=told["running"],
-                waiting=told["waiting"],
-                seconds_per_token=told["seconds_per_token"],
-            )
-        return True
+        report = ResidencyReport(
+            str(told["epoch"]),
+            int(told["number"]),
+            bool(told["whole"]),
+            {key: tuple(map(str, names)) for key, names in told["resident"].items()},
+            tuple(told["gone"]),
+        )
+        seconds = told["seconds_per_token"]
+        self.keyed = bool(told["keyed"])
+        return self._router.report(
+            replica,
+            report,
+            running=int(told["running"]),
+            waiting=int(told["waiting"]),
+            seconds_per_token=None if seconds is None else float(seconds),
+        )
 
     async def _get(
         self, replica: str, path: str, params: Mapping[str, str | int] | None = None

@@ -25,7 +25,11 @@ class _Labelled(Collector):
     def collect(self) -> list[Metric]:
         families: dict[str, Metric] = {}
         for replica, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
+            try:
+                told = list(text_string_to_metric_families(text))
+            except ValueError:  # not Prometheus' format
+                continue
+            for family in told:
                 joined = families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )

@@ -7,12 +7,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import Any
 
 from kvlinker.base.types.residency import text_name
 
 CHARACTERS_PER_TOKEN = 4
 """A token's length where only its text is known."""
+
+MOST_NAMED = 1000
+"""The most chunks, and the most turns of a conversation, that are looked at."""
 
 UNKNOWN_TOKENS = 512
 """The length of a chunk of which only the id is known."""
@@ -42,7 +46,7 @@ def outline_of(body: object, tenant: str) -> PromptOutline:
     nothing."""
     if not isinstance(body, dict):
         return PromptOutline()
-    chunks = {chunk.name: chunk for chunk in _chunks(body, tenant)}
+    chunks = {chunk.name: chunk for chunk in islice(_chunks(body, tenant), MOST_NAMED)}
     turns = body.get("messages", body.get("input"))
     return PromptOutline(
         tuple(chunks.values()),
@@ -81,7 +85,7 @@ def _beginnings(system: object, turns: Sequence[object], tenant: str) -> Iterato
     """Yield a name for the conversation up to each of its turns."""
     digest = sha256(f"{tenant}\0{json.dumps(system)}".encode())
     length = 0
-    for turn in turns:
+    for turn in turns[:MOST_NAMED]:
         written = json.dumps(turn, sort_keys=True)
         digest.update(written.encode())
         chunks = sum(chunk.tokens for chunk in _chunks(turn, tenant))

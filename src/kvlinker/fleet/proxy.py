@@ -11,18 +11,21 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable
 
 import httpx
+from fastapi.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.access_log import note_replica
+from kvlinker.doors.http.edge.draining import REFUSED_HEADER
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
     error_body,
     error_response,
     take_request_id,
 )
+from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
 from kvlinker.fleet.backends import Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router
@@ -35,8 +38,12 @@ _OF_A_CONNECTION = {
 }
 """Headers that are not passed on (RFC 9110, section 7.6.1)."""
 
-_NOT_SENT = _OF_A_CONNECTION | {"host", "content-length"}
+# what is encoded could not be read for the reason of a refusal
+_NOT_SENT = _OF_A_CONNECTION | {"host", "content-length", "accept-encoding"}
 _NOT_ANSWERED = _OF_A_CONNECTION | {"date", "server"}
+
+MOST_TRIES = 3
+"""The most servers that a request is sent to: one that ends them must not end all."""
 
 _GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
@@ -52,6 +59,13 @@ class ReplicaLostError(EngineClosedError):
     code = "replica_lost"
 
 
+class ReplicaSlowError(KVLinkerError):
+    """The replica did not send anything for very long."""
+
+    status = 504
+    code = "replica_timeout"
+
+
 class Proxy:
     """ASGI application: passes requests on. A replica that ends before the first byte of an answer
     is left for another; after it, a stream ends with an error event of its API."""
@@ -62,10 +76,16 @@ class Proxy:
         self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["raw_path"].startswith(b"/"):  # else it could name another host
+            error = InvalidRequestError("The request's target must be a path that begins with '/'.")
+            return await error_response(error, scope)(scope, receive, send)
         request = Request(scope, receive)
         body = await request.body()
         tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
-        prompt = _outline(request, body, tenant)
+        if len(body) < LONG_BODY_BYTES:
+            prompt = _outline(request, body, tenant)
+        else:
+            prompt = await run_in_threadpool(_outline, request, body, tenant)
         answering = asyncio.ensure_future(self._route(request, body, prompt, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
@@ -82,15 +102,14 @@ class Proxy:
     ) -> None:
         """Have a request answered by the first replica that can."""
         tried: Counter[str] = Counter()
-        while (decision := self._choose(prompt, tried)) is not None:
+        while tried.total() < MOST_TRIES and (decision := self._choose(prompt, tried)) is not None:
             tried[decision.replica] += 1
             try:
                 if await self._pass_on(decision, request, body, send):
                     return
             finally:
                 self._router.ended(decision)
-        error = error_response(_nobody(bool(tried)), request.scope)
-        await error(request.scope, request.receive, send)
+        await _refuse(_nobody(bool(tried)), request, send)
 
     def _choose(self, prompt: PromptOutline, tried: Counter[str]) -> Decision | None:
         """Choose among the replicas that were not tried, or else were tried once: one that is ready
@@ -117,14 +136,17 @@ class Proxy:
         except (httpx.ConnectError, httpx.ConnectTimeout):
             await self._backends.ask(decision.replica)
             return False
+        except httpx.ReadTimeout:  # the same would take as long elsewhere
+            await _refuse(ReplicaSlowError("The replica did not answer in time."), request, send)
+            return True
         except httpx.HTTPError:
             await self._backends.ask(decision.replica)
             if request.method != "GET" and request.url.path not in _GENERATING:
                 error = ReplicaLostError("The replica ended before it answered. Try again.")
-                await error_response(error, request.scope)(request.scope, request.receive, send)
+                await _refuse(error, request, send)
                 return True
             return False
-        if not _is_stream(answer) and _is_ending(answer):
+        if not _is_stream(answer) and _may_be_tried_elsewhere(answer, request):
             await self._backends.ask(decision.replica)
             return False
         self._router.began(decision, time.monotonic() - began)
@@ -200,10 +222,19 @@ def _is_stream(answer: httpx.Response) -> bool:
     return kind.startswith("text/event-stream")
 
 
-def _is_ending(answer: httpx.Response) -> bool:
-    """Return whether a server says that it takes no more requests."""
-    status = EngineClosedError.status
-    return answer.status_code == status and b'"engine_closed"' in answer.content
+def _may_be_tried_elsewhere(answer: httpx.Response, request: Request) -> bool:
+    """Return whether a server refuses what another one may take: it ends, and has not begun with
+    it, or with nothing that could not be begun twice."""
+    if answer.status_code != EngineClosedError.status:
+        return False
+    if REFUSED_HEADER in answer.headers:
+        return True
+    ends = b"catalog_unavailable" not in answer.content
+    return ends and request.url.path in _GENERATING
+
+
+async def _refuse(error: KVLinkerError, request: Request, send: Send) -> None:
+    await error_response(error, request.scope)(request.scope, request.receive, send)
 
 
 async def _left(receive: Receive) -> None:
@@ -225,8 +256,9 @@ def _outline(request: Request, body: bytes, tenant: str) -> PromptOutline:
     if request.method != "POST" or not body.startswith(b"{"):
         return PromptOutline()
     try:
+        check_json(body)
         return outline_of(json.loads(body), tenant)
-    except (ValueError, RecursionError):
+    except (InvalidRequestError, ValueError, RecursionError):
         return PromptOutline()
 
 

@@ -10,6 +10,9 @@ BELIEVED_SECONDS = 10.0
 """The seconds for which a chunk counts as resident where a request was sent that wants it: by then,
 a report tells."""
 
+MOST_BELIEVED = 1_000_000
+"""The most names of chunks that are believed at a time."""
+
 KEPT_BEGINNINGS = 1_000_000
 """The most beginnings of conversations that are remembered; those used last stay."""
 
@@ -75,7 +78,7 @@ class ResidencyIndex:
             self._believed.move_to_end(name)
         while self._believed:
             name, since = next(iter(self._believed.items()))
-            if now - max(since.values()) < BELIEVED_SECONDS:
+            if now - max(since.values()) < BELIEVED_SECONDS and len(self._believed) < MOST_BELIEVED:
                 break
             del self._believed[name]
 

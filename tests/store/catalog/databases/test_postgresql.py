@@ -14,7 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlinker.base.errors import CatalogUnavailableError, QuotaExceededError, StoreError
+from kvlinker.base.errors import (
+    CatalogUnavailableError,
+    InvalidRequestError,
+    QuotaExceededError,
+    StoreError,
+)
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, Cipher, Limits
 from kvlinker.store.catalog.databases import postgresql
@@ -273,3 +278,58 @@ def test_a_query_takes_its_indexes(catalog: Catalog) -> None:
     for statement, values in asked:
         plan = [row[0] for row in query(f"EXPLAIN {statement}", values)]
         assert not any("Seq Scan" in line for line in plan), plan
+
+
+def test_no_text_is_an_outage_for_others(catalog: Catalog) -> None:
+    """Words that no index takes, and characters that PostgreSQL does not."""
+    monstrous = text_record("".join(f"{number:x}" for number in range(4000)))
+    add(catalog, monstrous, text_record("a cat\0and a dog"))
+    assert [hit.text for hit in search(catalog, "dog")] == ["a cat and a dog"]
+    assert catalog.get("cc_\0", "anna", NOW) is None
+    with pytest.raises(InvalidRequestError, match="cannot hold this"):
+        catalog.update(monstrous.id, "anna", NOW, name="a\0b")
+    assert catalog.get(monstrous.id, "anna", NOW) is not None
+
+
+def test_writers_that_wait_do_not_hold_up_readers(url: str) -> None:
+    with closing(Catalog(url)) as other, closing(Catalog(url)) as catalog:
+        kept = record(1)
+        catalog.add([kept])
+        with other._database.transaction():
+            writers = [
+                threading.Thread(target=catalog.add, args=([record(n)],)) for n in range(2, 14)
+            ]
+            for writer in writers:
+                writer.start()
+            for _ in range(5):
+                assert catalog.get(kept.id, "anna", NOW) == kept
+        for writer in writers:
+            writer.join()
+        assert catalog.usage("anna").caches == 13
+
+
+def test_who_lost_the_lock_writes_nothing_with_an_old_key(frail_postgres: PostgresServer) -> None:
+    pytest.importorskip("cryptography")
+    url = frail_postgres.new_database()
+    with closing(Catalog(url)) as running:
+        running.add([record(1)])
+        running.persist()
+        frail_postgres.kill()
+        frail_postgres.start()
+        with closing(Catalog(url, Cipher(bytes(32)))) as encrypted:
+            encrypted.add([record(2)])
+            with pytest.raises(StoreError, match="was changed while it was in use"):
+                running.add([record(3)])
+            assert encrypted.usage("anna").caches == 2
+
+
+def test_servers_that_bring_a_key_at_once_encrypt_once(url: str) -> None:
+    pytest.importorskip("cryptography")
+    with closing(Catalog(url)) as plain:
+        plain.add([record(number) for number in range(50)])
+    opened: list[Catalog] = []
+    run_threads(*[lambda: opened.append(Catalog(url, Cipher(bytes(32))))] * 4)
+    assert len(opened) == 4
+    for each in opened:
+        assert each.usage("anna").caches == 50
+        each.close()

@@ -27,6 +27,9 @@ PROBES = frozenset({"/health", "/live"})
 FIGURES = frozenset({"/metrics", "/status"})
 """The routes that are answered as long as requests are being finished."""
 
+REFUSED_HEADER = "x-kvlinker-refused"
+"""The header of a refusal of which nothing was begun: routers may ask another server."""
+
 LAST_SECONDS = 1.0
 """The time that is given to what is only a matter of sending: last events, and answers of refused
 requests."""
@@ -138,7 +141,9 @@ class Draining:
             return await self._app(scope, receive, closing)
         if self._drain.began:
             await _read(receive)
-            return await error_response(engine_closed(), scope)(scope, receive, closing)
+            refusal = error_response(engine_closed(), scope)
+            refusal.headers[REFUSED_HEADER] = "before it began"
+            return await refusal(scope, receive, closing)
         with self._drain.request() as cut:
             return await self._answer(scope, receive, closing, cut)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
-from kvlinker.base.errors import CatalogUnavailableError, StoreError
+from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError, StoreError
 from kvlinker.store.catalog.databases.interface import Values
 from kvlinker.store.catalog.databases.postgresql_texts import TEXT_TABLES, PostgresTexts
 from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
@@ -54,6 +56,15 @@ _SESSION = f"""SET search_path TO {SCHEMA};
 """A server that stops inside a transaction keeps the others waiting for so long. Commits do not
 wait for the disk: ``persist`` does."""
 
+_OUTAGES = ("08", "57P", "53")
+"""The classes of errors of a database that cannot be reached, is stopping, or has no room for a
+connection."""
+
+_LOCKED = "55P03"
+"""The error of a lock that others hold for too long."""
+
+_ANY_KEY = "any"
+
 _TYPES = {
     "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "INTEGER": "BIGINT",
@@ -86,6 +97,8 @@ class PostgresDatabase:
         self._url = url
         self.place = place_of(url)
         self._closed = False
+        self._writing = threading.Lock()  # so that writers that wait take one connection, not all
+        self._key: bytes | str | None = _ANY_KEY
         self._asked_again_at = 0.0
         try:
             psycopg.conninfo.conninfo_to_dict(url)
@@ -114,14 +127,17 @@ class PostgresDatabase:
 
     def query(self, statement: str, values: Values) -> Sequence[Any]:
         with self._errors():
-            rows: list[Any] = self._tried(
-                lambda connection: connection.execute(translated(statement), values).fetchall()
-            )
+            try:
+                rows: list[Any] = self._tried(
+                    lambda connection: connection.execute(translated(statement), values).fetchall()
+                )
+            except self._psycopg.DataError:  # a value that no row can have, such as one with NUL
+                return []
             return rows
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
-        with self._errors(), self._begun() as connection:
+        with self._errors(), self._writing, self._begun() as connection:
             try:
                 self._check_version(connection)
                 yield PostgresConnection(connection)
@@ -136,8 +152,8 @@ class PostgresDatabase:
 
     def compact(self) -> None:
         with self._errors(), self._pool.connection() as connection:
-            connection.execute("VACUUM (FULL) chunks")
-            connection.execute("VACUUM (FULL) variants")
+            for table in ("chunks", "variants", "texts", "words"):
+                connection.execute(f"VACUUM (FULL) {table}")
 
     def persist(self) -> None:
         with self._errors():
@@ -159,6 +175,12 @@ class PostgresDatabase:
             with suppress(StoreError):
                 self.persist()
             self._pool.close()
+
+    def expect_key(self, *, any_key: bool) -> None:
+        """Refuse transactions once the catalog is encrypted with another key than now: the lock
+        that keeps others from changing it ends with its connection."""
+        rows = () if any_key else self.query("SELECT sealed FROM encryption", {})
+        self._key = _ANY_KEY if any_key else rows[0][0] if rows else None
 
     def connect(self) -> Any:
         """Return a connection beside the pool's, which the caller closes."""
@@ -210,7 +232,9 @@ class PostgresDatabase:
 
     def _check_version(self, connection: Any) -> None:
         """Raise StoreError unless the tables are of this build's version."""
-        (version,) = connection.execute("SELECT number FROM version").fetchone()
+        version, key = connection.execute(
+            "SELECT number, (SELECT sealed FROM encryption) FROM version"
+        ).fetchone()
         if version != SCHEMA_VERSION:
             age = "an older" if version < SCHEMA_VERSION else "a newer"
             raise StoreError(
@@ -218,6 +242,11 @@ class PostgresDatabase:
                 f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
                 f" wrote it, another database, or rename its schema (ALTER SCHEMA {SCHEMA} RENAME"
                 " TO …): a new one is made, and the context caches have to be created again."
+            )
+        if self._key != _ANY_KEY and key != self._key:
+            raise StoreError(
+                f"The key of the catalog {self.place} was changed while it was in use: what is"
+                " written now could not be read. Restart kvlinker with the new key."
             )
 
     @contextmanager
@@ -227,12 +256,24 @@ class PostgresDatabase:
             raise self._unavailable("it did not a moment ago")
         try:
             yield
-        except (self._psycopg.OperationalError, self._timeout) as error:
-            if not isinstance(error, self._psycopg.errors.LockNotAvailable):
-                self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
+        except self._timeout as error:
+            self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
             raise self._unavailable(self._told(error)) from None
+        except self._psycopg.DataError as error:
+            raise InvalidRequestError(
+                f"The catalog cannot hold this: {self._told(error)}."
+            ) from None
         except self._psycopg.Error as error:
+            state = error.sqlstate or ("08000" if self._is_cut(error) else "")
+            if state.startswith(_OUTAGES):
+                self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
+            if state.startswith((*_OUTAGES, _LOCKED)):
+                raise self._unavailable(self._told(error)) from None
             raise StoreError(f"The catalog {self.place} failed: {self._told(error)}.") from None
+
+    def _is_cut(self, error: Exception) -> bool:
+        """Return whether an error without a code of PostgreSQL's is one of the connection's."""
+        return isinstance(error, self._psycopg.OperationalError)
 
     def _unavailable(self, reason: str) -> CatalogUnavailableError:
         return CatalogUnavailableError(
@@ -272,30 +313,33 @@ class PostgresStateLock:
     def share(self) -> None:
         if not self._taken("_shared", PATIENCE_SECONDS):
             raise rekeyed(f"catalog {self._database.place}")
+        self._database.expect_key(any_key=False)
 
     def take_alone(self, patience: float = 0.0) -> None:
         if not self._taken("", patience):
             raise in_use(f"catalog {self._database.place}")
+        self._database.expect_key(any_key=True)
 
     def close(self) -> None:
         self._connection.close()
 
     def _taken(self, kind: str, patience: float) -> bool:
-        """Take the lock, in place of the one that is held; return whether that was possible."""
+        """Give up what is held, and take the lock; return whether that was possible. Two that have
+        it shared and want it alone would else wait for one another."""
         deadline = time.monotonic() + patience
+        if self._held is not None:
+            self._connection.execute(f"SELECT pg_advisory_unlock{self._held}({_USING})")
+            self._held = None
         while True:
             (taken,) = self._connection.execute(
                 f"SELECT pg_try_advisory_lock{kind}({_USING})"
             ).fetchone()
             if taken:
-                break
+                self._held = kind
+                return True
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(TRY_AGAIN_SECONDS)
-        if self._held is not None:
-            self._connection.execute(f"SELECT pg_advisory_unlock{self._held}({_USING})")
-        self._held = kind
-        return True
+            time.sleep(TRY_AGAIN_SECONDS * (0.5 + random.random()))
 
 
 @lru_cache(maxsize=1000)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ TEXT_TABLES = (
     )""",
     "CREATE INDEX words_by_text ON words (number)",
 )
+
+LONGEST_WORD = 256
+"""The most characters of a word: an index of PostgreSQL takes some 2,700 bytes."""
 
 _FIND = """WITH counted AS (
         SELECT count(*)::float8 AS texts, avg(length)::float8 AS length FROM texts
@@ -126,11 +130,15 @@ class Words:
         )
         self._connection.execute("CREATE VIRTUAL TABLE terms USING fts5vocab(texts, 'row')")
 
-    def count(self, text: str) -> dict[str, int]:
-        """Return how often the text has each of its words, by stem."""
+    def count(self, text: str) -> Counter[str]:
+        """Return how often the text has each of its words, by stem; of one that is longer than any
+        language's, its beginning."""
         with self._lock:
             self._connection.execute("INSERT INTO texts (rowid, text) VALUES (1, ?)", (text,))
             try:
-                return dict(self._connection.execute("SELECT term, cnt FROM terms"))
+                counts: Counter[str] = Counter()
+                for word, times in self._connection.execute("SELECT term, cnt FROM terms"):
+                    counts[word[:LONGEST_WORD]] += times
+                return counts
             finally:
                 self._connection.execute("INSERT INTO texts (texts) VALUES ('delete-all')")
