@@ -28,6 +28,7 @@ from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
+from tests.waiting import wait_until
 
 TOLERANCE = 1e-4
 TEXTS = [
@@ -181,7 +182,7 @@ def test_a_chunk_is_stored_where_its_sensitivity_is_not_measured(llm, monkeypatc
 def test_explanations_are_alike(llm, embedded):
     ids = llm.generate_context_cache(TEXTS)
     # what is not in memory, and takes longer to load than to compute, would be computed
-    assert all(embedded.store.get(cache.chunk_key) is not None for cache in ids)
+    wait_until(lambda: all(embedded.store.get(cache.chunk_key) is not None for cache in ids))
     for policy in (
         "full",
         "legolink-4",
