@@ -22,7 +22,7 @@ serve: $(INSTALLED)
 test: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
 
-# The quick tests, with the lines and branches that they reach: a summary, and pages in coverage/.
+# The quick tests, with the lines and branches that they reach: a summary, and pages in htmlcov/.
 coverage: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
 
@@ -107,4 +107,4 @@ postgresql: ELSEWHERE := || ls /usr/lib/postgresql/*/bin/initdb
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
-	rm -rf build dist site docs/reference coverage .coverage*
+	rm -rf build dist site docs/reference htmlcov .coverage*
