@@ -97,6 +97,30 @@ def test_requests_of_other_routers_count() -> None:
     assert chosen(router, outline("name a")) == "r1"
 
 
+def test_own_requests_are_not_others() -> None:
+    """Whether they end before the report that counts them comes, or begin after it was asked
+    for."""
+    router = routers({"a"}, set())
+    ending = router.choose(outline("name a"), 0.0)
+    assert ending is not None
+    router.asked("r0")
+    beginning = router.choose(outline("name a"), 0.0)
+    for decision in (ending, beginning):
+        assert decision is not None
+        assert decision.replica == "r0"
+        router.ended(decision)
+    router.report(
+        "r0",
+        ResidencyReport("e", 1, False, {}, ()),
+        running=2,
+        waiting=0,
+        seconds_per_token=PER_TOKEN,
+    )
+    decision = router.choose(outline("name a"), 0.0)
+    assert decision is not None
+    assert decision.wait == pytest.approx(0.0)
+
+
 def test_own_decisions_are_believed_until_a_report_can_tell() -> None:
     router = routers(set(), set())
     first = chosen(router, outline("new"))

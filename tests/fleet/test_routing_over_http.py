@@ -17,6 +17,7 @@ import pytest
 from kvlinker.base.events import RequestFinished
 from kvlinker.fleet.app import create_router
 from kvlinker.fleet.proxy import MOST_TRIES
+from kvlinker.fleet.router import Router
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 from tests.doors.http.serving import Served, listening, serving, tiny_model, tiny_settings
@@ -77,7 +78,16 @@ def replica(answer: httpx.Response) -> str:
     return answer.headers["x-kvlinker-replica"]
 
 
-def test_requests_go_where_their_chunks_are(router: httpx.Client, servers: list[Served]) -> None:
+def test_requests_go_where_their_chunks_are(
+    router: httpx.Client, servers: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody else asks: a report that is made just when an answer ends may count it."""
+    report = Router.report
+
+    def idle(router: Router, *told: Any, **figures: Any) -> bool:
+        return report(router, *told, **figures | {"running": 0, "waiting": 0})
+
+    monkeypatch.setattr(Router, "report", idle)
     places = {}
     for text in TEXTS:
         made = router.post("/v1/context_caches", json={"chunks": [text]})
@@ -310,6 +320,21 @@ def test_a_stream_that_loses_its_replica_says_so(
         error = error_of([line for line in stream.iter_lines() if line])
     assert error["code"] == "replica_lost"
     assert "Ask again" in error["message"]
+
+
+def test_pages_of_other_origins_may_ask_first(servers: list[Served], settings: Settings) -> None:
+    """A browser's preflight brings no key."""
+    origin = "https://app.example"
+    keyed = settings.model_copy(update={"api_keys": ("key",), "cors_origins": (origin,)})
+    with routing(keyed, servers[0].url) as client:
+        asking = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        allowed = client.options(CHAT, headers=asking)
+        assert allowed.status_code == 200
+        assert allowed.headers["Access-Control-Allow-Origin"] == origin
+        answer = client.post(
+            CHAT, json=asked(), headers={"Origin": origin, "Authorization": "Bearer key"}
+        )
+        assert answer.headers.get_list("Access-Control-Allow-Origin") == [origin]
 
 
 def test_bodies_are_limited_before_they_are_passed_on(router: httpx.Client) -> None:

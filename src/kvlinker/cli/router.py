@@ -15,7 +15,7 @@ from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.settings import Settings
 
 _SETTINGS = (
-    *("host", "port", "api_keys", "admin_keys", "allowed_hosts"),
+    *("host", "port", "api_keys", "admin_keys", "allowed_hosts", "cors_origins"),
     *("request_timeout", "drain_timeout", "log_level", "log_format"),
 )
 

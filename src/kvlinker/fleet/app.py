@@ -13,17 +13,8 @@ from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
-from kvlinker.doors.http.edge.access import HostCheck, KeyCheck, hosts_to_check
-from kvlinker.doors.http.edge.access_log import AccessLog
-from kvlinker.doors.http.edge.connections import BodyTimeout
-from kvlinker.doors.http.edge.draining import Drain, Draining
-from kvlinker.doors.http.edge.errors import (
-    BodyLimit,
-    RequestIds,
-    UnexpectedErrors,
-    add_error_handlers,
-)
-from kvlinker.doors.http.edge.framing import Framing
+from kvlinker.doors.http.edge.draining import Drain
+from kvlinker.doors.http.edge.guards import add_guards
 from kvlinker.doors.http.metrics import CONTENT_TYPE
 from kvlinker.fleet.backends import Backends
 from kvlinker.fleet.metrics import with_replica
@@ -94,24 +85,7 @@ def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | Non
     )
     drain = Drain(settings.drain_timeout)
     app.state.drain = drain
-    app.state.keyed = bool(settings.accepted_keys)
-    hosts = hosts_to_check(settings)
-    app.state.hosts_checked = hosts is not None
-    add_error_handlers(app)
-    # from the innermost to the outermost, as in a server
-    app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
-    app.add_middleware(BodyLimit, limits={})
-    if settings.accepted_keys:
-        app.add_middleware(
-            KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys
-        )
-    if hosts is not None:
-        app.add_middleware(HostCheck, names=hosts)
-    app.add_middleware(UnexpectedErrors)
-    app.add_middleware(Draining, drain=drain)
-    app.add_middleware(Framing)
-    app.add_middleware(AccessLog)
-    app.add_middleware(RequestIds)
+    add_guards(app, settings, drain, body_limits={})
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:

@@ -75,6 +75,7 @@ class Backends:
     async def _reason_against(self, replica: str) -> str | None:
         """Return why a server is to get no requests; None where it is to get some. One that tells
         its health but not what it has in memory gets them by load alone."""
+        self._router.asked(replica)
         try:
             health = await self._get(replica, "/health")
         except httpx.HTTPError as error:
@@ -84,7 +85,7 @@ class Backends:
         view = self._router.replicas[replica]
         asked: dict[str, str | int] = {}
         if view.epoch is not None:
-            asked = {"epoch": view.epoch, "after": view.number}
+            asked = {"epoch": view.epoch, "after": view.report_number}
         try:
             if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
                 self._take(replica, await self._get(replica, "/v1/residency"))

@@ -8,7 +8,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import aclosing
 
 import httpx
 from fastapi.concurrency import run_in_threadpool
@@ -17,10 +18,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
+from kvlinker.doors.http.edge.access import key_of
 from kvlinker.doors.http.edge.access_log import note_replica
 from kvlinker.doors.http.edge.draining import REFUSED_HEADER
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
+    as_messages_error,
     error_body,
     error_response,
     take_request_id,
@@ -169,8 +172,9 @@ class Proxy:
             "headers": headers,
         }
         await send(start)
-        async for piece in _pieces(answer, request.scope):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async with aclosing(_pieces(answer, request.scope)) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -185,7 +189,7 @@ def _kept(
     ]
 
 
-async def _pieces(answer: httpx.Response, scope: Scope) -> AsyncIterator[bytes]:
+async def _pieces(answer: httpx.Response, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Yield a stream as it comes, and an error event where its replica ends half way; or the whole
     of what has been read already."""
     if answer.is_stream_consumed:
@@ -204,17 +208,15 @@ async def _pieces(answer: httpx.Response, scope: Scope) -> AsyncIterator[bytes]:
 def _last_event(scope: Scope) -> bytes:
     """Return the end of a stream whose replica was lost, in the words of its API."""
     error = ReplicaLostError("The replica ended in the middle of the answer. Ask again.")
-    body = error_body(error, scope).error.model_dump()
+    body = error_body(error, scope)
     path = scope["path"]
     if path == "/v1/messages":
-        told = {"type": "error", "error": {"type": "api_error", "message": body["message"]}}
-        return f"\n\nevent: error\ndata: {json.dumps(told)}\n\n".encode()
+        told = as_messages_error(body, error.status, scope).model_dump_json()
+        return f"\n\nevent: error\ndata: {told}\n\n".encode()
     if path == "/v1/responses":
-        told = {"type": "error", "param": None, "sequence_number": 0} | {
-            name: body[name] for name in ("code", "message")
-        }
-        return f"\n\nevent: error\ndata: {json.dumps(told)}\n\n".encode()
-    return f"\n\ndata: {json.dumps({'error': body})}\n\ndata: [DONE]\n\n".encode()
+        told = json.dumps(body.error.model_dump() | {"type": "error", "sequence_number": 0})
+        return f"\n\nevent: error\ndata: {told}\n\n".encode()
+    return f"\n\ndata: {body.model_dump_json()}\n\ndata: [DONE]\n\n".encode()
 
 
 def _is_stream(answer: httpx.Response) -> bool:
@@ -264,8 +266,7 @@ def _outline(request: Request, body: bytes, tenant: str) -> PromptOutline:
 
 def _tenant(request: Request) -> str:
     """Return the tenant of a request's key, as replicas name it."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+    key = key_of(request.headers)
     return tenant_of_key(key) if key else DEFAULT_TENANT
 
 

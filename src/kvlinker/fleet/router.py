@@ -26,6 +26,7 @@ FIRST_SECONDS = 0.05
 """The expected time of a request until some were measured, beyond computing what is missing."""
 
 LEAST_SECONDS = 1e-3
+"""The least that a request takes beyond that, however short it was."""
 
 FIRST_SECONDS_PER_TOKEN = 2e-4
 """The time to compute a token until a replica has told its own."""
@@ -62,7 +63,7 @@ class Replica:
     id: str
     ready: bool = False
     epoch: str | None = None
-    number: int = 0
+    report_number: int = 0
     running: int = 0
     waiting: int = 0
 
@@ -71,6 +72,9 @@ class Replica:
 
     open: int = 0
     """This router's requests under way."""
+
+    counted: int = 0
+    """Those of them that the next report may count: open when it was asked for, or begun since."""
 
 
 class Router:
@@ -112,6 +116,11 @@ class Router:
         """Send requests to a replica, or none."""
         self._replicas[replica].ready = self._ready[self._numbers[replica]] = ready
 
+    def asked(self, replica: str) -> None:
+        """Note that a replica is asked for a report now."""
+        view = self._replicas[replica]
+        view.counted = view.open
+
     def report(
         self,
         replica: str,
@@ -129,10 +138,10 @@ class Router:
         if report.epoch != view.epoch:
             self._index.forget(number)
         self._index.report(number, report.resident, report.gone, whole=report.whole)
-        view.epoch, view.number = report.epoch, report.number
+        view.epoch, view.report_number = report.epoch, report.number
         view.running, view.waiting = running, waiting
         view.chunks = self._index.count(number)
-        self._others[number] = max(0, running + waiting - view.open)
+        self._others[number] = max(0, running + waiting - view.counted)
         if seconds_per_token is not None:
             self._seconds_per_token[number] = seconds_per_token
         return True
@@ -198,7 +207,9 @@ class Router:
 
     def _take(self, decision: Decision, prompt: PromptOutline, number: int, now: float) -> None:
         """Count a request to its replica, and believe that it brings its chunks there."""
-        self._replicas[decision.replica].open += 1
+        view = self._replicas[decision.replica]
+        view.open += 1
+        view.counted += 1
         self._pending[decision.request] = decision.expected + self._seconds
         self._own_wait[number] += self._pending[decision.request]
         self._index.believe(number, [chunk.name for chunk in prompt.chunks], now)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
-from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -28,23 +27,11 @@ from kvlinker.doors.http import (
     tokenize,
 )
 from kvlinker.doors.http.answers import chat, completions
-from kvlinker.doors.http.answers.answering import IGNORED_HEADER
-from kvlinker.doors.http.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
-from kvlinker.doors.http.edge.access_log import AccessLog
-from kvlinker.doors.http.edge.connections import BodyTimeout
-from kvlinker.doors.http.edge.draining import PROBES, Drain, Draining
-from kvlinker.doors.http.edge.errors import (
-    REQUEST_ID_HEADER,
-    BodyLimit,
-    RequestIds,
-    UnexpectedErrors,
-    add_error_handlers,
-    error_model,
-    error_responses,
-    prompt_body_bytes,
-)
-from kvlinker.doors.http.edge.framing import Framing
-from kvlinker.doors.http.edge.routing import HeadRequests, refuse_unknown_query
+from kvlinker.doors.http.edge.access import OPEN_PATHS
+from kvlinker.doors.http.edge.draining import PROBES, Drain
+from kvlinker.doors.http.edge.errors import error_model, error_responses, prompt_body_bytes
+from kvlinker.doors.http.edge.guards import add_guards
+from kvlinker.doors.http.edge.routing import refuse_unknown_query
 from kvlinker.doors.http.fields.parts import UnknownPart
 from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.answers import MessageStreamEvent
@@ -74,12 +61,6 @@ PROMPT_PATHS = (
     "/tokenize",
 )
 """The routes whose bodies hold prompts, and need not be larger than those."""
-
-BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
-"""The methods that pages of other origins may use, where they may call the server at all (CORS)."""
-
-BROWSER_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After", "Server-Timing")
-"""The headers of answers that these pages may read."""
 
 logger = logging.getLogger(__name__)
 
@@ -131,34 +112,12 @@ def create_app(
     app.state.served = ServedModel(
         llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider)
     )
-    app.state.keyed = bool(settings.accepted_keys)
-    hosts = hosts_to_check(settings)
-    app.state.hosts_checked = hosts is not None
-    add_error_handlers(app)
-    # from the innermost to the outermost
-    app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
-    app.add_middleware(
-        BodyLimit, limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len))
+    add_guards(
+        app,
+        settings,
+        drain,
+        body_limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len)),
     )
-    app.add_middleware(HeadRequests)
-    app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
-    if hosts is not None:
-        app.add_middleware(HostCheck, names=hosts)
-    app.add_middleware(UnexpectedErrors)
-    app.add_middleware(Draining, drain=drain)
-    if (
-        settings.cors_origins
-    ):  # keys go in headers, so there are no credentials of the browser's own to be allowed
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=BROWSER_METHODS,
-            allow_headers=["*"],
-            expose_headers=BROWSER_HEADERS,
-        )
-    app.add_middleware(Framing)
-    app.add_middleware(AccessLog)
-    app.add_middleware(RequestIds)
     resources = (
         audit,
         chat,

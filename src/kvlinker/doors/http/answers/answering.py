@@ -24,15 +24,13 @@ from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
+from kvlinker.doors.http.edge.guards import IGNORED_HEADER
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
-
-IGNORED_HEADER = "X-Ignored-Fields"
-"""Names the fields of a request that have no effect with the model that is served."""
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""

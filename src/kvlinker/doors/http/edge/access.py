@@ -113,6 +113,17 @@ def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
     return None if settings.accepted_keys or not is_loopback(settings.host) else (settings.host,)
 
 
+def key_of(headers: Headers) -> str | None:
+    """Return the key that a request brings: ``Authorization`` goes before ``x-api-key``; None for
+    none, or for another scheme than Bearer."""
+    key = headers.get("x-api-key")
+    if "authorization" in headers:
+        scheme, _, key = headers["authorization"].partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+    return None if key is None else key.strip()
+
+
 class KeyCheck:
     """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's
     state."""
@@ -135,16 +146,14 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """Return the caller by the key; None for a missing or unknown one. ``Authorization`` goes
-        before ``x-api-key``. Compares with every key, in constant time."""
+        """Return the caller by the key; None for a missing or unknown one. Compares with every key,
+        in constant time."""
         if not self._callers:
             return OPERATOR
-        key = headers.get("x-api-key", "")
-        if "authorization" in headers:
-            scheme, _, key = headers["authorization"].partition(" ")
-            if scheme.lower() != "bearer":
-                return None
-        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        key = key_of(headers)
+        if key is None:
+            return None
+        given = hashlib.sha256(key.encode("latin-1")).digest()
         found = None
         for digest, caller in self._callers.items():
             if hmac.compare_digest(digest, given):

@@ -19,8 +19,8 @@ from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TA
 from kvlinker.store.catalog.databases.state_lock import (
     PATIENCE_SECONDS,
     TRY_AGAIN_SECONDS,
-    in_use,
-    rekeyed,
+    in_use_error,
+    rekeying_error,
 )
 from kvlinker.store.redaction import place_of, redacted
 
@@ -33,6 +33,9 @@ CONNECT_SECONDS = 3.0
 OUTAGE_SECONDS = 1.0
 """The seconds for which it is then not asked at all: requests learn of an outage without
 waiting."""
+
+LOCK_SECONDS = 10
+"""The seconds that a transaction waits for those before it."""
 
 _CONNECTION: dict[str, Any] = {
     "application_name": "kvlinker",
@@ -51,7 +54,7 @@ _WRITING, _USING = 0x6B766C01, 0x6B766C02
 
 _SESSION = f"""SET search_path TO {SCHEMA};
     SET synchronous_commit = off;
-    SET lock_timeout = '10s';
+    SET lock_timeout = '{LOCK_SECONDS}s';
     SET idle_in_transaction_session_timeout = '30s'"""
 """A server that stops inside a transaction keeps the others waiting for so long. Commits do not
 wait for the disk: ``persist`` does."""
@@ -97,7 +100,7 @@ class PostgresDatabase:
         self._url = url
         self.place = place_of(url)
         self._closed = False
-        self._writing = threading.Lock()  # so that writers that wait take one connection, not all
+        self._writing = threading.Lock()
         self._key: bytes | str | None = _ANY_KEY
         self._asked_again_at = 0.0
         try:
@@ -137,7 +140,7 @@ class PostgresDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
-        with self._errors(), self._writing, self._begun() as connection:
+        with self._errors(), self._in_turn(), self._begun() as connection:
             try:
                 self._check_version(connection)
                 yield PostgresConnection(connection)
@@ -214,6 +217,17 @@ class PostgresDatabase:
                 yield connection
                 return
 
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Let one thread of this server write at a time, so that those that wait take one
+        connection and not all."""
+        if not self._writing.acquire(timeout=LOCK_SECONDS):
+            raise self._unavailable("others have been writing for long")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
     def _create_tables(self) -> None:
         """Make the tables where there are none: statements that change tables would wait for
         transactions of servers at work, and they for this one."""
@@ -264,16 +278,13 @@ class PostgresDatabase:
                 f"The catalog cannot hold this: {self._told(error)}."
             ) from None
         except self._psycopg.Error as error:
-            state = error.sqlstate or ("08000" if self._is_cut(error) else "")
+            cut = isinstance(error, self._psycopg.OperationalError)
+            state = error.sqlstate or ("08000" if cut else "")
             if state.startswith(_OUTAGES):
                 self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
             if state.startswith((*_OUTAGES, _LOCKED)):
                 raise self._unavailable(self._told(error)) from None
             raise StoreError(f"The catalog {self.place} failed: {self._told(error)}.") from None
-
-    def _is_cut(self, error: Exception) -> bool:
-        """Return whether an error without a code of PostgreSQL's is one of the connection's."""
-        return isinstance(error, self._psycopg.OperationalError)
 
     def _unavailable(self, reason: str) -> CatalogUnavailableError:
         return CatalogUnavailableError(
@@ -312,12 +323,12 @@ class PostgresStateLock:
 
     def share(self) -> None:
         if not self._taken("_shared", PATIENCE_SECONDS):
-            raise rekeyed(f"catalog {self._database.place}")
+            raise rekeying_error(f"catalog {self._database.place}")
         self._database.expect_key(any_key=False)
 
     def take_alone(self, patience: float = 0.0) -> None:
         if not self._taken("", patience):
-            raise in_use(f"catalog {self._database.place}")
+            raise in_use_error(f"catalog {self._database.place}")
         self._database.expect_key(any_key=True)
 
     def close(self) -> None:

@@ -28,11 +28,11 @@ class DirectoryLock:
 
     def share(self) -> None:
         if not self._taken(fcntl.LOCK_SH, PATIENCE_SECONDS):
-            raise rekeyed(f"state directory {self._directory}")
+            raise rekeying_error(f"state directory {self._directory}")
 
     def take_alone(self, patience: float = 0.0) -> None:
         if not self._taken(fcntl.LOCK_EX, patience):
-            raise in_use(f"state directory {self._directory}")
+            raise in_use_error(f"state directory {self._directory}")
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -60,12 +60,12 @@ class DirectoryLock:
         )
 
 
-def rekeyed(what: str) -> StoreError:
+def rekeying_error(what: str) -> StoreError:
     """Return the error of who cannot use what another has alone."""
     return StoreError(f"The {what} is being encrypted anew, which takes a while. Wait for its end.")
 
 
-def in_use(what: str) -> StoreError:
+def in_use_error(what: str) -> StoreError:
     """Return the error of who cannot have alone what others use."""
     return StoreError(
         f"The {what} is in use by a server or another command. Stop it first: its key is to change."
