@@ -50,6 +50,7 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
 
     return uvicorn.Config(
         app,
+        loop="asyncio",  # whether uvloop is there or not: its transports buffer in another way
         http=Protocol,
         ws="none",
         lifespan="on",
