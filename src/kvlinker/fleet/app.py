@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Literal
 
 import httpx
 from fastapi import FastAPI, Response
-from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel
 
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
-from kvlinker.doors.http.metrics import CONTENT_TYPE
+from kvlinker.fleet import views
 from kvlinker.fleet.backends import Backends
-from kvlinker.fleet.metrics import with_replica
 from kvlinker.fleet.proxy import Proxy
 from kvlinker.fleet.router import Router
 from kvlinker.settings import Settings
@@ -28,24 +23,6 @@ IDLE_SECONDS = 2.0
 
 ANSWER_SECONDS = 600.0
 """The seconds after which a replica that sends nothing more is given up."""
-
-
-class ReplicaStatus(BaseModel):
-    """How a replica is. Counts are those of its last report."""
-
-    id: str
-    address: str
-    state: Literal["ready", "dead"]
-    running: int
-    waiting: int
-    resident_chunks: int
-    epoch: str | None
-
-
-class FleetStatus(BaseModel):
-    """How all replicas are."""
-
-    replicas: list[ReplicaStatus]
 
 
 def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | None) -> FastAPI:
@@ -100,31 +77,6 @@ def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | Non
         """Tell that the router runs."""
         return {"status": "alive"}
 
-    @app.get("/status")
-    async def status() -> FleetStatus:
-        """Tell how all replicas are."""
-        return FleetStatus(
-            replicas=[
-                ReplicaStatus(
-                    id=view.id,
-                    address=backends.urls[view.id],
-                    state="ready" if view.ready else "dead",
-                    running=view.running,
-                    waiting=view.waiting,
-                    resident_chunks=view.chunks,
-                    epoch=view.epoch,
-                )
-                for view in router.replicas.values()
-            ]
-        )
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Tell the metrics of all replicas that are ready, each with its label."""
-        ready = [view.id for view in router.replicas.values() if view.ready]
-        texts = await asyncio.gather(*map(backends.metrics, ready))
-        told = dict(zip(ready, texts, strict=True))
-        return Response(with_replica(told), media_type=CONTENT_TYPE)
-
+    app.include_router(views.routes(router, backends))
     app.router.default = Proxy(router, backends, client)
     return app

@@ -7,7 +7,8 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,7 +20,21 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """The seconds after which a server that does not answer a poll gets no more requests."""
 
+ReplicaState = Literal["starting", "ready", "draining", "dead"]
+"""``starting``: has not answered yet. ``dead``: does not answer any more, or its engine has
+failed."""
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How a server was when it was last asked: ``reason`` tells why it gets no requests, and is
+    None where it does; ``pid`` is None until it has told it."""
+
+    state: ReplicaState = "starting"
+    reason: str | None = "was not asked yet"
+    pid: int | None = None
 
 
 class Backends:
@@ -36,6 +51,9 @@ class Backends:
         self.urls: Mapping[str, str] = {urlsplit(url).netloc: url.rstrip("/") for url in urls}
         self.keyed = api_key is not None
         """True if the servers tell tenants by their keys."""
+        self.seen = dict.fromkeys(self.urls, Seen())
+        """How each replica was when it was last asked."""
+
         self._asked: set[asyncio.Task[None]] = set()
         for replica in self.urls:
             router.add(replica)
@@ -53,16 +71,17 @@ class Backends:
 
     async def ask(self, replica: str) -> None:
         """Ask one server now."""
-        was_ready = self._router.replicas[replica].ready
-        reason = await self._reason_against(replica)
-        self._router.set_ready(replica, reason is None)
-        if was_ready != (reason is None):
+        before = self.seen[replica]
+        state, reason = await self._state(replica)
+        now = self.seen[replica] = replace(self.seen[replica], state=state, reason=reason)
+        self._router.set_ready(replica, state == "ready")
+        if now.state != before.state:
             logger.info("Replica %s: %s", replica, reason or "ready")
 
-    async def metrics(self, replica: str) -> str:
-        """Return a server's metrics; nothing where it does not tell them."""
+    async def text(self, replica: str, path: str) -> str:
+        """Return what a server answers at a path; nothing where it does not."""
         with suppress(httpx.HTTPError):
-            answer = await self._get(replica, "/metrics")
+            answer = await self._get(replica, path)
             if answer.status_code == httpx.codes.OK:
                 return answer.text
         return ""
@@ -72,16 +91,18 @@ class Backends:
             await asyncio.sleep(POLL_SECONDS)
             await self.ask(replica)
 
-    async def _reason_against(self, replica: str) -> str | None:
-        """Return why a server is to get no requests; None where it is to get some. One that tells
-        its health but not what it has in memory gets them by load alone."""
+    async def _state(self, replica: str) -> tuple[ReplicaState, str | None]:
+        """Return how a server is, and why it is to get no requests. One that tells its health but
+        not what it has in memory gets them by load alone."""
         self._router.asked(replica)
+        gone: ReplicaState = "starting" if self.seen[replica].state == "starting" else "dead"
         try:
             health = await self._get(replica, "/health")
         except httpx.HTTPError as error:
-            return f"does not answer ({type(error).__name__})"
+            return gone, f"does not answer ({type(error).__name__})"
         if health.status_code != httpx.codes.OK:
-            return f"not ready (HTTP {health.status_code})"
+            state = "draining" if b'"draining"' in health.content else gone
+            return state, f"not ready (HTTP {health.status_code})"
         view = self._router.replicas[replica]
         asked: dict[str, str | int] = {}
         if view.epoch is not None:
@@ -91,7 +112,7 @@ class Backends:
                 self._take(replica, await self._get(replica, "/v1/residency"))
         except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
             logger.debug("Replica %s does not tell what it has: %r", replica, error)
-        return None
+        return "ready", None
 
     def _take(self, replica: str, answer: httpx.Response) -> bool:
         """Hand a report to the router; returns False where the whole has to be asked for."""
@@ -107,6 +128,7 @@ class Backends:
         )
         seconds = told["seconds_per_token"]
         self.keyed = bool(told["keyed"])
+        self.seen[replica] = replace(self.seen[replica], pid=int(told["pid"]))
         return self._router.report(
             replica,
             report,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from hashlib import sha256
+from socket import gethostname
 
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import use_weight
@@ -124,6 +126,16 @@ class Inventory:
             TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier))
             for tier in self._all_tiers
         )
+
+    def places(self) -> dict[str, str]:
+        """Return a name, which tells nothing, for the place of each tier outside memory: stores
+        whose places have the same name share the tier."""
+        return {
+            tier.name: sha256(
+                f"{'' if tier.shared else gethostname()} {tier.speed_name}".encode()
+            ).hexdigest()[:16]
+            for tier in self._tiers[1:]
+        }
 
     def check(self) -> tuple[TierCheck, ...]:
         """Read and verify every stored copy, drop the damaged ones, and return one result per

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -25,7 +26,7 @@ class ResidencyBody(ResponseBody):
     ``resident`` gives the names of each chunk, by chunk key: ids of context caches, and digests of
     texts with their tenant. ``running`` and ``waiting`` count requests; ``seconds_per_token`` is
     the time to compute one token of a prompt, null where it was not measured yet; ``keyed`` tells
-    whether tenants have keys.
+    whether tenants have keys, and ``pid`` is the server's process.
     """
 
     epoch: str
@@ -37,6 +38,7 @@ class ResidencyBody(ResponseBody):
     waiting: int
     seconds_per_token: float | None
     keyed: bool
+    pid: int
 
 
 @router.get("", responses=error_responses(403))
@@ -63,4 +65,5 @@ def residency(
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
+        pid=os.getpid(),
     )

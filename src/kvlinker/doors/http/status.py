@@ -52,13 +52,15 @@ class PromptTokenCounts(ResponseBody):
 
 
 class TierStatus(ResponseBody):
-    """A tier's fill level and measured bandwidth; null where nothing was measured yet."""
+    """A tier's fill level and measured bandwidth; null where nothing was measured yet. Servers that
+    tell the same ``place`` share the tier; null for memory."""
 
     name: str
     used_bytes: int
     budget_bytes: int
     chunks: int
     bytes_per_second: float | None
+    place: str | None
 
 
 class ServerStatus(ResponseBody):
@@ -117,7 +119,7 @@ def status(served: ServedModelParam) -> ServerStatus:
     """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to
     answer."""
     llm = served.llm
-    load, bandwidths = llm.current_load(), llm.bandwidths()
+    load, bandwidths, places = llm.current_load(), llm.bandwidths(), llm.store.places()
     return ServerStatus(
         model=llm.model_name,
         max_model_len=llm.max_model_len,
@@ -139,6 +141,7 @@ def status(served: ServedModelParam) -> ServerStatus:
                 budget_bytes=tier.budget_bytes,
                 chunks=tier.chunks,
                 bytes_per_second=bandwidths.get(tier.name),
+                place=places.get(tier.name),
             )
             for tier in llm.tiers()
         ],

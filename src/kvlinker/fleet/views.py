@@ -1,0 +1,154 @@
+"""Shows a fleet as one server: ``/status`` and ``/metrics`` of all replicas, with their sums."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ValidationError
+
+from kvlinker.doors.http.metrics import CONTENT_TYPE
+from kvlinker.doors.http.status import (
+    PromptTokenCounts,
+    RequestCounts,
+    ServerStatus,
+    SlotCounts,
+    TierStatus,
+)
+from kvlinker.fleet.backends import Backends, ReplicaState
+from kvlinker.fleet.metrics import FleetMetrics
+from kvlinker.fleet.router import Router
+
+
+class ReplicaStatus(BaseModel):
+    """How a replica is. Counts are those of its last report, ``pid`` and ``epoch`` null until
+    there is one; ``reason`` tells why it gets no requests, null where it does."""
+
+    id: str
+    pid: int | None
+    address: str
+    state: ReplicaState
+    running: int
+    waiting: int
+    resident_chunks: int
+    epoch: str | None
+    reason: str | None
+
+
+class FleetStatus(ServerStatus):
+    """What all replicas together are, in the words of a server, and how each of them is."""
+
+    replicas: list[ReplicaStatus]
+
+
+def routes(router: Router, backends: Backends) -> APIRouter:
+    """Return the routes that show what ``backends`` tell, and what ``router`` knows of them."""
+    shown = APIRouter()
+    sums, started_at = FleetMetrics(), int(time.time())
+
+    def ready() -> list[str]:
+        return [view.id for view in router.replicas.values() if view.ready]
+
+    @shown.get("/status")
+    async def status() -> FleetStatus:
+        """Tell how all replicas are."""
+        texts = await asyncio.gather(*(backends.text(each, "/status") for each in ready()))
+        return FleetStatus(
+            **summed(read_statuses(texts), started_at).model_dump(),
+            replicas=[
+                ReplicaStatus(
+                    id=view.id,
+                    pid=backends.seen[view.id].pid,
+                    address=backends.urls[view.id],
+                    state=backends.seen[view.id].state,
+                    running=view.running,
+                    waiting=view.waiting,
+                    resident_chunks=view.chunks,
+                    epoch=view.epoch,
+                    reason=backends.seen[view.id].reason,
+                )
+                for view in router.replicas.values()
+            ],
+        )
+
+    @shown.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Tell the metrics of all replicas that are ready, each with its label, and their sums."""
+        asked = ready()
+        texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
+        told = dict(zip(asked, texts, strict=True))
+        return Response(sums.exposition(told), media_type=CONTENT_TYPE)
+
+    return shown
+
+
+def read_statuses(texts: Iterable[str]) -> list[ServerStatus]:
+    """Read what servers answer at /status, without what is none."""
+    statuses = []
+    for text in texts:
+        with suppress(ValidationError):
+            statuses.append(ServerStatus.model_validate_json(text))
+    return statuses
+
+
+def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
+    """Return what servers are together: sums of what is counted, names where they differ in a row,
+    the least of what limits them. Without servers, there is nothing since ``started_at``."""
+
+    def names(values: Iterable[str]) -> str:
+        return ", ".join(dict.fromkeys(values))
+
+    rates = [each.prefill_tokens_per_second for each in statuses]
+    known_rates = [rate for rate in rates if rate is not None]
+    return ServerStatus(
+        model=names(each.model for each in statuses),
+        max_model_len=min((each.max_model_len for each in statuses), default=0),
+        policy=names(each.policy for each in statuses),
+        started_at=min((each.started_at for each in statuses), default=started_at),
+        requests=RequestCounts(
+            running=sum(each.requests.running for each in statuses),
+            waiting=sum(each.requests.waiting for each in statuses),
+            finished=sum(each.requests.finished for each in statuses),
+        ),
+        kv_slots=SlotCounts(
+            used=sum(each.kv_slots.used for each in statuses),
+            total=sum(each.kv_slots.total for each in statuses),
+        ),
+        prompt_tokens=PromptTokenCounts(
+            cached=sum(each.prompt_tokens.cached for each in statuses),
+            recomputed=sum(each.prompt_tokens.recomputed for each in statuses),
+            fresh=sum(each.prompt_tokens.fresh for each in statuses),
+        ),
+        output_tokens=sum(each.output_tokens for each in statuses),
+        prefill_tokens_per_second=sum(known_rates) if known_rates else None,
+        kv_bytes_per_token=max((each.kv_bytes_per_token for each in statuses), default=0),
+        disk_codec=names(each.disk_codec for each in statuses),
+        tiers=_tiers([tier for each in statuses for tier in each.tiers]),
+    )
+
+
+def _tiers(told: Sequence[TierStatus]) -> list[TierStatus]:
+    """Return the tiers by name, those that several servers share once."""
+    joined = []
+    for name in dict.fromkeys(tier.name for tier in told):
+        places: dict[str | int, TierStatus] = {}
+        for number, tier in enumerate(told):
+            if tier.name == name:
+                places[number if tier.place is None else tier.place] = tier
+        rates = [tier.bytes_per_second for tier in told if tier.name == name]
+        known_rates = [rate for rate in rates if rate is not None]
+        joined.append(
+            TierStatus(
+                name=name,
+                used_bytes=sum(tier.used_bytes for tier in places.values()),
+                budget_bytes=sum(tier.budget_bytes for tier in places.values()),
+                chunks=sum(tier.chunks for tier in places.values()),
+                bytes_per_second=min(known_rates, default=None),
+                place=next(iter(places.values())).place if len(places) == 1 else None,
+            )
+        )
+    return joined
