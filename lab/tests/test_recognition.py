@@ -10,7 +10,7 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.evaluation.joining import find_template
+from kvlinker_lab.joining import find_template
 from kvlinker_lab.recognition import COLUMNS, run_recognition
 from tests.toy_models import loaded_model
 

@@ -19,8 +19,8 @@ from kvlinker.base.types.tenants import tenant_of_key
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel, served
-from kvlinker.quality.evaluation.statistics import mann_whitney
 from kvlinker.quality.progress import Progress, silent
+from kvlinker_lab.statistics import mann_whitney
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM

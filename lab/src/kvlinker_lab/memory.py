@@ -32,11 +32,11 @@ from kvlinker.quality.bench.harness.measurement import (
     cache_chunks,
     first_token,
     greedy_request,
-    peak_memory,
 )
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
+from kvlinker_lab.processes import peak_memory
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM

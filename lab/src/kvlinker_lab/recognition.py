@@ -21,17 +21,17 @@ from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examples import REFERENCE, Question
-from kvlinker.quality.evaluation.joining import (
+from kvlinker.quality.evaluation.metrics import METRICS, best_score
+from kvlinker.quality.evaluation.statistics import mean_interval
+from kvlinker.quality.progress import Progress, silent
+from kvlinker.service.audit.next_token import agree, kl_divergence
+from kvlinker_lab.joining import (
     JoinedPrompt,
     Recognised,
     Template,
     find_template,
     recognise,
 )
-from kvlinker.quality.evaluation.metrics import METRICS, best_score
-from kvlinker.quality.evaluation.statistics import mean_interval
-from kvlinker.quality.progress import Progress, silent
-from kvlinker.service.audit.next_token import agree, kl_divergence
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM

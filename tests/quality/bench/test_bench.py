@@ -2,9 +2,6 @@
 at."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +11,7 @@ from typer.testing import CliRunner
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli import app
 from kvlinker.quality.bench.decode import run_decode
-from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step, peak_memory
+from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step
 from kvlinker.quality.bench.harness.report import Report
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -134,15 +131,6 @@ def test_a_step_brings_a_token_for_every_request():
     assert median_step([0.0, 0.1, 1.0, 1.1, 3.0, 3.1, 4.0], requests=2) == 1.0
     with pytest.raises(InvalidRequestError, match="smaller batches"):
         median_step([0.0, 0.1], requests=2)
-
-
-def test_processes_that_have_ended_have_no_memory():
-    assert peak_memory() > 2**20
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert peak_memory(process.pid) == 0  # nobody has asked for its status yet
-    process.wait()
-    assert peak_memory(process.pid) == 0
 
 
 def test_reports_become_json_and_plots(tmp_path):

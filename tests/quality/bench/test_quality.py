@@ -168,23 +168,6 @@ def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings
     )
 
 
-def test_deviations_add_rows_with_their_layers(subject, settings, data):
-    options = QualityOptions((data,), ("full", "naive"), max_tokens=2, deviation=True)
-    rows = run_quality(subject, settings, options).report.rows
-    inside = {
-        (row["policy"], row["metric"]): row
-        for row in rows
-        if row["task"] == "all" and "layers" in row
-    }
-    assert set(inside) == {
-        (p, m) for p in ("full", "naive") for m in ("kv_deviation", "attention_deviation")
-    }
-    assert inside["full", "kv_deviation"]["layers"] == [0, 0, 0]
-    assert inside["naive", "kv_deviation"]["layers"][1] > 0
-    with pytest.raises(InvalidRequestError, match="one request at a time"):
-        run_quality(subject, settings, replace(options, concurrency=2))
-
-
 def test_nothing_to_ask_is_an_error_that_says_why(subject, data):
     with pytest.raises(
         InvalidRequestError, match=r"No example could be asked\. 6 skipped: record 5: 'passages' is"
@@ -288,7 +271,6 @@ def test_the_command_says_what_it_skipped(data):
         (["--json", "no/such/folder/q.json"], "no/such/folder"),
         (["--split", "sentence"], "Invalid value for '--split'"),
         (["--limit", "0"], "Invalid value for '--limit'"),
-        (["--deviation", "--concurrency", "4"], "one request at a time"),
         (["--generation-context", "nowhere"], "generation-context"),
     ],
 )
@@ -319,8 +301,3 @@ def test_formats_of_weights_are_compared_with_full_of_the_first(subject, setting
             for found, policy in ((alone, "full"), (measured.report.rows, "full@int4"))
         ]
         assert scores[0] == scores[1]
-
-
-def test_deviations_of_several_formats_are_refused(subject, settings, data):
-    with pytest.raises(InvalidRequestError, match="formats"):
-        run_quality(subject, settings, QualityOptions((data,), deviation=True), {"auto": subject})

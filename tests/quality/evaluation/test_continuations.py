@@ -11,7 +11,6 @@ from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import Example, ExampleAnswer, Scored, Skipped
-from kvlinker.quality.evaluation.inspection import EngineInspector
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import WINDOW, make_continuation, make_example, results_of
 from tests.toy_models import loaded_model
@@ -95,16 +94,3 @@ def test_they_are_journaled_beside_answers(llm, tmp_path):
         assert len(results_of(outcome, kind)) == len(POLICIES)
     nobody: Any = None
     assert list(evaluate(nobody, examples, POLICIES, journal=Journal(path, {}))) == first
-
-
-def test_deviations_are_those_of_the_same_prompt(llm):
-    inspector = EngineInspector(llm, loaded_model("llama"))
-    outcome = Examiner(llm, inspector=inspector).examine(
-        make_continuation(), ("full", "naive", "random-50")
-    )
-    full, naive, half = (result.deviation for result in results_of(outcome, Scored))
-    assert full is not None
-    assert naive is not None
-    assert half is not None
-    assert set(full.kv) == {0.0}
-    assert 0 < half.kv[-1] < naive.kv[-1]

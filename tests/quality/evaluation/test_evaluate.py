@@ -8,7 +8,7 @@ import pytest
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
-from kvlinker.quality.evaluation.examples import Deviation, ExampleAnswer, Scored, Skipped
+from kvlinker.quality.evaluation.examples import ExampleAnswer, Scored, Skipped
 from tests.quality.evaluation.conftest import make_example, results_of
 
 POLICIES = ("full", "naive", "legolink-4")
@@ -107,9 +107,7 @@ def test_skipped_examples_are_not_journaled(llm, tmp_path):
 @pytest.mark.parametrize("own", [{"text": "a\nb"}, {"loss": 1 / 3}])
 def test_results_survive_the_journal_with_all_their_fields(tmp_path, own):
     kind = ExampleAnswer if "text" in own else Scored
-    result = kind(
-        "d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own, deviation=Deviation((0.1, 0.2), (0.3, 1 / 3))
-    )
+    result = kind("d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own)
     Journal(tmp_path / "run.jsonl", {"a": (1,)}).add([result])
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive"]) == (result,)
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive", "full"]) is None

@@ -2,17 +2,13 @@
 
 import pytest
 
-from kvlinker.quality.evaluation.examples import Deviation, ExampleAnswer, Scored
+from kvlinker.quality.evaluation.examples import ExampleAnswer, Scored
 from kvlinker.quality.evaluation.task_scores import task_scores
 from tests.quality.evaluation.conftest import make_continuation, make_example
 
 
-def result(
-    example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None
-):
-    return ExampleAnswer(
-        example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation
-    )
+def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0):
+    return ExampleAnswer(example.digest, policy, cached, recomputed, agreement, kl, text)
 
 
 def answered():
@@ -73,15 +69,6 @@ def test_differences_from_full_are_paired():
 def test_one_task_has_no_second_total():
     (one, *_) = answered()
     assert {score.task for score in task_scores([one], ["full"])} == {"even"}
-
-
-def test_deviations_are_scored_by_layer():
-    example = make_example()
-    results = [result(example, "full", "x", deviation=Deviation((0.1, 0.3), (0.0, 1.0)))]
-    rows = by_name(task_scores([(example, results)], ["full"]))
-    assert rows["even", "full", "kv_deviation"].score == pytest.approx(0.2)
-    assert rows["even", "full", "kv_deviation"].layers == (0.1, 0.3)
-    assert rows["even", "full", "attention_deviation"].layers == (0.0, 1.0)
 
 
 def test_continuations_are_scored_by_their_loss():

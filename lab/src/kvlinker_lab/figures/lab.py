@@ -26,9 +26,9 @@ from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examiner import ask
 from kvlinker.quality.evaluation.examples import Question
-from kvlinker.quality.evaluation.inspection import EngineInspector
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
+from kvlinker_lab.inspection import EngineInspector
 
 SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
 """The reader's tasks whose answers need several passages together, as those of multi-hop data sets

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 
 from kvlinker.quality.bench.decode import decode_case
-from kvlinker.quality.bench.harness.measurement import peak_memory
 from kvlinker_lab.peers.peer import LinkingPeer, Task, find_peer
+from kvlinker_lab.processes import peak_memory
 
 COMPARED_TOKENS = 64
 """The length of the text whose log probabilities show whether peers run the same model."""

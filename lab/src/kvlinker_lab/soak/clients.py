@@ -27,11 +27,11 @@ from kvlinker.quality.bench.load.endpoint import Endpoint
 from kvlinker.quality.bench.load.prompts import (
     CachedDocuments,
     DocumentForm,
-    MarkedDocuments,
     PlainDocuments,
 )
 from kvlinker.quality.bench.load.traffic import Conversation, make_conversations
 from kvlinker_lab.soak.library import Library
+from kvlinker_lab.soak.marked import MarkedDocuments
 from kvlinker_lab.soak.plan import SoakPlan
 from kvlinker_lab.soak.retrying import retried
 

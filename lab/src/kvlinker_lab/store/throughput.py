@@ -13,17 +13,13 @@ from pathlib import Path
 import torch
 
 from kvlinker.base.events import Events
-from kvlinker.quality.bench.harness.files import (
-    chunk_files,
-    copy_seconds,
-    read_seconds,
-    total_bytes,
-)
+from kvlinker.quality.bench.harness.files import chunk_files
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format.codecs import find_codec
+from kvlinker_lab.store.files import copy_seconds, read_seconds, total_bytes
 from kvlinker_lab.store.rows import store_row
 
 

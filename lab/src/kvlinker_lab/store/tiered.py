@@ -12,12 +12,13 @@ from typing import Any
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.prompting.segments import Prompt
-from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache, read_seconds
+from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import TENANT
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, FirstTokenTime, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.store.loading.prompt_load import Urgency
+from kvlinker_lab.store.files import read_seconds
 
 
 @dataclass(frozen=True, slots=True)

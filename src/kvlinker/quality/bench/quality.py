@@ -57,7 +57,6 @@ COLUMNS = (
 CHANGE_RESULTS = (
     "max_tokens",
     "truncate",
-    "deviation",
     "codec",
     "generation_context",
     "system_prompt",
@@ -96,8 +95,6 @@ class QualityOptions:
     """The longest answer in tokens, in place of the questions' own limits."""
     truncate: bool = False
     """True to take passages out of contexts over the window; else these examples are skipped."""
-    deviation: bool = False
-    """True to measure deviations inside the model, too."""
     concurrency: int = 1
     """Examples at once; above 1 is faster, but rounding then differs from run to run."""
     codec: str = "raw"
@@ -193,9 +190,6 @@ def quality(
             "--truncate", help="Take passages from the middle of contexts over the window."
         ),
     ] = False,
-    deviation: Annotated[
-        bool, typer.Option("--deviation", help="Measure KV and attention deviation by layer, too.")
-    ] = False,
     concurrency: Annotated[
         int,
         typer.Option(
@@ -225,7 +219,6 @@ def quality(
         chunk_tokens=chunk_tokens,
         max_tokens=max_tokens,
         truncate=truncate,
-        deviation=deviation,
         concurrency=concurrency,
         codec=codec,
         resume=resume,
@@ -260,17 +253,10 @@ def run_quality(
     and when no example could be asked.
     """
     from kvlinker.quality.evaluation.examiner import FORMAT_MARK, Examiner
-    from kvlinker.quality.evaluation.inspection import EngineInspector
     from kvlinker.store.format.codecs import find_codec
 
     codec = find_codec(options.codec)
     rouge_scorer()  # where it is missing, better now than after the run
-    if options.deviation and options.concurrency > 1:
-        raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
-    if options.deviation and others:
-        raise InvalidRequestError(
-            "Deviations are measured for one format of weights: leave --formats out."
-        )
     asked = [f"{policy}{FORMAT_MARK}{form}" for form in others for policy in options.policies]
     options = replace(options, policies=(*options.policies, *asked))
     contexts = {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
@@ -287,7 +273,6 @@ def run_quality(
             llm,
             max_tokens=options.max_tokens,
             truncate=options.truncate,
-            inspector=EngineInspector(llm, subject.loaded) if options.deviation else None,
             one_by_one=options.concurrency == 1,
             codec=codec,
         )
@@ -391,7 +376,7 @@ def score_row(score: TaskScore) -> Row:
     }
     if score.metric == "loss":
         row["perplexity"] = exp(score.score)
-    return row | {"layers": list(score.layers)} if score.layers else row
+    return row
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:

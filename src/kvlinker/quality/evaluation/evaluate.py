@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.evaluation.examples import (
-    Deviation,
     Example,
     ExampleAnswer,
     ExampleResults,
@@ -125,8 +124,4 @@ class Journal:
 
 
 def _result(fields: dict[str, Any]) -> Result:
-    inside = fields.pop("deviation")
-    kind = Scored if "loss" in fields else ExampleAnswer
-    return kind(
-        **fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"]))
-    )
+    return Scored(**fields) if "loss" in fields else ExampleAnswer(**fields)

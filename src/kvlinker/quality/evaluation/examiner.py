@@ -26,7 +26,6 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.examples import (
     REFERENCE,
     Continuation,
-    Deviation,
     Example,
     ExampleAnswer,
     ExampleResults,
@@ -35,7 +34,6 @@ from kvlinker.quality.evaluation.examples import (
     Scored,
     Skipped,
 )
-from kvlinker.quality.evaluation.inspection import Inspector, LayerView, deviation
 from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
 from kvlinker.store import ContextCache
 from kvlinker.store.format.byte_source import BufferSource
@@ -59,8 +57,6 @@ class Examiner:
     truncate: bool = False
     """True to take passages from the middle of contexts over the window, as LongBench does; else
     these are skipped."""
-    inspector: Inspector | None = None
-    """Measures deviations, too."""
     one_by_one: bool = True
     """True to cache chunks one after the other, so that every run computes the same batches, and so
     the same bits."""
@@ -101,11 +97,6 @@ class Examiner:
         trial = self._trial(example)
         full = trial.run(REFERENCE)
         other_trials = {form: other._trial(example) for form, other in self.others.items()}
-        full_views = (
-            self.inspector.inspect_prompt(trial.prompt(), REFERENCE)
-            if self.inspector is not None
-            else ()
-        )
         results = []
         for policy in policies:
             name, _, form = policy.partition(FORMAT_MARK)
@@ -122,7 +113,6 @@ class Examiner:
                     recomputed_tokens=run.usage.recomputed_tokens,
                     agreement=fmean(agree(*pair) for pair in compared),
                     kl=fmean(kl_divergence(*pair) for pair in compared),
-                    deviation=self._deviation(trial, policy, full_views),
                 )
             )
         return tuple(results)
@@ -166,17 +156,6 @@ class Examiner:
 
     def _policy(self, name: str) -> str | Policy:
         return self.unregistered.get(name, name)
-
-    def _deviation(self, trial: Trial, policy: str, full: Sequence[LayerView]) -> Deviation | None:
-        if self.inspector is None:
-            return None
-        prompt = trial.prompt()
-        views = (
-            full
-            if policy == REFERENCE
-            else self.inspector.inspect_prompt(prompt, self._policy(policy))
-        )
-        return deviation(full, views, prompt.cached)
 
     def _fitting(
         self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]
@@ -253,10 +232,6 @@ class Trial(Protocol):
     """Holds one example as a prompt of context caches, to be run under one policy after the
     other."""
 
-    def prompt(self) -> Prompt:
-        """Return the example's prompt."""
-        ...
-
     def run(self, policy: str | Policy) -> PolicyRun:
         """Run the prompt under a policy."""
         ...
@@ -297,9 +272,6 @@ class QuestionTrial:
         grammar = AnswerGrammar.choice(question.choices) if question.choices else None
         return cls(llm, messages, limit, question.first_line, grammar)
 
-    def prompt(self) -> Prompt:
-        return self.llm.chat_prompt(self.messages)
-
     def run(self, policy: str | Policy) -> PolicyRun:
         answer = self.ask(policy)
         return PolicyRun(
@@ -338,9 +310,6 @@ class ContinuationTrial:
 
     llm: LLM
     parts: Sequence[ContentPart]
-
-    def prompt(self) -> Prompt:
-        return self.llm.completion_prompt(self.parts)
 
     def run(self, policy: str | Policy) -> PolicyRun:
         scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)

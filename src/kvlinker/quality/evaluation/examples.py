@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -86,22 +86,6 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
-    """Says how far a linked prompt is from a full prefill inside the model, layer by layer
-    (CacheBlend, section 4.1).
-
-    All norms are L2. The paper divides by nothing; here, layers and models can be compared.
-    """
-
-    kv: tuple[float, ...]
-    """‖KV − KV_full‖ / ‖KV_full‖ of a token that a chunk cache holds, over keys and values of all
-    heads; the mean over these tokens."""
-    attention: tuple[float, ...]
-    """‖A − A_full‖ of a query's attention on all tokens; the mean over heads and the prompt's last
-    tokens."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     """Holds what all results have."""
 
@@ -114,8 +98,6 @@ class _Result:
     """The share of the compared tokens for which the most likely one is full's."""
     kl: float
     """The mean divergence of the compared tokens' distributions from full's, in nats."""
-    deviation: Deviation | None = field(default=None, kw_only=True)
-    """None where deviations were not asked for."""
 
     @property
     def recomputed_fraction(self) -> float:

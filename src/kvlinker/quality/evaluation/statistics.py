@@ -1,20 +1,18 @@
-"""Computes confidence intervals, rank correlations and tests, with scipy."""
+"""Computes confidence intervals with scipy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from kvlinker.quality.libraries import bench_library
 from kvlinker.service.audit.statistics import Interval
 
 LEVEL = 0.95
 MEAN_RESAMPLES = 2000
-CORRELATION_RESAMPLES = 500
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
@@ -27,86 +25,12 @@ def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     sample = np.asarray(values, dtype=np.float64)
     if (sample == sample[0]).all():
         return Interval(float(sample[0]), float(sample[0]))
-    return _percentile_bootstrap(
+    return percentile_bootstrap(
         sample, np.mean, resamples=MEAN_RESAMPLES, seed=seed, vectorized=True
     )
 
 
-def spearman(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Return Spearman's rank correlation of two samples [n], equal values sharing their mean rank.
-
-    None where it is not defined: for fewer than two values, and where all values of a sample are
-    equal.
-    """
-    samples = [np.asarray(sample, dtype=np.float64) for sample in (first, second)]
-    if any(len(np.unique(sample)) < 2 for sample in samples):
-        return None
-    return float(bench_library("scipy.stats").spearmanr(*samples).statistic)
-
-
-@dataclass(frozen=True, slots=True)
-class Correlation:
-    """Spearman's rank correlation of ``n`` points with its 95% confidence interval."""
-
-    n: int
-    """Number of points."""
-    value: float | None
-    """The correlation, from -1 to 1; None where one of the two samples never changes."""
-    interval: Interval
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"not defined (n = {self.n})"
-        shown = f"{self.value:.2f} [{self.interval.low:.2f}, {self.interval.high:.2f}]"
-        return (
-            shown
-            if self.interval.low > 0 or self.interval.high < 0
-            else f"{shown} (no clear effect)"
-        )
-
-
-def grouped_correlation(
-    first: Sequence[float], second: Sequence[float], groups: Sequence[int], *, seed: int = 0
-) -> Correlation:
-    """Correlate two samples [n] by rank, with an interval from a percentile bootstrap over whole
-    ``groups`` [n].
-
-    Points of one group, such as the chunks of one example, are not independent: so 500 resamples
-    draw groups. A resample whose correlation is not defined counts as 0.
-    """
-    points, members = np.array([first, second], dtype=np.float64), np.asarray(groups)
-    value = spearman(*points)
-    if value is None:
-        return Correlation(len(members), None, Interval(0.0, 0.0))
-    points_of = [np.flatnonzero(members == group) for group in np.unique(members)]
-    if len(points_of) == 1:
-        return Correlation(len(members), value, Interval(value, value))
-
-    def resampled(drawn: NDArray[np.int64]) -> float:
-        return spearman(*points[:, np.concatenate([points_of[group] for group in drawn])]) or 0.0
-
-    interval = _percentile_bootstrap(
-        np.arange(len(points_of)),
-        resampled,
-        resamples=CORRELATION_RESAMPLES,
-        seed=seed,
-        vectorized=False,
-    )
-    return Correlation(len(members), value, interval)
-
-
-def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the two-sided p of the Mann-Whitney U test, in its normal approximation: how probable
-    it is that two samples of one distribution differ as much as these do."""
-    if len({*first, *second}) == 1:
-        return 1.0
-    test = bench_library("scipy.stats").mannwhitneyu(
-        first, second, use_continuity=False, method="asymptotic"
-    )
-    return float(test.pvalue)
-
-
-def _percentile_bootstrap(
+def percentile_bootstrap(
     sample: NDArray[Any],
     statistic: Callable[..., Any],
     *,
@@ -114,6 +38,7 @@ def _percentile_bootstrap(
     seed: int,
     vectorized: bool,
 ) -> Interval:
+    """Bound the statistic of a sample by the percentile bootstrap, seeded."""
     found = bench_library("scipy.stats").bootstrap(
         (sample,),
         statistic,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,8 +17,8 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Holds the mean of one metric over the examples of a task; higher is better, but for losses
-    and deviations."""
+    """Holds the mean of one metric over the examples of a task; higher is better, but for
+    losses."""
 
     policy: str
     dataset: str
@@ -37,8 +37,6 @@ class TaskScore:
     recomputed_fraction: float
     agreement: float
     kl: float
-    layers: tuple[float, ...] = ()
-    """Means by layer, for metrics that have them."""
 
 
 _ByPolicy = tuple[Example, dict[str, Result]]
@@ -101,7 +99,6 @@ def _scores_of(
             recomputed_fraction=fmean(result.recomputed_fraction for result in results),
             agreement=fmean(result.agreement for result in results),
             kl=fmean(result.kl for result in results),
-            layers=_layers(results, name),
         )
 
 
@@ -126,30 +123,4 @@ def _measures(example: Example, result: Result, full: Result) -> dict[str, float
             measures[name] = similarity(metric, result.text, full.text)
     else:
         measures["loss"] = result.loss
-    if result.deviation is not None:
-        for name, by_layer in DEVIATIONS.items():
-            measures[name] = fmean(by_layer(result))
     return measures
-
-
-def _layers(results: Sequence[Result], metric: str) -> tuple[float, ...]:
-    if metric not in DEVIATIONS:
-        return ()
-    return tuple(fmean(layer) for layer in zip(*map(DEVIATIONS[metric], results), strict=True))
-
-
-def _kv_by_layer(result: Result) -> tuple[float, ...]:
-    assert result.deviation is not None
-    return result.deviation.kv
-
-
-def _attention_by_layer(result: Result) -> tuple[float, ...]:
-    assert result.deviation is not None
-    return result.deviation.attention
-
-
-DEVIATIONS: dict[str, Callable[[Result], tuple[float, ...]]] = {
-    "kv_deviation": _kv_by_layer,
-    "attention_deviation": _attention_by_layer,
-}
-"""Deviations by layer, by metric; results have them only where they were asked for."""

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvlinker.quality.bench.load.prompts import (
     CachedDocuments,
-    MarkedDocuments,
     PlainDocuments,
     PrefixIndex,
     write_request,
@@ -51,17 +50,6 @@ def test_documents_as_context_caches() -> None:
     ]
     assert body["link"] == {"policy": "legolink-16"}
     assert body["max_tokens"] == 5
-
-
-def test_documents_as_marked_texts() -> None:
-    body = write_request(CONVERSATION, [], MarkedDocuments(TEXTS, "naive"), model="m")
-    mark = {"type": "ephemeral"}
-    assert body["messages"][1]["content"] == [
-        {"type": "text", "text": "C.", "cache_control": mark},
-        {"type": "text", "text": "A.", "cache_control": mark},
-        {"type": "text", "text": "Which?"},
-    ]
-    assert body["link"] == {"policy": "naive"}
 
 
 def test_the_longest_known_beginning_comes_first() -> None:

@@ -15,11 +15,11 @@ from kvlinker.linking import Evidence, Policy, highest, parse_policy, share
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.evaluation.examples import Question
-from kvlinker.quality.evaluation.inspection import attention_deviation, kv_distance
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker_lab.figures.drawing import by_family, family_of
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab, OpenReader
+from kvlinker_lab.inspection import attention_deviation, kv_distance
 
 RATIOS = (2, 5, 10, 20, 30, 50)
 """Percentages of the tokens that are recomputed."""

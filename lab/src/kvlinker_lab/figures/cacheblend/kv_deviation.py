@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from kvlinker.linking import highest, share
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.evaluation.inspection import kv_distance
-from kvlinker.quality.evaluation.statistics import mean_interval, spearman
+from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
+from kvlinker_lab.inspection import kv_distance
+from kvlinker_lab.statistics import spearman
 
 EXAMPLES = 105
 TOP, WIDER_TOP = 10, 15

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.evaluation.statistics import Correlation, grouped_correlation
 from kvlinker_lab.figures.cachecraft.new_contexts import ORDERS, OTHERS, PARTS, reuses
 from kvlinker_lab.figures.cachecraft.scatter import binned
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
+from kvlinker_lab.statistics import Correlation, grouped_correlation
 
 EXAMPLES = 50
 BINS = 5

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.evaluation.statistics import grouped_correlation
 from kvlinker_lab.figures.cachecraft.new_contexts import reuses
 from kvlinker_lab.figures.cachecraft.scatter import binned, line_through_zero
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
+from kvlinker_lab.statistics import grouped_correlation
 
 EXAMPLES = 28
 BINS = 8

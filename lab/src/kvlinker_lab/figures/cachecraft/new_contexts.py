@@ -12,7 +12,6 @@ from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.policies.cachecraft import context_impact, order_penalty, prefix_overlap
 from kvlinker.prompting.segments import Prompt
-from kvlinker.quality.evaluation.inspection import relative_kv_distance
 from kvlinker_lab.figures.cachecraft.earlier_prompts import (
     ContextOrder,
     asked,
@@ -20,6 +19,7 @@ from kvlinker_lab.figures.cachecraft.earlier_prompts import (
     scores_of,
 )
 from kvlinker_lab.figures.lab import Lab, OpenReader
+from kvlinker_lab.inspection import relative_kv_distance
 
 MOST_CHUNKS = 10
 FEWEST_CHUNKS = 4

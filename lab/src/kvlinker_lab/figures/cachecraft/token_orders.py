@@ -9,11 +9,11 @@ from typing import Any
 
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.evaluation.inspection import attention_deviation, relative_kv_distance
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker_lab.figures.cachecraft.earlier_prompts import ContextOrder, EarlierPrompts, asked
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
+from kvlinker_lab.inspection import attention_deviation, relative_kv_distance
 
 EXAMPLES = 56
 PERCENTS = (10, 30, 50, 70)

@@ -1,4 +1,4 @@
-"""Measures first tokens and steps of decoding, competitors in turn, memory, and a machine's
+"""Measures first tokens and steps of decoding, competitors in turn, and a machine's
 limits."""
 
 from __future__ import annotations
@@ -7,11 +7,9 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -189,22 +187,6 @@ def median_step(arrivals: Sequence[float], *, requests: int = 1) -> float:
             "No step was decoded by all requests together: ask for smaller batches."
         )
     return statistics.median(steps)
-
-
-def peak_memory(process: int | Literal["self"] = "self") -> int:
-    """Return the most bytes of a process that were resident at once; 0 for one that has ended.
-
-    Raises InvalidRequestError but on Linux.
-    """
-    if not Path("/proc/self/status").exists():
-        raise InvalidRequestError(
-            "Peak memory is known on Linux alone: there is no /proc/self/status here."
-        )
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def in_turn(

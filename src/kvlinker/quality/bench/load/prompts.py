@@ -63,26 +63,6 @@ class PlainDocuments:
         return "".join([*(self.texts[document] for document in documents), text])
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedDocuments:
-    """Writes documents as marked texts, of which the server makes context caches by itself."""
-
-    texts: Sequence[str]
-    policy: str
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return {"link": {"policy": self.policy}}
-
-    def content(self, documents: Sequence[int], text: str) -> Content:
-        mark = {"type": "ephemeral"}
-        parts = [
-            {"type": "text", "text": self.texts[document], "cache_control": mark}
-            for document in documents
-        ]
-        return [*parts, {"type": "text", "text": text}] if text else parts
-
-
 def write_request(
     conversation: Conversation, answers: Sequence[str], form: DocumentForm, *, model: str
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.linking import Policy, as_policy
 from kvlinker.llm import LLM, Answer, Message
 from kvlinker.prompting.segments import Prompt
-from kvlinker.quality.evaluation.examples import Deviation
 
 LAST_QUERIES = 16
 """Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention
@@ -50,18 +49,6 @@ class LayerView:
     """Values, [kv_heads, tokens, head_dim]."""
     attention: Tensor
     """The attention of the prompt's last tokens on all tokens, [heads, queries, tokens], fp32."""
-
-
-class Inspector(Protocol):
-    """Runs one prompt under a policy while nothing else runs, and shows all layers."""
-
-    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
-        """Show the layers of a conversation."""
-        ...
-
-    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
-        """Show the layers of a prompt."""
-        ...
 
 
 class EngineInspector:
@@ -189,20 +176,6 @@ def _in_order(
         key[:, at] = found if rotary is None else rotary.shifted(found, view.offset)
         value[:, at] = values
     return key, value
-
-
-def deviation(
-    full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]
-) -> Deviation:
-    """Measure how far a prompt under a policy is from the same under ``full``.
-
-    ``cached`` [tokens] marks the tokens that a chunk cache holds.
-    """
-    held = np.flatnonzero(cached)
-    relative = relative_kv_distance(full, other)[:, held]
-    return Deviation(
-        kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other)
-    )
 
 
 def relative_kv_distance(

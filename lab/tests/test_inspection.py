@@ -1,16 +1,18 @@
 """What is seen inside the engine, against the models' own attention and KV."""
 
-import numpy as np
 import pytest
 import torch
 
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.llm import LLM
-from kvlinker.quality.evaluation.examiner import Examiner
-from kvlinker.quality.evaluation.examples import ExampleAnswer
-from kvlinker.quality.evaluation.inspection import LAST_QUERIES, EngineInspector, deviation
 from kvlinker.settings import load_settings
-from tests.quality.evaluation.conftest import make_example, results_of
+from kvlinker_lab.inspection import (
+    LAST_QUERIES,
+    EngineInspector,
+    attention_deviation,
+    relative_kv_distance,
+)
+from tests.quality.evaluation.conftest import make_example
 from tests.toy_models import loaded_model
 
 FAMILIES = (
@@ -61,29 +63,28 @@ def test_a_full_prefill_shows_the_models_own_attention(family):
 def test_linked_prompts_deviate_where_they_must(family):
     loaded, llm = family
     messages = messages_of(llm, make_example())
-    prompt = llm.chat_prompt(messages)
-    cached = np.zeros(len(prompt), dtype=np.bool_)
-    for span in prompt.spans:
-        cached[span.start : span.end] = True
+    cached = llm.chat_prompt(messages).cached
     inspector = EngineInspector(llm, loaded)
     full = inspector.inspect(messages, "full")
-    found = {
-        policy: deviation(full, inspector.inspect(messages, policy), cached)
+    views = {
+        policy: inspector.inspect(messages, policy)
         for policy in ("full", "prefix", "random-50", "cacheblend-50", "query-50", "naive")
     }
+    kv = {
+        policy: relative_kv_distance(full, seen)[:, cached].mean(axis=1)
+        for policy, seen in views.items()
+    }
+    attention = {policy: attention_deviation(full, seen) for policy, seen in views.items()}
     layers = len(loaded.layers)
-    assert found["full"].kv == found["full"].attention == (0.0,) * layers
-    assert found["naive"].kv[0] < 1e-6  # first-layer KV depends on token and position alone
-    assert found["naive"].attention[0] < 1e-6
+    assert tuple(kv["full"]) == attention["full"] == (0.0,) * layers
+    assert kv["naive"][0] < 1e-6  # first-layer KV depends on token and position alone
+    assert attention["naive"][0] < 1e-6
     for layer in range(1, layers):
-        assert found["prefix"].kv[layer] < 1e-5
-        assert 1e-4 < found["random-50"].kv[layer] < found["naive"].kv[layer]
-        assert found["naive"].attention[layer] > 1e-5
-    for policy in (
-        "cacheblend-50",
-        "query-50",
-    ):  # the one narrows between layers, the other runs twice
-        assert 1e-4 < found[policy].kv[-1] < found["naive"].kv[-1]
+        assert kv["prefix"][layer] < 1e-5
+        assert 1e-4 < kv["random-50"][layer] < kv["naive"][layer]
+        assert attention["naive"][layer] > 1e-5
+    for policy in ("cacheblend-50", "query-50"):  # one narrows between layers, one runs twice
+        assert 1e-4 < kv[policy][-1] < kv["naive"][-1]
 
 
 def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):
@@ -95,17 +96,4 @@ def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):
     inspector = EngineInspector(llm, loaded)
     full, lego = (inspector.inspect(messages, policy) for policy in ("full", "legolink-16"))
     assert full[0].attention.shape[1] == lego[0].attention.shape[1] == fresh
-    assert deviation(full, lego, np.ones(len(prompt), dtype=np.bool_)).attention[0] < 1e-6
-
-
-def test_results_carry_deviations_when_they_are_wanted(family):
-    loaded, llm = family
-    outcome = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(
-        make_example(), ("full", "naive")
-    )
-    full, naive = (result.deviation for result in results_of(outcome, ExampleAnswer))
-    assert full is not None
-    assert naive is not None
-    assert set(full.kv) == {0.0}
-    assert max(naive.kv) > 0
-    assert len(naive.attention) == len(loaded.layers)
+    assert attention_deviation(full, lego)[0] < 1e-6

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.quality.evaluation.inspection import (
+from kvlinker_lab.inspection import (
     LayerView,
     attention_deviation,
-    deviation,
     kv_distance,
+    relative_kv_distance,
 )
 
 TOKENS, HEADS = 3, 2
@@ -38,10 +38,10 @@ def test_distances_of_tokens_are_over_keys_values_and_heads():
     np.testing.assert_allclose(kv_distance(FULL, OTHER), expected, rtol=1e-6)
 
 
-def test_the_mean_is_relative_and_over_cached_tokens():
-    found = deviation(FULL, OTHER, np.array([False, True, True]))
-    assert found.kv == pytest.approx((0.5, 0.55))
-    assert found.attention == attention_deviation(FULL, OTHER) == pytest.approx((0, 2**0.5))
+def test_relative_distances_are_shares_of_full():
+    expected = np.array([[0, 1, 0], [0, 0.1, 1]])
+    np.testing.assert_allclose(relative_kv_distance(FULL, OTHER), expected, rtol=1e-6)
+    assert attention_deviation(FULL, OTHER) == pytest.approx((0, 2**0.5))
 
 
 def test_only_queries_that_both_have_are_compared():

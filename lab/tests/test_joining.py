@@ -10,8 +10,8 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.messages import ChatMessage, Content, MarkedText
-from kvlinker.quality.evaluation import joining
-from kvlinker.quality.evaluation.joining import Recognised, Template, find_template, recognise
+from kvlinker_lab import joining
+from kvlinker_lab.joining import Recognised, Template, find_template, recognise
 
 PASSAGES = ["First passage.\n\n", "  The second one."]
 

@@ -1,0 +1,16 @@
+"""Documents as marked texts."""
+
+from kvlinker.quality.bench.load.prompts import write_request
+from kvlinker_lab.soak.marked import MarkedDocuments
+from tests.quality.bench.load.test_prompts import CONVERSATION, TEXTS
+
+
+def test_documents_as_marked_texts() -> None:
+    body = write_request(CONVERSATION, [], MarkedDocuments(TEXTS, "naive"), model="m")
+    mark = {"type": "ephemeral"}
+    assert body["messages"][1]["content"] == [
+        {"type": "text", "text": "C.", "cache_control": mark},
+        {"type": "text", "text": "A.", "cache_control": mark},
+        {"type": "text", "text": "Which?"},
+    ]
+    assert body["link"] == {"policy": "naive"}
