@@ -147,6 +147,24 @@ def test_conversations_go_on_where_they_were() -> None:
         router.ended(decision)
 
 
+def test_a_replica_that_leaves_is_forgotten_with_its_last_request() -> None:
+    router = routers({"a"}, set())
+    decision = router.choose(outline("name a"), 0.0)
+    assert decision is not None
+    assert decision.replica == "r0"
+    router.remove("r0")
+    assert chosen(router, outline("name a")) == "r1"
+    assert chosen(router, outline("name a"), without=("r0",)) == "r1"
+    assert list(router.replicas) == ["r0", "r1"]
+    router.ended(decision)
+    assert list(router.replicas) == ["r1"]
+    router.add("r2")
+    router.set_ready("r2", True)
+    other = router.choose(outline("name a"), 0.0, without=("r0", "r1"))
+    assert other is not None
+    assert (other.replica, other.resident, other.wait) == ("r2", 0, 0.0)
+
+
 def test_equal_costs_are_spread() -> None:
     router = routers(set(), set(), set(), set())
     sent = [chosen(router, PromptOutline()) for _ in range(40)]

@@ -16,6 +16,7 @@ import pytest
 
 from kvlinker.base.events import RequestFinished
 from kvlinker.fleet.app import create_router
+from kvlinker.fleet.backends import Find, always
 from kvlinker.fleet.proxy import MOST_TRIES
 from kvlinker.fleet.router import Router
 from kvlinker.llm import LLM
@@ -43,7 +44,15 @@ def servers(tmp_path: Path) -> Iterator[list[Served]]:
 def routing(
     settings: Settings, *urls: str, api_key: str | None = None, **headers: str
 ) -> Iterator[httpx.Client]:
-    app = create_router(urls, settings, api_key=api_key)
+    with routing_to(always(urls), settings, api_key, **headers) as client:
+        yield client
+
+
+@contextmanager
+def routing_to(
+    find: Find, settings: Settings, api_key: str | None = None, **headers: str
+) -> Iterator[httpx.Client]:
+    app = create_router(find, settings, api_key=api_key)
     with (
         listening(app, settings) as url,
         httpx.Client(base_url=url, timeout=PATIENCE, headers=headers) as client,
@@ -106,6 +115,28 @@ def test_requests_go_where_their_chunks_are(
 def status(router: httpx.Client) -> list[dict[str, Any]]:
     replicas: list[dict[str, Any]] = router.get("/status").json()["replicas"]
     return replicas
+
+
+def test_servers_come_and_go(servers: list[Served], settings: Settings) -> None:
+    """One that is found no more gets requests until it ends; then it is forgotten."""
+    found = [servers[0].url]
+
+    async def find() -> list[str]:
+        if not found:
+            raise OSError("nobody tells")
+        return found
+
+    with routing_to(find, settings) as client:
+        first = replica(client.post(CHAT, json=asked()))
+        assert servers[0].url.endswith(first)
+        found[:] = [server.url for server in servers]
+        wait_until(lambda: [each["state"] for each in status(client)] == ["ready"] * 2)
+        found.clear()
+        assert replica(client.post(CHAT, json=asked()))
+        found[:] = [servers[1].url]
+        servers[0].llm.close()
+        wait_until(lambda: len(status(client)) == 1)
+        assert servers[1].url.endswith(replica(client.post(CHAT, json=asked())))
 
 
 def test_streams_and_other_routes_pass_through(router: httpx.Client) -> None:

@@ -57,8 +57,9 @@ def router(
         from kvlinker.doors.http.edge.access_log import logging_to_stderr
         from kvlinker.doors.http.edge.connections import EngineServer, server_config
         from kvlinker.fleet.app import create_router
+        from kvlinker.fleet.backends import always
 
-        app = create_router(backend, settings, api_key=api_key)
+        app = create_router(always(backend), settings, api_key=api_key)
         listener.listen()
         console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
         console.print(f"Routing to {len(backend)} servers at {url_of(listener)}")

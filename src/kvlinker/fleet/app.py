@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
 from kvlinker.fleet import views
-from kvlinker.fleet.backends import Backends
+from kvlinker.fleet.backends import Backends, Find
 from kvlinker.fleet.proxy import Proxy
 from kvlinker.fleet.router import Router
 from kvlinker.settings import Settings
@@ -25,8 +25,8 @@ ANSWER_SECONDS = 600.0
 """The seconds after which a replica that sends nothing more is given up."""
 
 
-def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | None) -> FastAPI:
-    """Make an app that passes requests on to the servers at ``urls``, which it asks with
+def create_router(find: Find, settings: Settings, *, api_key: str | None) -> FastAPI:
+    """Make an app that passes requests on to the servers that ``find`` finds, which it asks with
     ``api_key``. Keys, hosts, bodies and slow clients are checked before anything is passed on."""
     router = Router()
     client = httpx.AsyncClient(
@@ -41,7 +41,7 @@ def create_router(urls: Sequence[str], settings: Settings, *, api_key: str | Non
         # what a replica sets is for its client, not for all
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
     )
-    backends = Backends(urls, router, client, api_key)
+    backends = Backends(find, router, client, api_key)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,6 +24,9 @@ ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """``starting``: has not answered yet. ``dead``: does not answer any more, or its engine has
 failed."""
 
+Find = Callable[[], Awaitable[Iterable[str]]]
+"""Returns the addresses of all servers that there are now."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,42 +40,59 @@ class Seen:
     pid: int | None = None
 
 
+def always(urls: Iterable[str]) -> Find:
+    """Return what finds the same servers at all times."""
+    known = tuple(urls)
+
+    async def find() -> Iterable[str]:
+        return known
+
+    return find
+
+
 class Backends:
     """Asks servers, and tells the router. Belongs to one event loop."""
 
     def __init__(
-        self, urls: Sequence[str], router: Router, client: httpx.AsyncClient, api_key: str | None
+        self, find: Find, router: Router, client: httpx.AsyncClient, api_key: str | None
     ) -> None:
-        """``urls`` are the servers' addresses; their hosts and ports are the replicas' ids. Each
-        is asked with ``api_key``, an admin's, if they want one."""
+        """The hosts and ports of the addresses that ``find`` returns are the replicas' ids. Each is
+        asked with ``api_key``, an admin's, if they want one."""
+        self._find = find
         self._router = router
         self._client = client
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self.urls: Mapping[str, str] = {urlsplit(url).netloc: url.rstrip("/") for url in urls}
+        self.urls: dict[str, str] = {}
+        """The address of each replica."""
+
         self.keyed = api_key is not None
         """True if the servers tell tenants by their keys."""
-        self.seen = dict.fromkeys(self.urls, Seen())
+        self.seen: dict[str, Seen] = {}
         """How each replica was when it was last asked."""
 
-        self._asked: set[asyncio.Task[None]] = set()
-        for replica in self.urls:
-            router.add(replica)
+        self._found: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Ask all servers once, and then every second until ``stop``."""
-        await asyncio.gather(*map(self.ask, self.urls))
-        self._asked = {asyncio.create_task(self._follow(replica)) for replica in self.urls}
+        """Find all servers and ask them once, and then every second until ``stop``."""
+        await self._look()
+        self._begin(self._look_forever())
 
     async def stop(self) -> None:
         """Ask no more."""
-        for task in self._asked:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ask(self, replica: str) -> None:
         """Ask one server now."""
+        if replica not in self.urls:
+            return
         before = self.seen[replica]
         state, reason = await self._state(replica)
+        if replica not in self.urls:
+            return
         now = self.seen[replica] = replace(self.seen[replica], state=state, reason=reason)
         self._router.set_ready(replica, state == "ready")
         if now.state != before.state:
@@ -86,10 +106,41 @@ class Backends:
                 return answer.text
         return ""
 
-    async def _follow(self, replica: str) -> None:
+    async def _look_forever(self) -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Find servers, and begin to ask the new ones."""
+        try:
+            found = {urlsplit(url).netloc: url.rstrip("/") for url in await self._find()}
+        except Exception as error:  # whatever finds them: those that are known go on
+            logger.warning("Replicas cannot be found for now: %r", error)
+            return
+        self._found = set(found)
+        new = {replica: url for replica, url in found.items() if replica not in self.urls}
+        for replica, url in new.items():
+            self.urls[replica] = url
+            self.seen[replica] = Seen()
+            self._router.add(replica)
+        await asyncio.gather(*map(self.ask, new))
+        for replica in new:
+            self._begin(self._follow(replica))
+
+    async def _follow(self, replica: str) -> None:
+        """Ask a server until it is neither found any more nor answers."""
+        while replica in self._found or self.seen[replica].state in ("ready", "draining"):
+            await asyncio.sleep(POLL_SECONDS)
             await self.ask(replica)
+        del self.urls[replica], self.seen[replica]
+        self._router.remove(replica)
+        logger.info("Replica %s: is gone", replica)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _state(self, replica: str) -> tuple[ReplicaState, str | None]:
         """Return how a server is, and why it is to get no requests. One that tells its health but
@@ -103,6 +154,8 @@ class Backends:
         if health.status_code != httpx.codes.OK:
             state = "draining" if b'"draining"' in health.content else gone
             return state, f"not ready (HTTP {health.status_code})"
+        if replica not in self.urls:  # it was removed meanwhile
+            return "dead", "is gone"
         view = self._router.replicas[replica]
         asked: dict[str, str | int] = {}
         if view.epoch is not None:

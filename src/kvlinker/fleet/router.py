@@ -76,6 +76,9 @@ class Replica:
     counted: int = 0
     """Those of them that the next report may count: open when it was asked for, or begun since."""
 
+    leaving: bool = False
+    """True if it is forgotten when the last of this router's requests has ended."""
+
 
 class Router:
     """Keeps the view of all replicas, and decides. Belongs to one thread, or one event loop. Times
@@ -85,6 +88,7 @@ class Router:
         self._replicas: dict[str, Replica] = {}
         self._ids: list[str] = []
         self._numbers: dict[str, int] = {}
+        self._unused: list[int] = []  # numbers of replicas that were removed
         self._index = ResidencyIndex()
         self._requests = 0
         self._pending: dict[int, float] = {}  # expected seconds of requests without a first byte
@@ -103,14 +107,22 @@ class Router:
 
     def add(self, replica: str) -> None:
         """Know a replica, which is not ready until ``set_ready`` says so."""
-        if replica not in self._replicas:
-            self._numbers[replica] = len(self._ids)
-            self._ids.append(replica)
-            self._replicas[replica] = Replica(replica)
-            self._ready = np.append(self._ready, False)
-            self._own_wait = np.append(self._own_wait, 0.0)
-            self._others = np.append(self._others, 0.0)
-            self._seconds_per_token = np.append(self._seconds_per_token, FIRST_SECONDS_PER_TOKEN)
+        if replica in self._replicas:
+            self._replicas[replica].leaving = False
+            return
+        number = self._unused.pop() if self._unused else self._new_number()
+        self._ids[number] = replica
+        self._numbers[replica] = number
+        self._replicas[replica] = Replica(replica)
+        self._ready[number] = False
+        self._own_wait[number] = self._others[number] = 0.0
+        self._seconds_per_token[number] = FIRST_SECONDS_PER_TOKEN
+
+    def remove(self, replica: str) -> None:
+        """Know a replica no more, once its last request has ended; it gets no others."""
+        self.set_ready(replica, False)
+        self._replicas[replica].leaving = True
+        self._forget_if_gone(replica)
 
     def set_ready(self, replica: str, ready: bool) -> None:
         """Send requests to a replica, or none."""
@@ -152,7 +164,7 @@ class Router:
         """Decide where a request goes that is sent now, but to none of ``without``; None where no
         replica is ready."""
         possible = self._ready.copy()
-        possible[[self._numbers[replica] for replica in without]] = False
+        possible[[self._numbers[each] for each in without if each in self._numbers]] = False
         if not possible.any():
             return None
         known, resident = self._known(prompt, now)
@@ -187,6 +199,23 @@ class Router:
         """Note that a request has ended, however it did."""
         self._settle(decision)
         self._replicas[decision.replica].open -= 1
+        self._forget_if_gone(decision.replica)
+
+    def _new_number(self) -> int:
+        self._ids.append("")
+        self._ready = np.append(self._ready, False)
+        self._own_wait = np.append(self._own_wait, 0.0)
+        self._others = np.append(self._others, 0.0)
+        self._seconds_per_token = np.append(self._seconds_per_token, 0.0)
+        return len(self._ids) - 1
+
+    def _forget_if_gone(self, replica: str) -> None:
+        view = self._replicas[replica]
+        if view.leaving and not view.open:
+            number = self._numbers.pop(replica)
+            del self._replicas[replica]
+            self._index.forget(number)
+            self._unused.append(number)
 
     def _known(
         self, prompt: PromptOutline, now: float

@@ -71,7 +71,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
                     epoch=view.epoch,
                     reason=backends.seen[view.id].reason,
                 )
-                for view in router.replicas.values()
+                for view in map(router.replicas.__getitem__, backends.urls)
             ],
         )
 
