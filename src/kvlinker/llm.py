@@ -156,7 +156,7 @@ class LLM(ContextCacheCalls, PromptCalls):
             implicit_caches=settings.implicit_caches,
         )
         started.callback(self.caches.close)
-        self.residency = Residency(self.store)
+        self.residency = Residency(self.store, kv_bytes_per_token=self.engine.kv_bytes_per_token)
         self.events.subscribe(self.residency.listen)
         self.policy_manager = PolicyManager(
             settings, self.engine, self.events, model=self.model_name, decode=self._decode

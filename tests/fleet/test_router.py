@@ -8,16 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, TierCost
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import BELIEVED_SECONDS
-from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, Router
+from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, UNMEASURED_SHARE, Router
 
 PER_TOKEN = 1e-3
 
 
 def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
+
+
+def known(*names: str, tier: str = MEMORY) -> KnownChunk:
+    return KnownChunk((tier,), names)
 
 
 def outline(*names: str, tokens: int = 500, beginnings: tuple[str, ...] = ()) -> PromptOutline:
@@ -36,7 +40,7 @@ def routers(*resident: set[str], running: tuple[int, ...] = ()) -> Router:
         router.set_ready(replica, True)
         assert router.report(
             replica,
-            ResidencyReport("e", 1, True, {digest(key): (f"name {key}",) for key in keys}, ()),
+            ResidencyReport("e", 1, True, {digest(key): known(f"name {key}") for key in keys}, ()),
             running=running[number] if running else 0,
             waiting=0,
             seconds_per_token=PER_TOKEN,
@@ -64,12 +68,74 @@ def test_most_resident_chunks_win_in_any_order() -> None:
     assert decision.reason == "r1: 2 of 3 chunks"
 
 
+TIERS = {"disk": TierCost(0.2 * PER_TOKEN), "redis": TierCost(0.4 * PER_TOKEN, "redis 1")}
+
+
+def tell(router: Router, replica: str, tiers: dict[str, TierCost], **places: str) -> None:
+    """Report which tier, or tiers with ``+`` between them, has each of these chunks."""
+    chunks = {
+        digest(key): KnownChunk(tuple(tier.split("+")), (f"name {key}",))
+        for key, tier in places.items()
+    }
+    report = ResidencyReport("e", 1, True, chunks, ())
+    assert router.report(
+        replica, report, running=0, waiting=0, seconds_per_token=PER_TOKEN, tiers=tiers
+    )
+
+
+def test_what_can_be_loaded_costs_less_than_computing_and_more_than_memory() -> None:
+    router = routers(set(), set(), set())
+    tell(router, "r1", TIERS, a="disk", b="disk")
+    tell(router, "r2", TIERS, c="memory")
+    decision = router.choose(outline("name a", "name b", "name c"), 0.0)
+    assert decision is not None
+    assert decision.reason == "r1: 0 of 3 chunks, 2 to load"
+    assert decision.expected == pytest.approx((500 + 2 * 0.2 * 500) * PER_TOKEN)
+    tell(router, "r2", TIERS, a="memory")
+    assert chosen(router, outline("name a")) == "r2"
+
+
+def test_what_one_replica_has_in_a_shared_tier_all_have_that_use_it() -> None:
+    router = routers(set(), set(), set())
+    elsewhere = {"redis": TierCost(0.1 * PER_TOKEN, "redis 2")}
+    tell(router, "r0", TIERS, a="memory+redis")
+    tell(router, "r1", TIERS)
+    tell(router, "r2", elsewhere)
+    decision = router.choose(outline("name a"), 0.0, without={"r0"})
+    assert decision is not None
+    assert decision.reason == "r1: 0 of 1 chunks, 1 to load"
+    assert decision.expected == pytest.approx(0.4 * 500 * PER_TOKEN)
+    tell(router, "r0", TIERS)
+    tell(router, "r1", TIERS)
+    gone = router.choose(outline("name a"), BELIEVED_SECONDS, without={"r0"})
+    assert gone is not None
+    assert gone.expected == pytest.approx(500 * PER_TOKEN)
+
+
+def test_a_tier_that_takes_longer_than_computing_counts_as_computing() -> None:
+    router = routers(set(), set())
+    tell(router, "r0", {"disk": TierCost(3 * PER_TOKEN)}, a="disk")
+    decision = router.choose(outline("name a"), 0.0, without={"r1"})
+    assert decision is not None
+    assert decision.expected == pytest.approx(500 * PER_TOKEN)
+    assert decision.reason == "r0: 0 of 1 chunks"
+
+
+def test_a_tier_that_was_not_measured_counts_as_half_of_computing() -> None:
+    router = routers(set(), set())
+    tell(router, "r0", {"disk": TierCost(None)}, a="disk")
+    decision = router.choose(outline("name a"), 0.0)
+    assert decision is not None
+    assert decision.replica == "r0"
+    assert decision.expected == pytest.approx(UNMEASURED_SHARE * 500 * PER_TOKEN)
+
+
 def test_a_name_that_one_replica_tells_is_known_of_all() -> None:
     router = routers({"a"}, set())
     assert chosen(router, outline("name a")) == "r0"
     router.report(
         "r1",
-        ResidencyReport("e", 2, False, {digest("a"): ()}, ()),
+        ResidencyReport("e", 2, False, {digest("a"): known()}, ()),
         running=0,
         waiting=0,
         seconds_per_token=PER_TOKEN,
@@ -184,10 +250,15 @@ def test_another_run_of_a_replica_has_nothing_of_before() -> None:
     router = routers({"a"}, set())
     restarted = ResidencyReport("e2", 5, False, {}, ())
     assert not told(router, restarted), "the whole is asked for"
-    assert told(router, ResidencyReport("e2", 5, True, {digest("b"): ("name b",)}, ()))
+    assert told(router, ResidencyReport("e2", 5, True, {digest("b"): known("name b")}, ()))
     decision = router.choose(outline("name a", "name b"), 0.0)
     assert decision is not None
     assert decision.resident == 1
+
+
+def has(router: Router, number: int, name: str) -> bool:
+    copies = router._index.copies(name, 0.0)
+    return number in copies.replicas or number in copies.believed
 
 
 @given(
@@ -209,11 +280,7 @@ def test_nothing_is_lost_and_the_least_cost_wins(
             replica: (router._own_wait[number] - least) / (1 + least / long)
             + MISS_WEIGHT
             * PER_TOKEN
-            * sum(
-                chunk.tokens
-                for chunk in wanted.chunks
-                if number not in router._index.holders(chunk.name, 0.0)
-            )
+            * sum(chunk.tokens for chunk in wanted.chunks if not has(router, number, chunk.name))
             for number, replica in enumerate(router.replicas)
         }
         decision = router.choose(wanted, 0.0)

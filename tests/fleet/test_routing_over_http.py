@@ -112,6 +112,27 @@ def test_requests_go_where_their_chunks_are(
     assert router.post(CHAT, json=asked(*places)).json()["choices"] == straight["choices"]
 
 
+def test_a_chunk_on_disk_draws_requests_too(tmp_path: Path, settings: Settings) -> None:
+    """Where each server has a disk of its own, and one of them little memory."""
+    with ExitStack() as stack:
+        servers = []
+        for number, memory in enumerate((256 * 2**20, 2**17)):
+            own = tiny_settings(
+                tmp_path / f"server {number}", host_memory=memory, implicit="marked"
+            )
+            servers.append(stack.enter_context(serving(LLM.from_model(tiny_model(), own), own)))
+        small = servers[1]
+        document = {"documents": [{"text": TEXTS[0] * 2}]}
+        for text in (TEXTS[0] * 2, *(other * 2 for other in TEXTS[1:])):
+            small.post(CHAT, asked(documents=[{"text": text}]))
+        small.llm.store.flush()
+        report = small.llm.residency.report()
+        assert {chunk.tiers for chunk in report.chunks.values()} >= {("disk",), ("memory",)}
+        client = stack.enter_context(routing(settings, *(server.url for server in servers)))
+        wait_until(lambda: all(each["epoch"] for each in status(client)))
+        assert replica(client.post(CHAT, json=asked(**document))) == urlsplit(small.url).netloc
+
+
 def status(router: httpx.Client) -> list[dict[str, Any]]:
     replicas: list[dict[str, Any]] = router.get("/status").json()["replicas"]
     return replicas

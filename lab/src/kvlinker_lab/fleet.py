@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.router import Decision, Router
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts, names
@@ -157,14 +157,16 @@ class _Resident(_Rule):
 
     def report(self, now: float) -> None:
         for number, replica in enumerate(self.replicas):
-            resident = {_key(chunk): (_key(chunk)[:24],) for chunk in replica.added}
+            chunks = {
+                _key(chunk): KnownChunk((MEMORY,), (_key(chunk)[:24],)) for chunk in replica.added
+            }
             gone = tuple(map(_key, replica.gone))
             whole = self.router.replicas[str(number)].epoch is None
             replica.added.clear()
             replica.gone.clear()
             self.router.report(
                 str(number),
-                ResidencyReport("run", 0, whole, resident, gone),
+                ResidencyReport("run", 0, whole, chunks, gone),
                 running=0,
                 waiting=replica.waiting,
                 seconds_per_token=self.costs.chunk / TOKENS,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
 from kvlinker.fleet.router import Router
 
 POLL_SECONDS = 1.0
@@ -176,7 +176,10 @@ class Backends:
             str(told["epoch"]),
             int(told["number"]),
             bool(told["whole"]),
-            {key: tuple(map(str, names)) for key, names in told["resident"].items()},
+            {
+                key: KnownChunk(tuple(chunk["tiers"]), tuple(map(str, chunk["names"])))
+                for key, chunk in told["chunks"].items()
+            },
             tuple(told["gone"]),
         )
         seconds = told["seconds_per_token"]
@@ -188,6 +191,7 @@ class Backends:
             running=int(told["running"]),
             waiting=int(told["waiting"]),
             seconds_per_token=None if seconds is None else float(seconds),
+            tiers={name: TierCost(**cost) for name, cost in told["tiers"].items()},
         )
 
     async def _get(

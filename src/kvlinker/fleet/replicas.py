@@ -1,10 +1,17 @@
-"""Where chunks are: an index from each chunk to the replicas that have it, as they reported, and as
-this router's own requests made it. Replicas are numbers here."""
+"""Where chunks are: an index from each chunk to the replicas that have it and their tiers, as they
+reported, and as this router's own requests made it. Replicas and tiers are numbers here."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEMORY_TIER = 0
+"""The number of the tier that takes no time."""
 
 BELIEVED_SECONDS = 10.0
 """The seconds for which a chunk counts as resident where a request was sent that wants it: by then,
@@ -19,29 +26,57 @@ KEPT_BEGINNINGS = 1_000_000
 MOST_NAMES = 4_000_000
 """The most names of chunks that are remembered."""
 
+_REPLICA_BITS = 20
+
+Numbers = NDArray[np.int64]
+
+
+class Copies(NamedTuple):
+    """Where a chunk can be taken from: ``tiers[i]`` of ``replicas[i]``, the ``shared`` tiers, and
+    the memory of the ``believed`` replicas."""
+
+    replicas: Numbers
+    tiers: Numbers
+    shared: tuple[int, ...]
+    believed: list[int]
+
 
 class ResidencyIndex:
     """Finds the replicas that have a chunk, by its name."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, int] = OrderedDict()  # by name
-        self._holders: defaultdict[int, set[int]] = defaultdict(set)  # by key
-        self._resident: defaultdict[int, set[int]] = defaultdict(set)  # keys, by replica
+        self._copies: dict[int, set[int]] = {}  # by key: a tier and a replica in one number
+        self._tiers: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by replica, by key
+        self._shared: dict[int, Counter[int]] = {}  # by shared tier: who told a key, counted
+        self._shared_bits = 0
+        self._in_memory: Counter[int] = Counter()  # by replica
+        self._numbers: dict[int, int] = {}  # one object for each number in _copies
         self._believed: OrderedDict[str, dict[int, float]] = OrderedDict()  # since when, by name
         self._beginnings: OrderedDict[str, set[int]] = OrderedDict()  # by name
 
     def count(self, replica: int) -> int:
-        """Return how many chunks a replica has reported."""
-        return len(self._resident[replica])
+        """Return how many chunks a replica has reported in its memory."""
+        return self._in_memory[replica]
 
-    def holders(self, name: str, now: float) -> set[int]:
-        """Return the replicas that have a chunk, or are about to."""
+    def share(self, tier: int) -> None:
+        """Know that what one replica has in this tier, all have that use it."""
+        self._shared[tier] = Counter()
+        self._shared_bits |= 1 << tier
+
+    def copies(self, name: str, now: float) -> Copies:
+        """Return who has a chunk, or is about to."""
         key = self._keys.get(name)
-        found = set() if key is None else self._holders.get(key, set())
-        believed = self._believed.get(name)
-        if not believed:
-            return found
-        return found | {each for each, at in believed.items() if now - at < BELIEVED_SECONDS}
+        numbers = () if key is None else self._copies.get(key, ())
+        told = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
+        shared = [tier for tier, keys in self._shared.items() if key in keys]
+        believed = self._believed.get(name, {})
+        return Copies(
+            told & ((1 << _REPLICA_BITS) - 1),
+            told >> _REPLICA_BITS,
+            tuple(shared),
+            [each for each, at in believed.items() if now - at < BELIEVED_SECONDS],
+        )
 
     def beginners(self, name: str) -> Collection[int]:
         """Return the replicas that were sent a conversation with this beginning."""
@@ -50,23 +85,26 @@ class ResidencyIndex:
     def report(
         self,
         replica: int,
-        resident: Mapping[str, Iterable[str]],
+        chunks: Mapping[str, tuple[int, Iterable[str]]],
         gone: Iterable[str],
         *,
         whole: bool,
     ) -> None:
-        """Take a report: names of chunks by key, and keys that are gone; ``whole``: the replica has
-        no others."""
+        """Take a report: by key, a bit for each tier that has a chunk, of which one at most is not
+        shared, and the chunk's names; and keys that are gone. ``whole``: the replica has no
+        others."""
+        mine = self._tiers[replica]
         if whole:
-            self._remove(replica, list(self._resident[replica]))
-        self._remove(replica, map(_number, gone))
-        mine = self._resident[replica]
-        for key, names in resident.items():
-            number = _number(key)
-            mine.add(number)
-            self._holders[number].add(replica)
+            told = {int(key, 16) for key in chunks}
+            self._remove(replica, [key for key in mine if key not in told])
+        self._remove(replica, (int(key, 16) for key in gone))
+        for written, (tiers, names) in chunks.items():
+            key = int(written, 16)
+            if mine.get(key) != tiers:
+                self._remove(replica, [key])
+                self._add(replica, key, tiers)
             for name in names:
-                self._keys[name] = number
+                self._keys[name] = key
                 self._keys.move_to_end(name)
         while len(self._keys) > MOST_NAMES:
             self._keys.popitem(last=False)
@@ -92,24 +130,40 @@ class ResidencyIndex:
 
     def forget(self, replica: int) -> None:
         """Forget everything that a replica loses when it ends."""
-        self._remove(replica, list(self._resident[replica]))
+        self._remove(replica, list(self._tiers[replica]))
         for believed in self._believed.values():
             believed.pop(replica, None)
         self._believed = OrderedDict((name, each) for name, each in self._believed.items() if each)
         for replicas in self._beginnings.values():
             replicas.discard(replica)
 
+    def _add(self, replica: int, key: int, tiers: int) -> None:
+        self._tiers[replica][key] = tiers
+        for tier in _bits(tiers & self._shared_bits):
+            self._shared[tier][key] += 1
+        for tier in _bits(tiers & ~self._shared_bits):
+            number = tier << _REPLICA_BITS | replica
+            number = self._numbers.setdefault(number, number)
+            self._copies.setdefault(key, set()).add(number)
+            self._in_memory[replica] += tier == MEMORY_TIER
+
     def _remove(self, replica: int, keys: Iterable[int]) -> None:
-        mine = self._resident[replica]
         for key in keys:
-            mine.discard(key)
-            holders = self._holders.get(key)
-            if holders is not None:
-                holders.discard(replica)
-                if not holders:
-                    del self._holders[key]
+            tiers = self._tiers[replica].pop(key, 0)
+            for tier in _bits(tiers & self._shared_bits):
+                self._shared[tier][key] -= 1
+                if not self._shared[tier][key]:
+                    del self._shared[tier][key]
+            for tier in _bits(tiers & ~self._shared_bits):
+                numbers = self._copies[key]
+                numbers.remove(tier << _REPLICA_BITS | replica)
+                if not numbers:
+                    del self._copies[key]
+                self._in_memory[replica] -= tier == MEMORY_TIER
 
 
-def _number(key: str) -> int:
-    """Return the first 64 bits of a chunk key: a number takes a third of the memory."""
-    return int(key[:16], 16)
+def _bits(number: int) -> Iterable[int]:
+    """Return which bits of a number are set."""
+    if number == 1:  # most chunks are in memory alone
+        return (0,)
+    return [bit for bit in range(number.bit_length()) if number >> bit & 1]

@@ -1,21 +1,28 @@
-"""Chooses the replica for a request: the one with the least expected wait plus the time to compute
-what it does not have."""
+"""Chooses the replica for a request: the one with the least expected wait plus the time to load or
+compute what it does not have in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.types.residency import ResidencyReport
-from kvlinker.fleet.naming import PromptOutline
-from kvlinker.fleet.replicas import ResidencyIndex
+from kvlinker.base.types.residency import MEMORY, ResidencyReport, TierCost
+from kvlinker.fleet.naming import PromptOutline, WantedChunk
+from kvlinker.fleet.replicas import MEMORY_TIER, ResidencyIndex
 
 MISS_WEIGHT = 2.5
-"""How much a second of computing a missing chunk counts against a second of waiting: what is
-computed elsewhere is computed again and again, and takes the place of other chunks."""
+"""How much a second of loading or computing a chunk counts against a second of waiting: what is
+brought to memory elsewhere is brought there again and again, and takes the place of other
+chunks."""
+
+UNMEASURED_SHARE = 0.5
+"""The time to load a token from a tier whose bandwidth was not measured yet, as a share of the time
+to compute it."""
 
 SATURATION = 0.5
 """Waits beyond the least one count in full while somebody is idle, and half as much when even the
@@ -40,12 +47,14 @@ _CHANCE_SECONDS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and why. ``expected``: seconds of computing what is missing there, and
-    ``wait`` those before."""
+    """Where a request goes, and why. ``expected``: seconds of loading and computing what is not in
+    memory there, and ``wait`` those before. Of the ``chunks``, so many are ``resident`` there, and
+    so many can be loaded."""
 
     request: int
     replica: str
     resident: int
+    loaded: int
     chunks: int
     expected: float
     wait: float
@@ -53,7 +62,17 @@ class Decision:
     @property
     def reason(self) -> str:
         """What the access log says."""
-        return f"{self.replica}: {self.resident} of {self.chunks} chunks"
+        loaded = f", {self.loaded} to load" if self.loaded else ""
+        return f"{self.replica}: {self.resident} of {self.chunks} chunks{loaded}"
+
+
+class _Costs(NamedTuple):
+    """What a prompt takes on each replica beyond linking it: seconds, and how many of its chunks
+    are in memory, and in slower tiers."""
+
+    seconds: NDArray[np.float64]
+    resident: NDArray[np.int64]
+    loaded: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -99,6 +118,8 @@ class Router:
         self._own_wait = np.zeros(0)  # seconds of this router's requests without a first byte
         self._others = np.zeros(0)  # requests of others
         self._seconds_per_token = np.zeros(0)
+        self._tiers: dict[tuple[str, str | None], int] = {(MEMORY, None): MEMORY_TIER}
+        self._load = np.zeros((1, 0))  # seconds per token, by tier and replica
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -117,6 +138,8 @@ class Router:
         self._ready[number] = False
         self._own_wait[number] = self._others[number] = 0.0
         self._seconds_per_token[number] = FIRST_SECONDS_PER_TOKEN
+        self._load[:, number] = np.inf
+        self._load[MEMORY_TIER, number] = 0.0
 
     def remove(self, replica: str) -> None:
         """Know a replica no more, once its last request has ended; it gets no others."""
@@ -141,21 +164,37 @@ class Router:
         running: int,
         waiting: int,
         seconds_per_token: float | None,
+        tiers: Mapping[str, TierCost] = MappingProxyType({}),
     ) -> bool:
-        """Take a replica's report. Returns False where it does not follow the last one, so that the
-        whole has to be asked for; what was known stays until then."""
+        """Take a replica's report, and what it tells of its slower ``tiers``.
+
+        Returns False where it does not follow the last one, so that the whole has to be asked for;
+        what was known stays until then. Raises KeyError where a chunk is in a tier of which nothing
+        is told.
+        """
         view, number = self._replicas[replica], self._numbers[replica]
         if not report.whole and report.epoch != view.epoch:
             return False
+        bits = self._tier_bits(tiers)
+        chunks = {
+            key: (sum(bits[tier] for tier in tiers), names)
+            for key, (tiers, names) in report.chunks.items()
+        }
         if report.epoch != view.epoch:
             self._index.forget(number)
-        self._index.report(number, report.resident, report.gone, whole=report.whole)
+        self._index.report(number, chunks, report.gone, whole=report.whole)
         view.epoch, view.report_number = report.epoch, report.number
         view.running, view.waiting = running, waiting
         view.chunks = self._index.count(number)
         self._others[number] = max(0, running + waiting - view.counted)
         if seconds_per_token is not None:
             self._seconds_per_token[number] = seconds_per_token
+        self._load[MEMORY_TIER + 1 :, number] = np.inf
+        for tier, cost in tiers.items():
+            seconds = cost.seconds_per_token
+            if seconds is None:
+                seconds = UNMEASURED_SHARE * self._seconds_per_token[number]
+            self._load[self._tiers[tier, cost.place], number] = seconds
         return True
 
     def choose(
@@ -167,10 +206,9 @@ class Router:
         possible[[self._numbers[each] for each in without if each in self._numbers]] = False
         if not possible.any():
             return None
-        known, resident = self._known(prompt, now)
+        expected, resident, loaded = self._costs(prompt, now)
         whole = sum(chunk.tokens for chunk in prompt.chunks)
         whole += prompt.beginnings[-1][1] if prompt.beginnings else 0
-        expected = (whole - known) * self._seconds_per_token
         wait = np.maximum(self._own_wait + self._others * self._seconds, 0.0)
         least = wait[possible].min()
         long = SATURATION * whole * self._seconds_per_token + self._seconds
@@ -182,6 +220,7 @@ class Router:
             self._requests,
             self._ids[number],
             int(resident[number]),
+            int(loaded[number]),
             len(prompt.chunks),
             float(expected[number]),
             float(wait[number]),
@@ -207,6 +246,7 @@ class Router:
         self._own_wait = np.append(self._own_wait, 0.0)
         self._others = np.append(self._others, 0.0)
         self._seconds_per_token = np.append(self._seconds_per_token, 0.0)
+        self._load = np.hstack([self._load, np.zeros((len(self._load), 1))])
         return len(self._ids) - 1
 
     def _forget_if_gone(self, replica: str) -> None:
@@ -217,22 +257,45 @@ class Router:
             self._index.forget(number)
             self._unused.append(number)
 
-    def _known(
-        self, prompt: PromptOutline, now: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return how many tokens of a prompt each replica has, and how many of its chunks."""
-        tokens = np.zeros(len(self._ready))
+    def _costs(self, prompt: PromptOutline, now: float) -> _Costs:
+        """Return what a prompt takes on each replica."""
+        seconds = np.zeros(len(self._ready))
         resident = np.zeros(len(self._ready), dtype=np.int64)
+        loaded = np.zeros(len(self._ready), dtype=np.int64)
         for chunk in prompt.chunks:
-            holders = list(self._index.holders(chunk.name, now))
-            tokens[holders] += chunk.tokens
-            resident[holders] += 1
+            per_token = self._per_token(chunk, now)
+            seconds += chunk.tokens * per_token
+            resident += per_token == 0
+            loaded += (per_token > 0) & (per_token < self._seconds_per_token)
         if prompt.beginnings:
-            begun = np.zeros(len(self._ready))
+            missing = np.full(len(self._ready), prompt.beginnings[-1][1])
             for name, length in prompt.beginnings:  # the longest comes last
-                begun[list(self._index.beginners(name))] = length
-            tokens += begun
-        return tokens, resident
+                missing[list(self._index.beginners(name))] = prompt.beginnings[-1][1] - length
+            seconds += missing * self._seconds_per_token
+        return _Costs(seconds, resident, loaded)
+
+    def _per_token(self, chunk: WantedChunk, now: float) -> NDArray[np.float64]:
+        """Return the seconds for each token of a chunk, on each replica."""
+        copies = self._index.copies(chunk.name, now)
+        per_token = self._seconds_per_token
+        for tier in copies.shared:
+            per_token = np.minimum(per_token, self._load[tier])
+        per_token = per_token.copy()
+        loading = self._load[copies.tiers, copies.replicas]
+        per_token[copies.replicas] = np.minimum(per_token[copies.replicas], loading)
+        per_token[copies.believed] = 0.0
+        return per_token
+
+    def _tier_bits(self, tiers: Mapping[str, TierCost]) -> dict[str, int]:
+        """Return a bit for each tier of a replica, by its name there."""
+        for name, cost in tiers.items():
+            if (name, cost.place) not in self._tiers:
+                number = self._tiers[name, cost.place] = len(self._tiers)
+                self._load = np.vstack([self._load, np.full(len(self._ready), np.inf)])
+                if cost.place is not None:
+                    self._index.share(number)
+        places = {MEMORY: None} | {name: cost.place for name, cost in tiers.items()}
+        return {name: 1 << self._tiers[name, place] for name, place in places.items()}
 
     def _take(self, decision: Decision, prompt: PromptOutline, number: int, now: float) -> None:
         """Count a request to its replica, and believe that it brings its chunks there."""

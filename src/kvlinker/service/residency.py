@@ -1,14 +1,18 @@
-"""Tells routers which chunks are in this server's memory, by the names that requests use."""
+"""Tells routers which chunks this server has, in memory or in slower tiers, by the names that
+requests use."""
 
 from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from kvlinker.base.events import ChunkNamed, Event
-from kvlinker.base.types.residency import ResidencyReport
+from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
 from kvlinker.store import ChunkStore
 
 MOST_NAMED = 100_000
@@ -20,25 +24,45 @@ NAMES_PER_CHUNK = 8
 KEPT_CHANGES = 100
 """The reports to which a router may refer back; one that knows less gets everything."""
 
+MOST_TOLD = 20_000
+"""The most chunks that are told of each tier that is slower than memory."""
+
+MOST_LOOKED_UP = 10_000
+"""The most chunks that are looked up in shared tiers: those named last."""
+
+LOOK_SECONDS = 30.0
+"""The seconds between two looks at shared tiers, where others write and evict."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """What one report told beyond the one before."""
 
-    resident: dict[str, tuple[str, ...]]
+    chunks: dict[str, KnownChunk]
     gone: frozenset[str]
 
 
 class Residency:
-    """Follows what is in memory. Methods may be called from any thread."""
+    """Follows what is in the tiers. Methods may be called from any thread."""
 
-    def __init__(self, store: ChunkStore) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        *,
+        kv_bytes_per_token: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._token_bytes = kv_bytes_per_token
+        self._clock = clock
+        self._looking = threading.Lock()  # held by the thread that looks at shared tiers
+        self._look_at = float("-inf")
         self._lock = threading.Lock()  # guards everything below
+        self._shared: Mapping[str, frozenset[str]] = {}  # keys, by tier
         self._epoch = secrets.token_hex(8)
         self._number = 0
         self._names: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()  # by chunk key
-        self._told: dict[str, tuple[str, ...]] = {}
+        self._told: dict[str, KnownChunk] = {}
         self._changes: deque[_Change] = deque(maxlen=KEPT_CHANGES)
 
     def listen(self, event: Event) -> None:
@@ -54,13 +78,23 @@ class Residency:
                 if len(self._names) > MOST_NAMED:
                     self._names.popitem(last=False)
 
+    def costs(self) -> dict[str, TierCost]:
+        """Return what it takes to load from each slower tier, by the bandwidths measured last."""
+        costs, places = {}, self._store.places()
+        for tier in self._store.slower_tiers():
+            taken = self._store.bandwidths.time([(tier.name, self._token_bytes)])
+            place = places[tier.name] if tier.shared else None
+            costs[tier.name] = TierCost(None if taken is None else taken.seconds, place)
+        return costs
+
     def report(self, epoch: str | None = None, after: int = 0) -> ResidencyReport:
         """Return what has changed since report ``after`` of ``epoch``; everything, where that is
         another run's, or too long ago."""
-        keys = self._store.resident_keys()
+        self._look_at_shared_tiers()
+        own = self._store.own_places(limit=MOST_TOLD)
         with self._lock:
-            now = {key: tuple(self._names.get(key, ())) for key in keys}
-            changed = {key: names for key, names in now.items() if self._told.get(key) != names}
+            now = self._known(own)
+            changed = {key: chunk for key, chunk in now.items() if self._told.get(key) != chunk}
             gone = self._told.keys() - now.keys()
             if changed or gone:
                 self._number += 1
@@ -69,10 +103,38 @@ class Residency:
             missed = self._number - after
             if epoch != self._epoch or not 0 <= missed <= len(self._changes):
                 return ResidencyReport(self._epoch, self._number, True, self._told, ())
-            resident: dict[str, tuple[str, ...]] = {}
+            chunks: dict[str, KnownChunk] = {}
             left: set[str] = set()
             for change in list(self._changes)[len(self._changes) - missed :]:
-                resident = {k: v for k, v in resident.items() if k not in change.gone}
-                resident |= change.resident
-                left = (left | change.gone) - change.resident.keys()
-            return ResidencyReport(self._epoch, self._number, False, resident, tuple(sorted(left)))
+                chunks = {key: each for key, each in chunks.items() if key not in change.gone}
+                chunks |= change.chunks
+                left = (left | change.gone) - change.chunks.keys()
+            return ResidencyReport(self._epoch, self._number, False, chunks, tuple(sorted(left)))
+
+    def _known(self, own: Mapping[str, str]) -> dict[str, KnownChunk]:
+        """Return all chunks that are to be told; the lock is held."""
+        known = {}
+        for key in own.keys() | frozenset().union(*self._shared.values()):
+            tiers = [own[key]] if key in own else []
+            tiers += [name for name, keys in self._shared.items() if key in keys]
+            known[key] = KnownChunk(tuple(tiers), tuple(self._names.get(key, ())))
+        return known
+
+    def _look_at_shared_tiers(self) -> None:
+        """Ask shared tiers which of the chunks named last they have, where the last look is old; of
+        a tier that does not answer, nothing is known."""
+        if self._clock() < self._look_at or not self._looking.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                keys = frozenset(islice(reversed(self._names), MOST_LOOKED_UP))
+            shared = {
+                tier.name: frozenset(tier.sizes(keys) or ())
+                for tier in self._store.slower_tiers()
+                if tier.shared
+            }
+            self._look_at = self._clock() + LOOK_SECONDS
+            with self._lock:
+                self._shared = shared
+        finally:
+            self._looking.release()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from hashlib import sha256
 from socket import gethostname
 
+from kvlinker.base.types.residency import MEMORY
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
@@ -71,9 +72,20 @@ class Inventory:
         """Return the keys of all chunks that the store has."""
         return self._keys(self._all_tiers)
 
-    def resident_keys(self) -> frozenset[str]:
-        """Return the keys of all chunks in memory, the device's included."""
-        return self._keys([self._tiers[0], *([] if self._device is None else [self._device])])
+    def own_places(self, *, limit: int) -> dict[str, str]:
+        """Return the fastest tier of this store alone that has a chunk, by chunk key: ``MEMORY``
+        for everything in memory or waiting to be written; of each slower tier, the ``limit`` chunks
+        that it evicts last."""
+        places: dict[str, str] = {}
+        for tier in reversed(self._tiers[1:]):
+            if not tier.shared:
+                places |= dict.fromkeys(tier.keys()[-limit:], tier.name)
+        memory = [self._tiers[0], *([] if self._device is None else [self._device])]
+        return places | dict.fromkeys(self._keys(memory), MEMORY)
+
+    def slower_tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
+        return self._tiers[1:]
 
     def own_keys(self) -> frozenset[str]:
         """Return the keys of all chunks in tiers of this store alone, and of those that wait to be

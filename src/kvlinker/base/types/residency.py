@@ -1,11 +1,14 @@
-"""What servers tell routers of the chunks that they have in memory, and by which names both know
-them."""
+"""What servers tell routers of the chunks that they have, and by which names both know them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
+
+MEMORY = "memory"
+"""The tier of chunks that take no time to load, whatever the server calls it."""
 
 
 def text_name(text: str, tenant: str) -> str:
@@ -13,9 +16,31 @@ def text_name(text: str, tenant: str) -> str:
     return sha256(f"{tenant}\0{text}".encode(errors="surrogatepass")).hexdigest()[:24]
 
 
+class KnownChunk(NamedTuple):
+    """Where a server can take a chunk from, and what requests call it."""
+
+    tiers: tuple[str, ...]
+    """The fastest of the server's own tiers that has it, and all shared ones that have it."""
+
+    names: tuple[str, ...]
+    """There may be none yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """What it takes a server to load from one of its tiers."""
+
+    seconds_per_token: float | None
+    """None where it was not measured yet."""
+
+    place: str | None = None
+    """Names the medium of a tier that other servers share, which then have the same chunks there;
+    None for a server's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResidencyReport:
-    """Tells which chunks a server has in memory, or what has changed since another report.
+    """Tells which chunks a server has, or what has changed since another report.
 
     ``epoch`` names the server's run: keys of another one are forgotten. ``number`` counts reports;
     where ``whole`` is true, this one holds everything, else what came behind the number that was
@@ -26,8 +51,8 @@ class ResidencyReport:
     number: int
     whole: bool
 
-    resident: Mapping[str, tuple[str, ...]]
-    """The names of chunks that are in memory, by chunk key; a key may have none yet."""
+    chunks: Mapping[str, KnownChunk]
+    """By chunk key."""
 
     gone: tuple[str, ...]
-    """The keys of chunks that are in memory no more."""
+    """The keys of chunks that are in none of the server's tiers any more."""

@@ -1,4 +1,4 @@
-"""``/v1/residency``: which chunks are in this server's memory, and how busy it is, for routers."""
+"""``/v1/residency``: which chunks this server has, and how busy it is, for routers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,39 @@ COSTED_TOKENS = 512
 router = APIRouter(prefix="/v1/residency", tags=["status"])
 
 
-class ResidencyBody(ResponseBody):
-    """Which chunks are in memory: everything (``whole``), or what changed since the report that was
-    named.
+class ChunkPlaces(ResponseBody):
+    """The tiers that have a chunk: the fastest of the server's own (``memory`` for all that needs
+    no loading), and all shared ones; and the chunk's names: ids of context caches, and digests of
+    texts with their tenant."""
 
-    ``resident`` gives the names of each chunk, by chunk key: ids of context caches, and digests of
-    texts with their tenant. ``running`` and ``waiting`` count requests; ``seconds_per_token`` is
-    the time to compute one token of a prompt, null where it was not measured yet; ``keyed`` tells
-    whether tenants have keys, and ``pid`` is the server's process.
+    tiers: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+class TierSpeed(ResponseBody):
+    """The measured time to load one token, null where it was not measured yet; and what names the
+    medium of a tier that servers share."""
+
+    seconds_per_token: float | None
+    place: str | None
+
+
+class ResidencyBody(ResponseBody):
+    """Which chunks the server has: all of them (``whole``), or what changed since the report that
+    was named.
+
+    ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
+    ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
+    measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
+    keys, and ``pid`` is the server's process.
     """
 
     epoch: str
     number: int
     whole: bool
-    resident: dict[str, tuple[str, ...]]
+    chunks: dict[str, ChunkPlaces]
     gone: tuple[str, ...]
+    tiers: dict[str, TierSpeed]
     running: int
     waiting: int
     seconds_per_token: float | None
@@ -48,7 +66,7 @@ def residency(
     epoch: Annotated[str | None, Query(max_length=64)] = None,
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> ResidencyBody:
-    """Tell which chunks are in memory, or what changed since report ``after`` of ``epoch``. For
+    """Tell which chunks this server has, or what changed since report ``after`` of ``epoch``. For
     admins: ids of all tenants are among the names."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may read /v1/residency.")
@@ -59,8 +77,15 @@ def residency(
         epoch=report.epoch,
         number=report.number,
         whole=report.whole,
-        resident=dict(report.resident),
+        chunks={
+            key: ChunkPlaces(tiers=chunk.tiers, names=chunk.names)
+            for key, chunk in report.chunks.items()
+        },
         gone=report.gone,
+        tiers={
+            name: TierSpeed(seconds_per_token=cost.seconds_per_token, place=cost.place)
+            for name, cost in llm.residency.costs().items()
+        },
         running=load.running,
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
