@@ -3,6 +3,9 @@ inputs."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +33,7 @@ KINDS: list[type[Matrix]] = [PackedMatrix, NativeInt8Matrix, NativeInt4Matrix]
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    rows=st.integers(1, 40),
+    rows=st.integers(1, 60),
     outputs=st.integers(1, 150),
     inputs=st.integers(1, 6).map(lambda count: 32 * count),
 )
@@ -56,11 +59,11 @@ def test_a_row_in_bf16_is_bit_identical_beside_others() -> None:
     torch.manual_seed(0)
     matrix, hidden = (
         PackedMatrix(torch.randn(200, 256).bfloat16()),
-        torch.randn(128, 256).bfloat16(),
+        torch.randn(PackedMatrix.NATIVE_UP_TO, 256).bfloat16(),
     )
-    assert matrix._native_up_to == 128
+    assert matrix._native_up_to == len(hidden)
     together = matrix.multiply(hidden, None)
-    for row in (0, 57, 127):
+    for row in (0, 57, 127, 511):
         assert torch.equal(together[row], matrix.multiply(hidden[row : row + 1], None)[0])
 
 
@@ -76,7 +79,7 @@ def test_a_row_of_codes_is_nearly_the_same_beside_others(kind: type[Matrix]) -> 
 
 
 @needs_blocks
-@pytest.mark.parametrize("rows", [0, 127, 128, 129])
+@pytest.mark.parametrize("rows", [0, 511, 512, 513])
 @torch.inference_mode()
 def test_no_rows_and_as_many_as_native_code_takes(
     rows: int, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +87,7 @@ def test_no_rows_and_as_many_as_native_code_takes(
     torch.manual_seed(0)
     weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(1, rows, 64).bfloat16()
     packed = PackedMatrix(weight)
-    assert packed._native_up_to == 128
+    assert packed._native_up_to == 512
     taken = Mock(side_effect=native_products.native_products().multiply)  # type: ignore[union-attr]
     monkeypatch.setattr(native_products.NativeProducts, "multiply", taken)
     for matrix in (packed, NativeInt8Matrix(weight), NativeInt4Matrix(weight)):
@@ -92,10 +95,28 @@ def test_no_rows_and_as_many_as_native_code_takes(
         torch.testing.assert_close(
             matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=0.2
         )
-    assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 128) + [
+    assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 512) + [
         "int8",
         "int4",
     ]
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to read machine code with")
+def test_six_rows_in_bf16_keep_their_sums_in_registers() -> None:
+    library = native.load_library(Path(native.__file__).with_name("products.cpp"))
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", library._name],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    (function,) = (
+        part.splitlines() for part in code.split("\n\n") if "8multiplyINS_6InBf16ELi6E" in part[:99]
+    )
+    products = [line for line, text in enumerate(function) if "vdpbf16ps" in text]
+    assert len(products) == 24
+    loop = function[products[0] : products[-1]]
+    assert not [text for text in loop if "%rsp" in text or "%rbp" in text]
 
 
 @torch.inference_mode()

@@ -41,7 +41,7 @@ class PackedMatrix(Matrix):
     rounds a few last bits otherwise.
     """
 
-    NATIVE_UP_TO = 128
+    NATIVE_UP_TO = 512
     """The most rows for which native code is as fast as oneDNN without AMX; with AMX, oneDNN
     multiplies all."""
 

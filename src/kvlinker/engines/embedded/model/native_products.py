@@ -16,7 +16,7 @@ from kvlinker.engines.embedded.model.blocks import BLOCK, bf16_blocks, code_bloc
 Form = Literal["bf16", "int8", "int4"]
 """Names the form in which weights are stored."""
 
-CHECKED_ROWS = (5, 9)
+CHECKED_ROWS = (5, 50)
 """The numbers of rows that are checked: in 8 and 4 bits, few rows and many take different ways."""
 
 

@@ -11,7 +11,7 @@ namespace {
 constexpr int BLOCK = 64;  // outputs; blocks.py lays them out
 constexpr int VECTORS = BLOCK / LANES;
 constexpr int ROWS_TOGETHER = 6;
-constexpr int WIDENS_BLOCKS_FROM = 8;  // rows: a block's codes are made bf16 once for all of them
+constexpr int FETCHES_AHEAD_FROM = 4 * ROWS_TOGETHER;  // rows
 
 struct Product {
     const bf16* inputs;  // [rows, width]
@@ -40,15 +40,16 @@ struct InBf16 {
     static constexpr int PAIRS = 1;  // of inputs in a vector
     static constexpr int PARTS = 1;  // whose products with the inputs add up
     static constexpr int HEADER = 0;
+    static constexpr bool FETCHES_AHEAD = true;
 
-    static int pair_of(int) { return 0; }
-    static __m512bh part_of(__m512i words, int) { return (__m512bh)words; }
     static __m512 scaled(__m512, __m512 sum, const uint8_t*, int, float) { return sum; }
 };
 
 // Header: the scale of each output.
 struct In8Bits {
     static constexpr int PAIRS = 2, PARTS = 4, HEADER = BLOCK * sizeof(bf16);
+    static constexpr int WIDENED_FROM = 20;  // rows: a block's codes are made bf16 once for all of them
+    static constexpr bool FETCHES_AHEAD = false;
 
     static int pair_of(int part) { return part / 2; }
     static __m512bh part_of(__m512i words, int part) {
@@ -70,6 +71,8 @@ struct In8Bits {
 // Header: the scale of each output, then what code 8 means.
 struct In4Bits {
     static constexpr int PAIRS = 4, PARTS = 4, HEADER = 2 * BLOCK * sizeof(bf16);
+    static constexpr int WIDENED_FROM = 48;  // rows
+    static constexpr bool FETCHES_AHEAD = false;
 
     static int pair_of(int part) { return part; }
     static __m512bh part_of(__m512i words, int part) {
@@ -86,6 +89,8 @@ struct In4Bits {
 // Codes that have been widened already.
 template <typename Codes>
 struct Widened : InBf16 {
+    static constexpr bool FETCHES_AHEAD = false;
+
     static __m512 scaled(__m512 total, __m512 sum, const uint8_t* header, int vector, float inputs) {
         return Codes::scaled(total, sum, header, vector, inputs);
     }
@@ -103,9 +108,44 @@ int64_t weight_bytes(int64_t group) {
     return group / (2 * Weights::PAIRS) * VECTORS * sizeof(__m512i);
 }
 
-// Computes a block's outputs of ROWS rows. input_sums: [rows, groups], or null where they do not matter.
+// Adds to the sums what the vectors of weights at `at` make of each row's inputs. Six rows have 24 sums, which leaves eight
+// registers: weights that are ready are all loaded, and a row's pair is used up before the next is read; of codes one
+// vector is taken after the other, and the barrier keeps the compiler from holding the pairs of all rows meanwhile.
 template <typename Weights, int ROWS>
-void multiply(const Product& product, const OutputBlock& block, int64_t first_row, const float* input_sums) {
+[[gnu::always_inline]] inline void add_products(__m512 (&sums)[ROWS][VECTORS], const uint8_t* at, const bf16* inputs,
+                                                int64_t width) {
+    if constexpr (Weights::PARTS == 1) {
+        __m512bh weights[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(at + v * sizeof(__m512i));
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512bh pair = broadcast_pair(inputs + row * width);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], weights[v], pair);
+        }
+    } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            const __m512i words = _mm512_loadu_si512(at + v * sizeof(__m512i));
+#pragma GCC unroll 4
+            for (int part = 0; part < Weights::PARTS; ++part) {
+                const __m512bh weights = Weights::part_of(words, part);
+                const bf16* pairs = inputs + 2 * Weights::pair_of(part);
+#pragma GCC unroll 8
+                for (int row = 0; row < ROWS; ++row)
+                    sums[row][v] = _mm512_dpbf16_ps(sums[row][v], weights, broadcast_pair(pairs + row * width));
+            }
+            asm volatile("" ::: "memory");
+        }
+    }
+}
+
+// Computes a block's outputs of ROWS rows. input_sums: [rows, groups], or null where they do not matter. The line that is
+// so many bytes ahead of each step's weights is fetched meanwhile.
+template <typename Weights, int ROWS>
+void multiply(const Product& product, const OutputBlock& block, int64_t first_row, const float* input_sums,
+              int64_t ahead) {
     const bf16* inputs = product.inputs + first_row * product.width;
     const int64_t groups = product.groups();
     __m512 totals[ROWS][VECTORS] = {};
@@ -118,24 +158,9 @@ void multiply(const Product& product, const OutputBlock& block, int64_t first_ro
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) sums[row][v] = _mm512_setzero_ps();
         for (int64_t step = 0; step < product.group / (2 * Weights::PAIRS); ++step) {
-            __m512i words[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) words[v] = _mm512_loadu_si512(at + v * sizeof(__m512i));
-            at += sizeof words;
-#pragma GCC unroll 4
-            for (int part = 0; part < Weights::PARTS; ++part) {
-                __m512bh pairs[ROWS];
-#pragma GCC unroll 8
-                for (int row = 0; row < ROWS; ++row)
-                    pairs[row] = broadcast_pair(inputs + row * product.width + 2 * Weights::pair_of(part));
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v) {
-                    const __m512bh weights = Weights::part_of(words[v], part);
-#pragma GCC unroll 8
-                    for (int row = 0; row < ROWS; ++row)
-                        sums[row][v] = _mm512_dpbf16_ps(sums[row][v], weights, pairs[row]);
-                }
-            }
+            _mm_prefetch(at + ahead, _MM_HINT_T1);
+            add_products<Weights, ROWS>(sums, at, inputs, product.width);
+            at += VECTORS * sizeof(__m512i);
             inputs += 2 * Weights::PAIRS;
         }
 #pragma GCC unroll 8
@@ -155,17 +180,26 @@ void multiply(const Product& product, const OutputBlock& block, int64_t first_ro
     }
 }
 
+// The rows of a pass over a block's weights find these in the cache, but for those of the first pass. So the passes behind
+// it, where there are enough of them, fetch the next block: each a quarter of its lines.
+template <typename Weights>
+int64_t bytes_ahead(const Product& product, const OutputBlock& block, int64_t pass) {
+    if (!Weights::FETCHES_AHEAD || product.rows < FETCHES_AHEAD_FROM || pass < 1 || pass > VECTORS) return 0;
+    return product.groups() * block.weight_stride + (pass - 1) * sizeof(__m512i);
+}
+
 template <typename Weights>
 void multiply(const Product& product, const OutputBlock& block, const float* input_sums) {
     for (int64_t row = 0; row < product.rows; row += ROWS_TOGETHER) {
         const float* sums = input_sums ? input_sums + row * product.groups() : nullptr;
+        const int64_t ahead = bytes_ahead<Weights>(product, block, row / ROWS_TOGETHER);
         switch (product.rows - row) {
-            case 1: multiply<Weights, 1>(product, block, row, sums); break;
-            case 2: multiply<Weights, 2>(product, block, row, sums); break;
-            case 3: multiply<Weights, 3>(product, block, row, sums); break;
-            case 4: multiply<Weights, 4>(product, block, row, sums); break;
-            case 5: multiply<Weights, 5>(product, block, row, sums); break;
-            default: multiply<Weights, ROWS_TOGETHER>(product, block, row, sums);
+            case 1: multiply<Weights, 1>(product, block, row, sums, ahead); break;
+            case 2: multiply<Weights, 2>(product, block, row, sums, ahead); break;
+            case 3: multiply<Weights, 3>(product, block, row, sums, ahead); break;
+            case 4: multiply<Weights, 4>(product, block, row, sums, ahead); break;
+            case 5: multiply<Weights, 5>(product, block, row, sums, ahead); break;
+            default: multiply<Weights, ROWS_TOGETHER>(product, block, row, sums, ahead);
         }
     }
 }
@@ -198,7 +232,7 @@ int64_t block_count(const Product& product) { return round_up(product.outputs, B
 
 template <typename Codes>
 void multiply_codes(const Product& product, const float* input_sums) {
-    const bool widens = product.rows >= WIDENS_BLOCKS_FROM;
+    const bool widens = product.rows >= Codes::WIDENED_FROM;
 #pragma omp parallel num_threads(static_cast<int>(product.threads))
     {
         const auto widened = allocate<uint8_t>(widens ? BLOCK * product.width * sizeof(bf16) : 1);
