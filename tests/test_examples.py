@@ -5,16 +5,27 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.linking import registry
 from kvlinker.llm import LLM
 from kvlinker.settings import load_settings
 from tests.doors.http.serving import serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_model() -> Iterator[None]:
+    """The model in the box is loaded once for all."""
+    loaded = load_model(load_settings())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvlinker.service.startup.load_model", lambda _: loaded)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,19 @@ from kvlinker.cli import app
 from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 from kvlinker.llm import LLM
 from kvlinker.quality.advice import probing
-from kvlinker.quality.bench.harness.shapes import random_model
+from kvlinker.quality.bench.harness import shapes
 from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, Tier
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_model() -> Iterator[None]:
+    """All commands measure the same random model, which is made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "random_model", cache(shapes.random_model))
+        yield
 
 
 @pytest.fixture
@@ -72,7 +81,7 @@ def test_tiers_are_measured_and_the_cheapest_is_recommended(folder: Path) -> Non
 
 def test_users_chunks_are_not_touched(folder: Path) -> None:
     device = choose_device("auto")
-    loaded = random_model("tiny", dtype=choose_dtype("auto", device), device=device)
+    loaded = shapes.random_model("tiny", dtype=choose_dtype("auto", device), device=device)
     options: dict[str, Any] = {
         "state_dir": folder / "state",
         "object_url": f"file://{folder}/objects",

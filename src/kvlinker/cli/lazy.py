@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,7 @@ class ModuleGroup(LazyGroup):
         return typer.main.get_command(app)
 
 
+@cache
 def _summary(module: str, name: str) -> str:
     """Read from a module's source what a function's docstring says, or the help of an application
     of typer."""

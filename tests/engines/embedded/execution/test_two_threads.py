@@ -24,7 +24,7 @@ CASES = [
     ("llama", 37),
     pytest.param("llama", 4096, marks=pytest.mark.slow),
     pytest.param("gemma3", 37, marks=pytest.mark.slow),
-    ("gpt_oss-sinks", 4096),
+    pytest.param("gpt_oss-sinks", 4096, marks=pytest.mark.slow),
     pytest.param("gpt_oss-sinks", 37, marks=pytest.mark.slow),
     pytest.param("mixtral-moe", 37, marks=pytest.mark.slow),
 ]

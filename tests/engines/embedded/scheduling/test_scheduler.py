@@ -743,4 +743,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
+    settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
