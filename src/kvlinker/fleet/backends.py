@@ -98,6 +98,18 @@ class Backends:
         if now.state != before.state:
             logger.info("Replica %s: %s", replica, reason or "ready")
 
+    async def ask_as(
+        self, key: Mapping[str, str], replica: str, path: str
+    ) -> httpx.Response | None:
+        """Return a server's answer to a caller who brings these headers; None where there is
+        none."""
+        try:
+            return await self._client.get(
+                self.urls[replica] + path, headers=key, timeout=ANSWER_SECONDS
+            )
+        except httpx.HTTPError:
+            return None
+
     async def text(self, replica: str, path: str) -> str:
         """Return what a server answers at a path; nothing where it does not."""
         with suppress(httpx.HTTPError):

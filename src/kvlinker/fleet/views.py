@@ -1,4 +1,4 @@
-"""Shows a fleet as one server: ``/status`` and ``/metrics`` of all replicas, with their sums."""
+"""Shows a fleet as one server: ``/status``, ``/metrics`` and ``/v1/audit`` of all replicas."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ValidationError
 
+from kvlinker.base.errors import EngineClosedError
+from kvlinker.doors.http.audit import AuditObject
 from kvlinker.doors.http.metrics import CONTENT_TYPE
 from kvlinker.doors.http.status import (
     PromptTokenCounts,
@@ -19,6 +21,7 @@ from kvlinker.doors.http.status import (
     SlotCounts,
     TierStatus,
 )
+from kvlinker.fleet.audit import pooled
 from kvlinker.fleet.backends import Backends, ReplicaState
 from kvlinker.fleet.metrics import FleetMetrics
 from kvlinker.fleet.router import Router
@@ -74,6 +77,25 @@ def routes(router: Router, backends: Backends) -> APIRouter:
                 for view in map(router.replicas.__getitem__, backends.urls)
             ],
         )
+
+    @shown.get("/v1/audit")
+    async def audit(request: Request) -> Response:
+        """Tell what all audits found, to a caller what each server would tell it."""
+        key = {
+            name: value
+            for name in ("authorization", "x-api-key")
+            if (value := request.headers.get(name)) is not None
+        }
+        answers = await asyncio.gather(
+            *(backends.ask_as(key, each, "/v1/audit") for each in ready())
+        )
+        told = [answer for answer in answers if answer is not None]
+        found = [AuditObject.model_validate_json(each.content) for each in told if each.is_success]
+        if found:
+            return JSONResponse(pooled(found).model_dump())
+        if told:
+            return Response(told[0].content, told[0].status_code, media_type="application/json")
+        raise EngineClosedError("No replica is ready. Try again in a moment.")
 
     @shown.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -11,6 +11,8 @@ import pytest
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.app import create_app
 from kvlinker.llm import LLM
+from kvlinker.service.audit.comparison import Comparison, RequestKind
+from kvlinker.service.audit.findings import Sample
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 
 
@@ -102,7 +104,7 @@ def test_the_default_policy_is_told_with_what_changed_it(audited: Served) -> Non
     controller = audited.llm.policy_manager.controller
     assert controller is not None
     while controller.policy(tenant_of_key("anna")).name == "legolink-4":
-        controller.note(tenant_of_key("anna"), "legolink-4", False)
+        controller.note(tenant_of_key("anna"), "legolink-4", False, 0.0)
     told = {key: audit(audited, key) for key in ("anna", "bert", "root")}
     assert {key: each["setting"]["policy"] for key, each in told.items()} == {
         "anna": "legolink-8",
@@ -130,10 +132,14 @@ async def test_a_server_goes_on_where_the_one_before_ended(tmp_path: Path) -> No
         app = create_app(llm, settings)
         async with app.router.lifespan_context(app):
             policies.append(llm.default_policy().name)
-            controller = llm.policy_manager.controller
-            assert controller is not None
-            while controller.policy(DEFAULT_TENANT).name == "legolink-4":
-                controller.note(DEFAULT_TENANT, "legolink-4", False)
+            auditor = llm.policy_manager.auditor
+            assert auditor is not None
+            assert auditor.pool is not None
+            found = Comparison(agrees=False, kl=1.0, answer_kl=1.0, divergence=0)
+            kind = RequestKind("1", "0-1023", implicit=False)
+            while llm.default_policy().name == "legolink-4":
+                auditor.pool.add(Sample(0.0, DEFAULT_TENANT, "legolink-4", kind, found))
+                auditor.pool.refresh()
     assert policies == ["legolink-4", "legolink-8"]
 
 

@@ -15,6 +15,7 @@ from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking import parse_policy
 from kvlinker.service.answer import wait_for_answer
 from kvlinker.service.audit.auditor import AuditOptions, Auditor
+from kvlinker.service.audit.findings import Findings
 from kvlinker.settings import Settings
 from tests.doors.http.serving import Served
 from tests.doors.http.test_completions import *  # noqa: F403
@@ -57,7 +58,7 @@ def test_the_audit_compares_answers(served: Served) -> None:
         prompt, parse_policy("random-100"), SamplingParams(temperature=0, max_tokens=5)
     )
     engine = served.llm.engine
-    auditor = Auditor(engine, Events(), AuditOptions(1.0))
+    auditor = Auditor(engine, Events(), AuditOptions(1.0), Findings(Events()))
     try:
         answer = wait_for_answer(lambda sink: engine.generate(*auditor.watch(asked, sink)))
         assert auditor.wait(60)

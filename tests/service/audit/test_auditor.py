@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import Future
 from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.service.audit.auditor import HOUR, TOP, AuditOptions, Auditor, TokenBudget
 from kvlinker.service.audit.comparison import RequestKind
-from kvlinker.service.audit.figures import MOST_POLICIES, OTHER_POLICIES
+from kvlinker.service.audit.figures import MOST_POLICIES, OTHER_POLICIES, AuditFigures
+from kvlinker.service.audit.findings import Findings
 from kvlinker.service.audit.journal import AuditJournal
 
 USAGE = Usage(3, 1, 2)
@@ -54,13 +56,17 @@ class ScoringEngine:
 def make():
     made: list[tuple[Auditor, ScoringEngine]] = []
 
-    def make(best=(7, 8), share=1.0, tokens_per_hour=None, **options):
+    def make(best=(7, 8), share=1.0, tokens_per_hour=None, known=(), controller=None, **options):
         events = Events()
         seen: list[object] = []
         events.subscribe(seen.append)
         engine = ScoringEngine(best)
         auditor = Auditor(
-            cast(Engine, engine), events, AuditOptions(share, tokens_per_hour), **options
+            cast(Engine, engine),
+            events,
+            AuditOptions(share, tokens_per_hour),
+            Findings(events, AuditFigures(known), controller),
+            **options,
         )
         made.append((auditor, engine))
         return auditor, seen
@@ -151,12 +157,13 @@ def test_the_caller_sees_what_was_asked_for(make):
     ids=["no chunks", "no answer", "nothing linked"],
 )
 def test_what_is_exact_is_not_computed_again(make, asked):
-    noted = []
-    auditor, _ = make(noted=lambda *told: noted.append(told))
+    controller = Mock()
+    auditor, _ = make(controller=controller)
     given, _ = answer(auditor, asked)
     assert given is asked
     assert auditor.wait(5)
     assert not auditor.figures.by_policy()
+    noted = [each.args[:3] for each in controller.note.call_args_list]
     assert noted == ([("tenant", "full", True)] if asked.policy.exact else [])
 
 
@@ -164,12 +171,11 @@ def test_what_is_exact_is_not_computed_again(make, asked):
     "end", [Finished("cancelled", USAGE, Timing()), Failed(KVLinkerError("broke"))]
 )
 def test_what_is_not_answered_does_not_agree(make, end):
-    noted = []
-    auditor, _ = make(noted=lambda *told: noted.append(told))
+    controller = Mock()
+    auditor, _ = make(controller=controller)
     _, sink = auditor.watch(request("full"), lambda choice, event: None)
-    assert noted == []
     sink(0, end)
-    assert noted == []
+    controller.note.assert_not_called()
 
 
 def test_policies_that_callers_make_up_are_counted_together(make):

@@ -34,7 +34,7 @@ def simulate(curve, answers=4000, *, start=1, seed=0, target=TARGET):
     steps = []
     for _ in range(answers):
         steps.append(LADDER.policies.index(controller.policy("t")))
-        controller.note("t", names[steps[-1]], draw.random() < curve[steps[-1]])
+        controller.note("t", names[steps[-1]], draw.random() < curve[steps[-1]], 0.0)
     return controller, steps
 
 
@@ -92,9 +92,9 @@ def test_a_fall_after_a_good_time_is_noticed_soon(rate, most):
     controller = QualityController(Ladder(LADDER.policies, 0), TARGET)
     draw = random.Random(0)
     for _ in range(3000):
-        controller.note("t", "query-1", True)
+        controller.note("t", "query-1", True, 0.0)
     for _ in range(most):
-        controller.note("t", "query-1", draw.random() < rate)
+        controller.note("t", "query-1", draw.random() < rate, 0.0)
     (decision,) = controller.decisions
     assert (decision.before, decision.reason) == ("query-1", Reason.BELOW)
     assert decision.samples < 2 * most, "those before the fall are no evidence"
@@ -117,7 +117,7 @@ def test_decisions_tell_their_evidence(caplog):
     controller = QualityController(LADDER, TARGET)
     with caplog.at_level(logging.INFO):
         for agrees in (True, False, False, False):
-            controller.note("t", "query-5", agrees)
+            controller.note("t", "query-5", agrees, 0.0)
     (decision,) = controller.decisions
     assert (decision.tenant, decision.before, decision.after) == (EVERYBODY, "query-5", "query-10")
     assert decision.reason is Reason.BELOW
@@ -131,15 +131,15 @@ def test_decisions_tell_their_evidence(caplog):
 def test_full_as_the_last_resort_is_a_warning(caplog):
     controller = QualityController(Ladder(LADDER.policies, FULL - 1), TARGET)
     while controller.policy("t").name != "full":
-        controller.note("t", "query-20", False)
+        controller.note("t", "query-20", False, 0.0)
     assert caplog.records[-1].levelno == logging.WARNING
 
 
 def test_answers_under_other_policies_are_no_evidence():
     controller = QualityController(LADDER, TARGET)
     for _ in range(50):
-        controller.note("t", "naive", False)
-        controller.note("t", "query-1", False)
+        controller.note("t", "naive", False, 0.0)
+        controller.note("t", "query-1", False, 0.0)
     assert controller.policy("t").name == "query-5"
 
 
@@ -147,7 +147,7 @@ def test_answers_under_other_policies_are_no_evidence():
 def test_tenants_are_steered_together_or_apart(per_tenant):
     controller = QualityController(LADDER, TARGET, per_tenant=per_tenant)
     for _ in range(5):
-        controller.note("one", "query-5", False)
+        controller.note("one", "query-5", False, 0.0)
     assert controller.policy("one").name == "query-10"
     assert controller.policy("two").name == ("query-5" if per_tenant else "query-10")
 

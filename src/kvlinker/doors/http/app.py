@@ -88,7 +88,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await run_in_threadpool(llm.policy_manager.resume)
+        await run_in_threadpool(llm.policy_manager.resume, llm.catalog.audit)
         sweeper = asyncio.create_task(sweep_forever(llm.caches))
         try:
             yield

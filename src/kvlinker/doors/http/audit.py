@@ -24,8 +24,9 @@ class AuditRow(ResponseBody):
     ``agreement`` is the share of answers whose first token the full computation finds the most
     likely, too, with its exact 95% interval (``ci_low`` to ``ci_high``); ``alike`` the share of
     those all of whose tokens it does. ``kl`` and ``answer_kl`` are the divergence of the first
-    token's distribution, and the mean along the answer, in nats. ``diverged_after`` is the mean
-    number of tokens before answers that are not alike diverge.
+    token's distribution, and the mean along the answer, in nats, over the ``measured`` answers that
+    have distributions. ``diverged_after`` is the mean number of tokens before answers that are not
+    alike diverge.
     """
 
     policy: str
@@ -36,9 +37,24 @@ class AuditRow(ResponseBody):
     alike: float
     alike_ci_low: float
     alike_ci_high: float
+    measured: int
     kl: float | None
     answer_kl: float | None
     diverged_after: float | None
+
+    @property
+    def tally(self) -> Tally:
+        """The counts and sums that the row tells."""
+        unlike = self.samples - round(self.alike * self.samples)
+        return Tally(
+            samples=self.samples,
+            agreeing=round(self.agreement * self.samples),
+            alike=self.samples - unlike,
+            kl_sum=(self.kl or 0.0) * self.measured,
+            answer_kl_sum=(self.answer_kl or 0.0) * self.measured,
+            measured=self.measured,
+            diverged_after=round((self.diverged_after or 0.0) * unlike),
+        )
 
     @classmethod
     def fields_of(cls, policy: str, tally: Tally) -> dict[str, object]:
@@ -54,6 +70,7 @@ class AuditRow(ResponseBody):
             "alike": tally.alike_share,
             "alike_ci_low": alike_low,
             "alike_ci_high": alike_high,
+            "measured": tally.measured,
             "kl": tally.kl,
             "answer_kl": tally.answer_kl,
             "diverged_after": tally.mean_divergence,
@@ -125,12 +142,14 @@ class DecisionObject(ResponseBody):
 
 
 class AuditObject(ResponseBody):
-    """What the audit found since the start. ``share`` of the requests with chunks are drawn;
-    ``pending`` answers wait to be compared, ``skipped`` tells how many are not, by reason. A key
-    sees its own requests; an admin's sees all, and ``tenants``."""
+    """What the audit found since it began, of all servers that tell the same ``pool``, which share
+    a catalog; null where nothing is pooled. ``share`` of the requests with chunks are drawn;
+    ``pending`` answers wait here to be compared, ``skipped`` tells how many are not, by reason. A
+    key sees its own requests; an admin's sees all, and ``tenants``."""
 
     object: Literal["audit"] = "audit"
     model: str
+    pool: str | None
     share: float
     pending: int
     skipped: dict[str, int]
@@ -150,6 +169,7 @@ async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObje
     skipped = {} if auditor is None else auditor.skipped
     return AuditObject(
         model=served.llm.model_name,
+        pool=None if auditor is None or auditor.pool is None else auditor.pool.name,
         share=served.settings.audit,
         pending=0 if auditor is None else auditor.pending,
         skipped={str(reason): count for reason, count in skipped.items()},

@@ -9,12 +9,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvlinker.base.errors import EngineClosedError
-from kvlinker.base.events import AgreementFell, AnswerAudited, AuditSkipped, Events
+from kvlinker.base.events import AnswerAudited, AuditSkipped, Events
 from kvlinker.base.types.answers import Delta, TokenLogprob, Usage
 from kvlinker.engines.contract.contract import (
     Engine,
@@ -25,8 +25,10 @@ from kvlinker.engines.contract.contract import (
 )
 from kvlinker.service.audit.comparison import RequestKind, ServedAnswer, compare
 from kvlinker.service.audit.figures import AuditFigures
+from kvlinker.service.audit.findings import Findings, Sample
 from kvlinker.service.audit.journal import AuditJournal
 from kvlinker.service.audit.next_token import NextToken
+from kvlinker.service.audit.pool import AuditPool
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,6 @@ MOST_PENDING = 128
 """The most answers that wait to be compared; further ones are not."""
 
 HOUR = 3600.0
-
-Noted = Callable[[str, str, bool], object]
-"""Takes the tenant and the policy of an answer, and whether it agrees with the full
-computation's."""
 
 Skip = Literal["cancelled", "empty", "backlog", "budget", "failed"]
 """The reason why a drawn request is not compared."""
@@ -99,21 +97,20 @@ class Auditor:
         engine: Engine,
         events: Events,
         options: AuditOptions,
+        findings: Findings,
         *,
-        known: Iterable[str] = (),
         journal: AuditJournal | None = None,
-        noted: Noted | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """``known`` are names of policies that have figures of their own in any case. ``journal``
-        gets a line for each answer. ``noted`` is told of each, exact ones included. ``draw`` gives
-        numbers from 0 to 1 that decide who is drawn."""
-        self.figures = AuditFigures(known)
+        """``findings`` take each answer, exact ones included, unless ``pool`` is set, which gives
+        them those of other servers, too. ``journal`` gets a line for each compared one. ``draw``
+        gives numbers from 0 to 1 that decide who is drawn."""
+        self.pool: AuditPool | None = None
+        self._findings = findings
         self.options = options
         self._engine = engine
         self._events = events
         self._journal = journal
-        self._noted = noted or _ignore
         self._draw = draw
         self._budget = TokenBudget(options.tokens_per_hour)
         self._skipped: Counter[Skip] = Counter()
@@ -121,6 +118,11 @@ class Auditor:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvlinker-audit", daemon=True)
         self._thread.start()
+
+    @property
+    def figures(self) -> AuditFigures:
+        """The figures since the audit began."""
+        return self._findings.figures
 
     @property
     def pending(self) -> int:
@@ -145,19 +147,22 @@ class Auditor:
             or self._draw() >= self.options.share
         ):
             return request, sink
+        if request.policy.exact and self._findings.controller is None:
+            return request, sink
         if request.policy.exact:
-            return request, self._noting_agreement(request, sink)
+            return request, self._noting_agreement(request, sink, implicit=implicit)
         recorder = _Recorder(request, sink, self._take, implicit=implicit)
         return replace(
             request, sampling=replace(sampling, logprobs=max(sampling.logprobs or 0, TOP))
         ), recorder
 
-    def _noting_agreement(self, request: GenerationRequest, sink: Sink) -> Sink:
+    def _noting_agreement(self, request: GenerationRequest, sink: Sink, *, implicit: bool) -> Sink:
         """Return a sink that also notes that the answer agrees, once it is given."""
+        kind = RequestKind.of(request.prompt, implicit=implicit)
 
         def noting(choice: int, event: GenerationEvent) -> None:
             if choice == 0 and isinstance(event, Finished) and event.reason != "cancelled":
-                self._noted(request.tenant, request.policy.name, True)
+                self._note(Sample(time.time(), request.tenant, request.policy.name, kind, None))
             sink(choice, event)
 
         return noting
@@ -196,6 +201,12 @@ class Auditor:
         self._skipped[reason] += 1
         self._events.publish(AuditSkipped(reason))
 
+    def _note(self, sample: Sample) -> None:
+        if self.pool is None:
+            self._findings.take(sample)
+        else:
+            self.pool.add(sample)
+
     def _run(self) -> None:
         while (answer := self._answers.get()) is not None:
             try:
@@ -214,10 +225,13 @@ class Auditor:
             answer.sequence, first=len(answer.prompt), top=TOP, tenant=answer.tenant
         )
         found = compare(answer, scoring.result())
-        policy, drifted = self.figures.add(answer, found)
+        sample = Sample(time.time(), answer.tenant, answer.policy, answer.kind, found)
+        self._note(sample)
+        if self.pool is not None:
+            self.pool.refresh()
         self._events.publish(
             AnswerAudited(
-                policy,
+                self.figures.name(answer.policy),
                 agrees=found.agrees,
                 alike=found.alike,
                 kl=found.kl,
@@ -225,21 +239,11 @@ class Auditor:
                 tokens=len(answer.prompt) + len(answer.token_ids),
             )
         )
-        if drifted:
-            self._events.publish(AgreementFell(policy))
-            logger.warning(
-                "Answers under %s agree with the full computation less often than before.", policy
-            )
-        self._noted(answer.tenant, answer.policy, found.agrees)
         if self._journal is not None:
             try:
                 self._journal.write(answer, found)
             except OSError as error:
                 logger.warning("A compared answer is missing in audit_log: %s.", error)
-
-
-def _ignore(tenant: str, policy: str, agrees: bool) -> None:
-    """Do nothing."""
 
 
 class _Recorder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -155,7 +154,7 @@ class QualityController:
             for tenant, known in state.steered.items():
                 self._steered[tenant] = _Steered(self.ladder, self.target)
                 self._steered[tenant].restore(known)
-            self._decisions.extend(state.decisions)
+            self._decisions = deque(state.decisions, maxlen=MOST_DECISIONS)
         return True
 
     def policy(self, tenant: str) -> Policy:
@@ -164,13 +163,14 @@ class QualityController:
             steered = self._steered.get(self._scope(tenant))
             return self.ladder.policies[self.ladder.start if steered is None else steered.step]
 
-    def note(self, tenant: str, policy: str, agrees: bool) -> None:
-        """Take a compared answer into account, under the policy of this name."""
+    def note(self, tenant: str, policy: str, agrees: bool, now: float) -> None:
+        """Take an answer into account that was compared at ``now``, in Unix seconds, under the
+        policy of this name."""
         scope = self._scope(tenant)
         with self._lock:
             if (steered := self._steered.get(scope)) is None:
                 steered = self._steered[scope] = _Steered(self.ladder, self.target)
-            decision = steered.note(scope, policy, agrees)
+            decision = steered.note(scope, policy, agrees, now)
             if decision is not None:
                 self._decisions.append(decision)
         if decision is not None:
@@ -218,7 +218,7 @@ class _Steered:
         self._below.restore(state.below)
         self._above.restore(state.above)
 
-    def note(self, tenant: str, policy: str, agrees: bool) -> Decision | None:
+    def note(self, tenant: str, policy: str, agrees: bool, now: float) -> Decision | None:
         """Take an answer into account; return the decision that it leads to, if it leads to one."""
         self._noted += 1
         if policy != self._names[self.step]:
@@ -227,10 +227,10 @@ class _Steered:
         self._above.note(agrees)
         if self._below.refuted and self.step + 1 < len(self._names):
             self._close()
-            return self._go(tenant, self.step + 1, Reason.BELOW, self._below)
+            return self._go(tenant, self.step + 1, Reason.BELOW, self._below, now)
         lower = self.step - 1
         if self._above.refuted and lower >= 0 and self._closed_until.get(lower, 0) <= self._noted:
-            return self._go(tenant, lower, Reason.ABOVE, self._above)
+            return self._go(tenant, lower, Reason.ABOVE, self._above, now)
         return None
 
     def _close(self) -> None:
@@ -238,11 +238,13 @@ class _Steered:
         failures = self._failures[self.step] = self._failures.get(self.step, 0) + 1
         self._closed_until[self.step] = self._noted + RETRY_ANSWERS * 2 ** (failures - 1)
 
-    def _go(self, tenant: str, step: int, reason: Reason, test: RepeatedTest) -> Decision:
+    def _go(
+        self, tenant: str, step: int, reason: Reason, test: RepeatedTest, now: float
+    ) -> Decision:
         before, after = self._names[self.step], self._names[step]
         evidence = min(test.evidence, MOST_EVIDENCE)
         decision = Decision(
-            time.time(), tenant, before, after, reason, test.samples, test.successes, evidence
+            now, tenant, before, after, reason, test.samples, test.successes, evidence
         )
         self.step = step
         self._stay()

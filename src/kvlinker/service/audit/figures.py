@@ -4,13 +4,12 @@ policy."""
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from kvlinker.service.audit.comparison import Comparison, RequestKind, ServedAnswer
+from kvlinker.service.audit.comparison import Comparison, RequestKind
 from kvlinker.service.audit.statistics import DriftDetector, DriftState, Interval, clopper_pearson
 
 
@@ -139,18 +138,25 @@ class AuditFigures:
         self._detectors: defaultdict[str, DriftDetector] = defaultdict(DriftDetector)
         self._drifts: dict[str, Drift] = {}
 
-    def add(self, answer: ServedAnswer, found: Comparison) -> tuple[str, bool]:
-        """Add an answer; return the name under which its policy is counted, and whether the
-        agreement under that is seen to have fallen with it."""
+    def add(
+        self, policy: str, tenant: str, kind: RequestKind, found: Comparison, now: float
+    ) -> bool:
+        """Add an answer that was compared at ``now``, in Unix seconds; return whether the agreement
+        under its policy is seen to have fallen with it."""
         with self._lock:
-            policy = self._name(answer.policy)
-            group = (policy, answer.tenant, answer.kind)
+            policy = self._name(policy)
+            group = (policy, tenant, kind)
             self._tallies[group] = self._tallies[group].plus(found)
             detector = self._detectors[policy]
             drifted = detector.note(found.agrees)
             if drifted:
-                self._drifts[policy] = Drift(detector.alarms, time.time())
-            return policy, drifted
+                self._drifts[policy] = Drift(detector.alarms, now)
+            return drifted
+
+    def name(self, policy: str) -> str:
+        """Return the name under which a policy is counted."""
+        with self._lock:
+            return self._name(policy)
 
     def state(self) -> FiguresState:
         """Return what is known now, of ``MOST_GROUPS`` at most."""

@@ -11,10 +11,13 @@ from kvlinker.linking import Policy, parse_policy
 from kvlinker.service.audit.auditor import AuditOptions, Auditor
 from kvlinker.service.audit.certificate import CertifiedPolicies
 from kvlinker.service.audit.controller import QualityController
+from kvlinker.service.audit.figures import AuditFigures
+from kvlinker.service.audit.findings import Findings
 from kvlinker.service.audit.journal import AuditJournal
 from kvlinker.service.audit.ladder import make_ladder
-from kvlinker.service.audit.memory import AuditMemory, memory_path
+from kvlinker.service.audit.pool import AuditPool
 from kvlinker.settings import Settings
+from kvlinker.store.catalog.audit import AuditLog
 
 
 class PolicyManager:
@@ -43,8 +46,6 @@ class PolicyManager:
         """Compares answers; None where no share of them is to be audited."""
 
         self._engine = engine
-        self._state_dir = settings.state_dir
-        self._memory: AuditMemory | None = None
         self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
@@ -71,13 +72,13 @@ class PolicyManager:
                 for name in (settings.policy, settings.implicit_policy)
                 if name
             )
+            self._findings = Findings(events, AuditFigures((*defaults, *steps)), self.controller)
             self.auditor = Auditor(
                 engine,
                 events,
                 AuditOptions(settings.audit, settings.audit_tokens),
-                known=(*defaults, *steps),
+                self._findings,
                 journal=journal,
-                noted=None if self.controller is None else self.controller.note,
             )
 
     def default_policy(self, tenant: str) -> Policy:
@@ -100,22 +101,19 @@ class PolicyManager:
             return request, sink
         return self.auditor.watch(request, sink, implicit=implicit)
 
-    def resume(self) -> None:
-        """Go on with what the audit found, and where the default policy was, when a server with
-        this state directory and model last ran; from now on it is kept there. Servers call this
-        before any request; does nothing without an audit, and when it is called again."""
-        if self.auditor is not None and self._memory is None:
-            path = memory_path(self._state_dir, self._engine.fingerprint)
-            self._memory = AuditMemory(
-                path, self._engine.fingerprint, self.auditor.figures, self.controller
-            )
+    def resume(self, log: AuditLog) -> None:
+        """Go on with what audits of this model found that are in ``log``, and where the default
+        policy is; from now on, this server's go there, and others' come from there. Servers call
+        this before any request; does nothing without an audit, and when it is called again."""
+        if self.auditor is not None and self.auditor.pool is None:
+            self.auditor.pool = AuditPool(log, self._engine.fingerprint, self._findings)
 
     def close(self) -> None:
         """Stop comparing, and write what is to be kept; close the engine before. Idempotent."""
         if self.auditor is not None:
             self.auditor.close()
-        if self._memory is not None:
-            self._memory.close()
+            if self.auditor.pool is not None:
+                self.auditor.pool.close()
 
     def _refusal(self, policy: Policy) -> str | None:
         """Return why answers cannot be given under the policy; None where they can."""

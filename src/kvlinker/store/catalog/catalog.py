@@ -17,6 +17,7 @@ from typing import Literal
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
+from kvlinker.store.catalog.audit import AuditLog
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.databases.interface import Database
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
@@ -86,6 +87,7 @@ class Catalog:
         self.variants = VariantIndex(self._database, self._blobs)
         self.search = SearchIndex(self._database)
         self.implicit = ImplicitIndex(self._database, self._blobs)
+        self.audit = AuditLog(self._database)
 
     def add(
         self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS, *, now: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """The one version of the tables that is read. A change of the tables takes the next number."""
 
 TABLES = (
@@ -87,6 +87,20 @@ TABLES = (
     "CREATE INDEX removed_positions_by_time ON removed_positions (removed_at)",
     # in SQLite, the texts of the tenant's chunks are in the FTS5 table texts_<number>
     "CREATE TABLE search_indexes (number INTEGER PRIMARY KEY, tenant TEXT NOT NULL UNIQUE)",
+    # what audits found: samples, and what those up to a number came to
+    """CREATE TABLE audit_samples (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        fingerprint TEXT NOT NULL,
+        server TEXT NOT NULL,
+        content TEXT NOT NULL  -- JSON, as state
+    )""",
+    "CREATE INDEX audit_samples_by_model ON audit_samples (fingerprint, number)",
+    """CREATE TABLE audit_states (
+        fingerprint TEXT PRIMARY KEY,
+        pool TEXT NOT NULL,
+        upto INTEGER NOT NULL,
+        state TEXT
+    ) WITHOUT ROWID""",
 )
 
 ACCOUNTS = {

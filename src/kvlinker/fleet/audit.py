@@ -1,0 +1,112 @@
+"""Puts what several servers' audits found into one answer: those that share a catalog tell the
+same already, the others' samples are counted together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvlinker.doors.http.audit import (
+    AuditObject,
+    AuditRow,
+    DecisionObject,
+    KindAudit,
+    PolicyAudit,
+    PolicySetting,
+    TenantAudit,
+)
+from kvlinker.service.audit.comparison import RequestKind
+from kvlinker.service.audit.figures import Drift, Tally
+
+Row = TypeVar("Row", bound=AuditRow)
+Key = TypeVar("Key")
+
+
+def pooled(told: Sequence[AuditObject]) -> AuditObject:
+    """Return what servers, one at least, tell together: each pool counts once, as the server tells
+    it that knows most. Where settings differ, they stand in a row."""
+    pools = _one_of_each_pool(told)
+    tenants: defaultdict[str, list[PolicyAudit]] = defaultdict(list)
+    for each in pools:
+        for tenant in each.tenants or ():
+            tenants[tenant.tenant] += tenant.policies
+    skipped: defaultdict[str, int] = defaultdict(int)
+    for each in told:
+        for reason, count in each.skipped.items():
+            skipped[reason] += count
+    return AuditObject(
+        model=", ".join(dict.fromkeys(each.model for each in told)),
+        pool=pools[0].pool if len(pools) == 1 else None,
+        share=max(each.share for each in told),
+        pending=sum(each.pending for each in told),
+        skipped=dict(sorted(skipped.items())),
+        policies=_policies(row for each in pools for row in each.policies),
+        kinds=_kinds(row for each in pools for row in each.kinds),
+        tenants=None
+        if all(each.tenants is None for each in told)
+        else [
+            TenantAudit(tenant=name, policies=_policies(rows))
+            for name, rows in sorted(tenants.items())
+        ],
+        setting=_setting([each.setting for each in pools]),
+        decisions=_decisions(pools),
+    )
+
+
+def _one_of_each_pool(told: Sequence[AuditObject]) -> list[AuditObject]:
+    """Return one answer for each pool, and all of those without one."""
+    best: dict[str | int, AuditObject] = {}
+    for number, each in enumerate(told):
+        name = number if each.pool is None else each.pool
+        if name not in best or _samples(each) > _samples(best[name]):
+            best[name] = each
+    return list(best.values())
+
+
+def _samples(told: AuditObject) -> int:
+    return sum(row.samples for row in told.policies)
+
+
+def _policies(rows: Iterable[PolicyAudit]) -> list[PolicyAudit]:
+    joined = []
+    for policy, (tally, same) in _joined(rows, lambda row: row.policy).items():
+        last = max((row.drifted_at for row in same if row.drifted_at is not None), default=None)
+        drift = Drift(sum(row.drifts for row in same), last)
+        joined.append(PolicyAudit.of(policy, tally, drift))
+    return joined
+
+
+def _kinds(rows: Iterable[KindAudit]) -> list[KindAudit]:
+    joined = _joined(
+        rows, lambda row: (row.policy, RequestKind(row.chunks, row.tokens, row.implicit))
+    )
+    return [KindAudit.of(policy, kind, tally) for (policy, kind), (tally, _) in joined.items()]
+
+
+def _joined(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, tuple[Tally, list[Row]]]:
+    """Return the rows by their keys, sorted, with the tally of each key's."""
+    same: defaultdict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        same[key(row)].append(row)
+    joined = {}
+    for name, group in sorted(same.items(), key=lambda entry: str(entry[0])):
+        tally = Tally()
+        for row in group:
+            tally = tally.plus_all(row.tally)
+        joined[name] = (tally, group)
+    return joined
+
+
+def _setting(settings: Sequence[PolicySetting]) -> PolicySetting:
+    first = settings[0]
+    return PolicySetting(
+        policy=", ".join(dict.fromkeys(each.policy for each in settings)),
+        target=first.target,
+        ladder=first.ladder,
+    )
+
+
+def _decisions(pools: Sequence[AuditObject]) -> list[DecisionObject]:
+    decisions = (decision for each in pools for decision in each.decisions)
+    return sorted(decisions, key=lambda decision: decision.time)
