@@ -6,7 +6,13 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
 from kvlinker.engines.embedded.requests.request import RequestState
@@ -747,5 +753,8 @@ TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40
 
 
 @pytest.mark.slow
-class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+def test_the_machine_for_long():
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(max_examples=250, stateful_step_count=40, deadline=None),
+    )
