@@ -56,10 +56,13 @@ def router(
     with failures(), closing(bind(settings.host, settings.port)) as listener:
         from kvlinker.doors.http.edge.access_log import logging_to_stderr
         from kvlinker.doors.http.edge.connections import EngineServer, server_config
+        from kvlinker.doors.http.tracing import provider_from_environment
         from kvlinker.fleet.app import create_router
         from kvlinker.fleet.backends import always
 
-        app = create_router(always(backend), settings, api_key=api_key)
+        app = create_router(
+            always(backend), settings, api_key=api_key, tracer_provider=provider_from_environment()
+        )
         listener.listen()
         console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
         console.print(f"Routing to {len(backend)} servers at {url_of(listener)}")

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TYPE_CHECKING
 
 import httpx
 from fastapi import FastAPI, Response
 
+from kvlinker.doors.http import pages
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
+from kvlinker.doors.http.tracing import telemetry_options
 from kvlinker.fleet import views
 from kvlinker.fleet.backends import Backends, Find
 from kvlinker.fleet.proxy import Proxy
 from kvlinker.fleet.router import Router
 from kvlinker.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 MOST_CONNECTIONS = 1000
 IDLE_SECONDS = 2.0
@@ -25,9 +31,17 @@ ANSWER_SECONDS = 600.0
 """The seconds after which a replica that sends nothing more is given up."""
 
 
-def create_router(find: Find, settings: Settings, *, api_key: str | None) -> FastAPI:
+def create_router(
+    find: Find,
+    settings: Settings,
+    *,
+    api_key: str | None,
+    tracer_provider: TracerProvider | None = None,
+) -> FastAPI:
     """Make an app that passes requests on to the servers that ``find`` finds, which it asks with
-    ``api_key``. Keys, hosts, bodies and slow clients are checked before anything is passed on."""
+    ``api_key``. Keys, hosts, bodies and slow clients are checked before anything is passed on.
+    ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is
+    any."""
     router = Router()
     client = httpx.AsyncClient(
         limits=httpx.Limits(
@@ -59,6 +73,7 @@ def create_router(find: Find, settings: Settings, *, api_key: str | None) -> Fas
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        telemetry=telemetry_options(tracer_provider),
     )
     drain = Drain(settings.drain_timeout)
     app.state.drain = drain
@@ -78,5 +93,6 @@ def create_router(find: Find, settings: Settings, *, api_key: str | None) -> Fas
         return {"status": "alive"}
 
     app.include_router(views.routes(router, backends))
+    app.include_router(pages.router)
     app.router.default = Proxy(router, backends, client)
     return app

@@ -29,6 +29,7 @@ from kvlinker.doors.http.edge.errors import (
     take_request_id,
 )
 from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
+from kvlinker.doors.http.tracing import headers_of_trace, note_attributes
 from kvlinker.fleet.backends import Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router
@@ -126,10 +127,19 @@ class Proxy:
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
         """Pass a request on to a replica; returns False where another one may answer it."""
         began = time.monotonic()
+        trace = headers_of_trace()
+        note_attributes(
+            kvlinker_replica=decision.replica,
+            kvlinker_chunks=decision.chunks,
+            kvlinker_chunks_resident=decision.resident,
+        )
         sent = self._client.build_request(
             request.method,
             self._backends.urls[decision.replica] + _target(request.scope),
-            headers=_kept(request.headers.raw, _NOT_SENT),
+            headers=[
+                *_kept(request.headers.raw, _NOT_SENT | trace.keys()),
+                *((name.encode(), value.encode()) for name, value in trace.items()),
+            ],
             content=body or None,
         )
         try:

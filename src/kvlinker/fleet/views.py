@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ValidationError
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import EngineClosedError, PermissionDeniedError
 from kvlinker.doors.http.audit import AuditObject
+from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.metrics import CONTENT_TYPE
 from kvlinker.doors.http.status import (
     PromptTokenCounts,
@@ -40,6 +42,12 @@ class ReplicaStatus(BaseModel):
     resident_chunks: int
     epoch: str | None
     reason: str | None
+
+
+class Holders(BaseModel):
+    """The ids of the replicas that have a chunk in memory, by its name."""
+
+    replicas: dict[str, list[str]]
 
 
 class FleetStatus(ServerStatus):
@@ -77,6 +85,17 @@ def routes(router: Router, backends: Backends) -> APIRouter:
                 for view in map(router.replicas.__getitem__, backends.urls)
             ],
         )
+
+    @shown.get("/v1/residency/replicas")
+    async def holders(
+        caller: CallerParam, name: Annotated[list[str], Query(max_length=1000)]
+    ) -> Holders:
+        """Tell which replicas have chunks in memory, by the names that requests use: ids of context
+        caches. For admins: whether an id exists is not for others."""
+        if not caller.admin:
+            raise PermissionDeniedError("Only admin keys may read /v1/residency/replicas.")
+        now = time.monotonic()
+        return Holders(replicas={each: router.holders(each, now) for each in name})
 
     @shown.get("/v1/audit")
     async def audit(request: Request) -> Response:

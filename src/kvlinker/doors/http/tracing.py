@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTRA = "otel"
-NOT_TRACED = frozenset({"/health", "/live", "/metrics", "/status"})
-"""Routes that probes and collectors ask all the time."""
+NOT_TRACED = frozenset({"/health", "/live", "/metrics", "/status", "/v1/residency"})
+"""Routes that probes, collectors and routers ask all the time."""
 
 STAGES = ("load", "queue", "link", "decode")
 """The stages of a choice in their order; each is a field of ``Timing`` and the name of a span."""
@@ -89,6 +89,32 @@ def telemetry_options(provider: TracerProvider | None) -> TelemetryConfig:
 
 def _is_probe(scope: MutableMapping[str, Any]) -> bool:
     return scope["path"] in NOT_TRACED
+
+
+def headers_of_trace() -> dict[str, str]:
+    """Return the headers by which another server that is asked now belongs to the present request's
+    span; none where that is not traced."""
+    try:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError:
+        return {}
+    headers: dict[str, str] = {}
+    if trace.get_current_span().get_span_context().is_valid:
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
+
+
+def note_attributes(**attributes: str | int) -> None:
+    """Write attributes to the present request's span, where it is traced; their names have dots in
+    the places of underscores."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return
+    span = trace.get_current_span()
+    for name, value in attributes.items():
+        span.set_attribute(name.replace("_", "."), value)
 
 
 class Tracing:

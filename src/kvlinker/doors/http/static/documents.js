@@ -175,7 +175,10 @@ function documentOf(source) {
     figures.textContent = `${counted(caches.length, "chunk")}, ${counted(tokens, "token")}`;
     if (made.open) show();
   };
-  const show = () => chunks.replaceChildren(...caches.map((cache, index) => chunkOf(cache, index < SHOWN_TEXTS)));
+  const show = () => {
+    chunks.replaceChildren(...caches.map((cache, index) => chunkOf(cache, index < SHOWN_TEXTS)));
+    showHolders(chunks);
+  };
   made.addEventListener("toggle", () => { if (made.open) show() });
   use.addEventListener("click", () => { for (const cache of caches) choose(cache) });
   drop.addEventListener("click", async () => {
@@ -194,6 +197,21 @@ function chunkOf(cache, reads) {
   return made;
 }
 
+let replicas = 0;
+addEventListener("replicas", ({ detail }) => { replicas = detail });
+
+/** Tell for each chunk in an element which replicas of a fleet have it in memory; a key that is no admin's learns nothing. */
+async function showHolders(chunks) {
+  const places = new Map(Array.from(chunks.querySelectorAll("[data-chunk]"), box => [box.dataset.chunk, box.parentElement.querySelector("small")]));
+  const ids = Array.from(places.keys());
+  for (let begin = 0; replicas && begin < ids.length; begin += PAGE) {
+    const names = ids.slice(begin, begin + PAGE).map(id => `name=${id}`).join("&");
+    const told = await get(`v1/residency/replicas?${names}`).catch(() => null);
+    if (!told) return;
+    for (const [id, holders] of Object.entries(told.replicas)) places.get(id).textContent = holders.length ? `, in memory of ${holders.join(", ")}` : ", in no memory";
+  }
+}
+
 /** Return a box by which a chunk is chosen for the next question. */
 function chooser(cache, words) {
   const box = make("input", { type: "checkbox", checked: chosen.has(cache.id), disabled: cache.usable === false });
@@ -201,7 +219,7 @@ function chooser(cache, words) {
   box.addEventListener("change", () => {
     if (box.checked) choose(cache); else { chosen.delete(cache.id); showChosen() }
   });
-  return make("label", {}, box, " ", words);
+  return make("label", {}, box, " ", words, make("small"));
 }
 
 function choose(cache) {

@@ -35,7 +35,18 @@ function filled(bar, used, total) {
   return bar;
 }
 
+/** The replicas of a fleet, which its router tells; a server tells none. */
+function showReplicas(replicas = []) {
+  by("replicas").hidden = !replicas.length;
+  by("replicas").tBodies[0].replaceChildren(...replicas.map(each => make(
+    "tr", {}, make("td", {}, each.id), make("td", { className: each.state === "dead" ? "wrong" : "", title: each.reason || "" }, each.state),
+    make("td", {}, number(each.running)), make("td", {}, number(each.waiting)), make("td", {}, number(each.resident_chunks)),
+  )));
+  dispatchEvent(new CustomEvent("replicas", { detail: replicas.length }));
+}
+
 function showStatus(status) {
+  showReplicas(status.replicas);
   by("model").textContent = `${status.model}, ${number(status.max_model_len)} tokens of context, policy ${status.policy}`;
   by("load").replaceChildren(...lines(
     ["running", number(status.requests.running)], ["waiting", number(status.requests.waiting)],
