@@ -69,3 +69,45 @@ JSON = st.recursive(
 @given(JSON)
 def test_no_body_is_too_strange(body: object) -> None:
     assert isinstance(outline_of(body, "default"), PromptOutline)
+
+
+LONG = "A first line that is long enough to be known by itself.\nshort\n" * 5
+SECOND = "  A second line, with white space around it that says nothing.  "
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": LONG + SECOND}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG + SECOND}]}]},
+        {"system": LONG + SECOND, "messages": []},
+        {"prompt": LONG + SECOND},
+        {"instructions": "Be brief.", "input": LONG + SECOND},
+    ],
+)
+def test_plain_texts_are_known_by_their_long_lines(body: dict[str, Any]) -> None:
+    names = [line.name for line in outline_of(body, "anna", recognised=True).lines]
+    lines = "A first line that is long enough to be known by itself.", SECOND.strip()
+    assert names == [text_name(line, "anna") for line in lines]
+    assert outline_of(body, "anna").lines == ()
+    assert outline_of(body | {"link": {"implicit": "auto"}}, "anna").lines
+    assert not outline_of(body | {"link": {"implicit": "off"}}, "anna", recognised=True).lines
+
+
+def test_what_is_marked_or_short_has_no_lines() -> None:
+    marked = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
+    body = {
+        "messages": [{"role": "user", "content": [marked, {"type": "text", "text": SECOND}]}],
+        "documents": [{"text": LONG}],
+    }
+    outline = outline_of(body, "anna", recognised=True)
+    assert outline.lines == ()
+    assert len(outline.chunks) == 1
+
+
+def test_lines_are_not_counted_as_a_conversations_text_again() -> None:
+    text = "\n".join(f"Line {number} is long enough to be known." for number in range(9))
+    body = {"messages": [{"role": "user", "content": text}]}
+    lines, plain = outline_of(body, "anna", recognised=True), outline_of(body, "anna")
+    known = sum(line.tokens for line in lines.lines)
+    assert lines.beginnings[0][1] == pytest.approx(plain.beginnings[0][1] - known, abs=1)

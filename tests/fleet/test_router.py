@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, TierCost
+from kvlinker.fleet.costs import UNMEASURED_SHARE
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import BELIEVED_SECONDS
-from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, UNMEASURED_SHARE, Router
+from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, Router
 
 PER_TOKEN = 1e-3
 
@@ -199,6 +200,41 @@ def test_own_decisions_are_believed_until_a_report_can_tell() -> None:
     assert later.resident == 0
 
 
+def lines(*names: str) -> PromptOutline:
+    return PromptOutline(lines=tuple(WantedChunk(name, 100) for name in names))
+
+
+def test_passages_come_again_where_they_came_before() -> None:
+    """So that a server sees them twice, and makes them a chunk."""
+    router = routers(set(), set(), set())
+    first = router.choose(lines("l1", "l2", "l3"), 0.0)
+    assert first is not None
+    router.began(first, 0.2)
+    router.ended(first)
+    again = router.choose(lines("l9", "l2", "l3"), 1000.0)
+    assert again is not None
+    assert again.replica == first.replica
+    assert again.expected == pytest.approx(100 * PER_TOKEN)
+    assert again.chunks == 0
+
+
+def test_lines_of_a_chunk_count_as_that_chunk() -> None:
+    """What was sent somewhere counts no more, once a server has told where the chunk is."""
+    router = routers(set(), set(), set())
+    first = router.choose(lines("l1", "l2"), 0.0)
+    assert first is not None
+    router.ended(first)
+    others = sorted(router.replicas.keys() - {first.replica})
+    chunk = KnownChunk(("memory",), ("l1", "l2"))
+    report = ResidencyReport("e", 1, True, {digest("a"): chunk}, ())
+    router.report(others[0], report, running=0, waiting=0, seconds_per_token=PER_TOKEN)
+    decision = router.choose(lines("l2", "l1", "l3"), 1.0)
+    assert decision is not None
+    assert decision.replica == others[0]
+    assert (decision.resident, decision.chunks) == (1, 1)
+    assert decision.expected == pytest.approx(100 * PER_TOKEN)
+
+
 def test_conversations_go_on_where_they_were() -> None:
     router = routers(set(), set(), set())
     first = chosen(router, outline(beginnings=("t1",)))
@@ -257,7 +293,7 @@ def test_another_run_of_a_replica_has_nothing_of_before() -> None:
 
 
 def has(router: Router, number: int, name: str) -> bool:
-    copies = router._index.copies(name, 0.0)
+    copies = router._costs._index.copies(name, 0.0)
     return number in copies.replicas or number in copies.believed
 
 

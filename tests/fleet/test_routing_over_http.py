@@ -112,6 +112,39 @@ def test_requests_go_where_their_chunks_are(
     assert router.post(CHAT, json=asked(*places)).json()["choices"] == straight["choices"]
 
 
+def test_plain_passages_go_to_the_server_that_made_them_chunks(
+    tmp_path: Path, settings: Settings
+) -> None:
+    """Joined texts without any mark, in another order and company each time."""
+    with ExitStack() as stack:
+        servers = []
+        for number in range(3):
+            own = tiny_settings(tmp_path / f"server {number}", implicit="auto")
+            servers.append(stack.enter_context(serving(LLM.from_model(tiny_model(), own), own)))
+        client = stack.enter_context(routing(settings, *(server.url for server in servers)))
+        wait_until(lambda: all(each["epoch"] for each in status(client)))
+
+        def asks(question: str, *texts: str) -> httpx.Response:
+            content = "\n\n".join([question, *(text * 2 for text in texts)])
+            turns = [{"role": "user", "content": content}]
+            return client.post(CHAT, json={"messages": turns, "max_tokens": 1})
+
+        def cached(answer: httpx.Response) -> int:
+            tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return tokens
+
+        first = replica(asks("Who?", TEXTS[0], TEXTS[1]))
+        second = asks("What?", TEXTS[1], TEXTS[0])
+        assert replica(second) == first
+        for number, url in enumerate(server.url for server in servers):
+            if urlsplit(url).netloc == first:
+                names = servers[number].llm.residency.report().chunks.values()
+                assert sum(bool(chunk.names) for chunk in names) == 2
+        third = asks("Where?", TEXTS[2], TEXTS[0])
+        assert replica(third) == first
+        assert cached(third) > 100
+
+
 def test_a_chunk_on_disk_draws_requests_too(tmp_path: Path, settings: Settings) -> None:
     """Where each server has a disk of its own, and one of them little memory."""
     with ExitStack() as stack:

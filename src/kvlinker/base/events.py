@@ -83,10 +83,11 @@ class ImplicitText:
 
 @dataclass(frozen=True, slots=True)
 class ChunkNamed:
-    """A request named a chunk, by its id or by its text (see ``kvlinker.base.types.residency``)."""
+    """A request named a chunk, by its id or by its text, or by lines of a text that it is in (see
+    ``kvlinker.base.types.residency``)."""
 
     chunk_key: str
-    name: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class Backends:
 
         self.keyed = api_key is not None
         """True if the servers tell tenants by their keys."""
+        self.recognises = False
+        """True if the servers make chunks of passages that come again in plain texts."""
         self.seen: dict[str, Seen] = {}
         """How each replica was when it was last asked."""
 
@@ -195,7 +197,7 @@ class Backends:
             tuple(told["gone"]),
         )
         seconds = told["seconds_per_token"]
-        self.keyed = bool(told["keyed"])
+        self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
         self.seen[replica] = replace(self.seen[replica], pid=int(told["pid"]))
         return self._router.report(
             replica,

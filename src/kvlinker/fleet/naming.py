@@ -1,16 +1,18 @@
 """Reads which known texts a request is made of, without a tokenizer: context caches by their ids,
-marked texts and documents by their digests, conversations by their beginnings."""
+marked texts and documents by their digests, plain texts by their lines, conversations by their
+beginnings."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvlinker.base.types.residency import text_name
+from kvlinker.base.types.residency import lines_of, text_name
+from kvlinker.service.implicit.seen_lines import LEAST_CHARACTERS
 
 CHARACTERS_PER_TOKEN = 4
 """A token's length where only its text is known."""
@@ -18,12 +20,14 @@ CHARACTERS_PER_TOKEN = 4
 MOST_NAMED = 1000
 """The most chunks, and the most turns of a conversation, that are looked at."""
 
+_TEXTS = frozenset({"content", "text", "prompt", "input", "system", "instructions"})
+"""The fields of bodies that have plain texts."""
+
 UNKNOWN_TOKENS = 512
 """The length of a chunk of which only the id is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantedChunk:
+class WantedChunk(NamedTuple):
     """A chunk that a prompt wants: its name, and about how many tokens it has."""
 
     name: str
@@ -38,20 +42,30 @@ class PromptOutline:
 
     beginnings: tuple[tuple[str, int], ...] = ()
     """The names of a conversation's beginnings, the shortest first, and about how many tokens each
-    has beside its chunks."""
+    has beside its chunks and lines."""
+
+    lines: tuple[WantedChunk, ...] = ()
+    """Lines of plain texts, some of which may be in chunks."""
 
 
-def outline_of(body: object, tenant: str) -> PromptOutline:
+def outline_of(body: object, tenant: str, *, recognised: bool = False) -> PromptOutline:
     """Return what a request's JSON body names, in any of the server's APIs. What is no prompt names
-    nothing."""
+    nothing. ``recognised``: servers find chunks in plain texts, too, unless the request says
+    otherwise."""
     if not isinstance(body, dict):
         return PromptOutline()
+    options = body.get("link")
+    implicit = options.get("implicit") if isinstance(options, dict) else None
+    recognised = implicit == "auto" or (recognised and implicit is None)
     chunks = {chunk.name: chunk for chunk in islice(_chunks(body, tenant), MOST_NAMED)}
+    lines: dict[str, WantedChunk] = {}
+    if recognised:
+        lines = {line.name: line for line in islice(_lines(body, tenant), MOST_NAMED)}
     turns = body.get("messages", body.get("input"))
-    return PromptOutline(
-        tuple(chunks.values()),
-        tuple(_beginnings(body.get("system"), turns, tenant)) if isinstance(turns, list) else (),
-    )
+    beginnings: Iterable[tuple[str, int]] = ()
+    if isinstance(turns, list):
+        beginnings = _beginnings(body.get("system"), turns, tenant, recognised=recognised)
+    return PromptOutline(tuple(chunks.values()), tuple(beginnings), tuple(lines.values()))
 
 
 def _chunks(value: object, tenant: str) -> Iterator[WantedChunk]:
@@ -73,6 +87,22 @@ def _chunks(value: object, tenant: str) -> Iterator[WantedChunk]:
             yield from _chunks(inner, tenant)
 
 
+def _lines(value: object, tenant: str, *, plain: bool = False) -> Iterator[WantedChunk]:
+    """Yield the lines of a body's long texts that are not chunks already; ``plain``: a string here
+    is such a text."""
+    if isinstance(value, str):
+        if plain and len(value) >= LEAST_CHARACTERS:
+            for line in lines_of(value):
+                yield _text(line, tenant)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _lines(inner, tenant, plain=plain)
+    elif isinstance(value, dict) and not _is_marked(value):
+        for name, inner in value.items():
+            if name != "documents":
+                yield from _lines(inner, tenant, plain=name in _TEXTS)
+
+
 def _is_marked(part: Mapping[str, Any]) -> bool:
     return bool(part.get("cache_control") or part.get("prompt_cache_breakpoint"))
 
@@ -81,13 +111,17 @@ def _text(text: str, tenant: str) -> WantedChunk:
     return WantedChunk(text_name(text, tenant), 1 + len(text) // CHARACTERS_PER_TOKEN)
 
 
-def _beginnings(system: object, turns: Sequence[object], tenant: str) -> Iterator[tuple[str, int]]:
+def _beginnings(
+    system: object, turns: Sequence[object], tenant: str, *, recognised: bool
+) -> Iterator[tuple[str, int]]:
     """Yield a name for the conversation up to each of its turns."""
     digest = sha256(f"{tenant}\0{json.dumps(system)}".encode())
     length = 0
     for turn in turns[:MOST_NAMED]:
         written = json.dumps(turn, sort_keys=True)
         digest.update(written.encode())
-        chunks = sum(chunk.tokens for chunk in _chunks(turn, tenant))
-        length += max(1, len(written) // CHARACTERS_PER_TOKEN - chunks)
+        known = sum(chunk.tokens for chunk in _chunks(turn, tenant))
+        if recognised:
+            known += sum(line.tokens for line in _lines(turn, tenant))
+        length += max(1, len(written) // CHARACTERS_PER_TOKEN - known)
         yield digest.hexdigest()[:24], length

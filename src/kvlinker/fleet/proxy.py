@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
+from functools import partial
 
 import httpx
 from fastapi.concurrency import run_in_threadpool
@@ -86,10 +87,8 @@ class Proxy:
         request = Request(scope, receive)
         body = await request.body()
         tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
-        if len(body) < LONG_BODY_BYTES:
-            prompt = _outline(request, body, tenant)
-        else:
-            prompt = await run_in_threadpool(_outline, request, body, tenant)
+        outline = partial(_outline, request, body, tenant, recognised=self._backends.recognises)
+        prompt = outline() if len(body) < LONG_BODY_BYTES else await run_in_threadpool(outline)
         answering = asyncio.ensure_future(self._route(request, body, prompt, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
@@ -263,13 +262,13 @@ def _nobody(tried: bool) -> KVLinkerError:
     )
 
 
-def _outline(request: Request, body: bytes, tenant: str) -> PromptOutline:
+def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:
     """Return what a request names; nothing where its body is no JSON, which its replica says."""
     if request.method != "POST" or not body.startswith(b"{"):
         return PromptOutline()
     try:
         check_json(body)
-        return outline_of(json.loads(body), tenant)
+        return outline_of(json.loads(body), tenant, recognised=recognised)
     except (InvalidRequestError, ValueError, RecursionError):
         return PromptOutline()
 

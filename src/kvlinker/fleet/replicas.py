@@ -21,7 +21,8 @@ MOST_BELIEVED = 1_000_000
 """The most names of chunks that are believed at a time."""
 
 KEPT_BEGINNINGS = 1_000_000
-"""The most beginnings of conversations that are remembered; those used last stay."""
+"""The most beginnings of conversations, and lines of texts, that are remembered; those used last
+stay."""
 
 MOST_NAMES = 4_000_000
 """The most names of chunks that are remembered."""
@@ -78,8 +79,13 @@ class ResidencyIndex:
             [each for each, at in believed.items() if now - at < BELIEVED_SECONDS],
         )
 
+    def key(self, name: str) -> int | None:
+        """Return the number of the chunk that some replica knows by this name."""
+        return self._keys.get(name)
+
     def beginners(self, name: str) -> Collection[int]:
-        """Return the replicas that were sent a conversation with this beginning."""
+        """Return the replicas that were sent a conversation with this beginning, or a text with
+        this line."""
         return self._beginnings.get(name, ())
 
     def report(
@@ -121,7 +127,7 @@ class ResidencyIndex:
             del self._believed[name]
 
     def begin(self, replica: int, names: Iterable[str]) -> None:
-        """Note the beginnings of a conversation that is answered by a replica."""
+        """Note beginnings of a conversation that is sent to a replica, or lines of its texts."""
         for name in names:
             self._beginnings.setdefault(name, set()).add(replica)
             self._beginnings.move_to_end(name)

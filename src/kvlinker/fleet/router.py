@@ -6,23 +6,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvlinker.base.types.residency import MEMORY, ResidencyReport, TierCost
-from kvlinker.fleet.naming import PromptOutline, WantedChunk
-from kvlinker.fleet.replicas import MEMORY_TIER, ResidencyIndex
+from kvlinker.base.types.residency import ResidencyReport, TierCost
+from kvlinker.fleet.costs import PromptCosts
+from kvlinker.fleet.naming import PromptOutline
 
 MISS_WEIGHT = 2.5
 """How much a second of loading or computing a chunk counts against a second of waiting: what is
 brought to memory elsewhere is brought there again and again, and takes the place of other
 chunks."""
-
-UNMEASURED_SHARE = 0.5
-"""The time to load a token from a tier whose bandwidth was not measured yet, as a share of the time
-to compute it."""
 
 SATURATION = 0.5
 """Waits beyond the least one count in full while somebody is idle, and half as much when even the
@@ -34,9 +28,6 @@ FIRST_SECONDS = 0.05
 
 LEAST_SECONDS = 1e-3
 """The least that a request takes beyond that, however short it was."""
-
-FIRST_SECONDS_PER_TOKEN = 2e-4
-"""The time to compute a token until a replica has told its own."""
 
 SMOOTHING = 0.1
 """The share of the last request in the mean of what requests take."""
@@ -64,15 +55,6 @@ class Decision:
         """What the access log says."""
         loaded = f", {self.loaded} to load" if self.loaded else ""
         return f"{self.replica}: {self.resident} of {self.chunks} chunks{loaded}"
-
-
-class _Costs(NamedTuple):
-    """What a prompt takes on each replica beyond linking it: seconds, and how many of its chunks
-    are in memory, and in slower tiers."""
-
-    seconds: NDArray[np.float64]
-    resident: NDArray[np.int64]
-    loaded: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -108,7 +90,7 @@ class Router:
         self._ids: list[str] = []
         self._numbers: dict[str, int] = {}
         self._unused: list[int] = []  # numbers of replicas that were removed
-        self._index = ResidencyIndex()
+        self._costs = PromptCosts()
         self._requests = 0
         self._pending: dict[int, float] = {}  # expected seconds of requests without a first byte
         self._seconds = FIRST_SECONDS
@@ -117,9 +99,6 @@ class Router:
         self._ready = np.zeros(0, dtype=bool)
         self._own_wait = np.zeros(0)  # seconds of this router's requests without a first byte
         self._others = np.zeros(0)  # requests of others
-        self._seconds_per_token = np.zeros(0)
-        self._tiers: dict[tuple[str, str | None], int] = {(MEMORY, None): MEMORY_TIER}
-        self._load = np.zeros((1, 0))  # seconds per token, by tier and replica
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -137,9 +116,7 @@ class Router:
         self._replicas[replica] = Replica(replica)
         self._ready[number] = False
         self._own_wait[number] = self._others[number] = 0.0
-        self._seconds_per_token[number] = FIRST_SECONDS_PER_TOKEN
-        self._load[:, number] = np.inf
-        self._load[MEMORY_TIER, number] = 0.0
+        self._costs.add(number)
 
     def remove(self, replica: str) -> None:
         """Know a replica no more, once its last request has ended; it gets no others."""
@@ -175,26 +152,13 @@ class Router:
         view, number = self._replicas[replica], self._numbers[replica]
         if not report.whole and report.epoch != view.epoch:
             return False
-        bits = self._tier_bits(tiers)
-        chunks = {
-            key: (sum(bits[tier] for tier in tiers), names)
-            for key, (tiers, names) in report.chunks.items()
-        }
         if report.epoch != view.epoch:
-            self._index.forget(number)
-        self._index.report(number, chunks, report.gone, whole=report.whole)
+            self._costs.forget(number)
+        self._costs.report(number, report, seconds_per_token, tiers)
         view.epoch, view.report_number = report.epoch, report.number
         view.running, view.waiting = running, waiting
-        view.chunks = self._index.count(number)
+        view.chunks = self._costs.resident(number)
         self._others[number] = max(0, running + waiting - view.counted)
-        if seconds_per_token is not None:
-            self._seconds_per_token[number] = seconds_per_token
-        self._load[MEMORY_TIER + 1 :, number] = np.inf
-        for tier, cost in tiers.items():
-            seconds = cost.seconds_per_token
-            if seconds is None:
-                seconds = UNMEASURED_SHARE * self._seconds_per_token[number]
-            self._load[self._tiers[tier, cost.place], number] = seconds
         return True
 
     def holders(self, name: str, now: float) -> list[str]:
@@ -212,26 +176,25 @@ class Router:
         possible[[self._numbers[each] for each in without if each in self._numbers]] = False
         if not possible.any():
             return None
-        expected, resident, loaded = self._costs(prompt, now)
-        whole = sum(chunk.tokens for chunk in prompt.chunks)
-        whole += prompt.beginnings[-1][1] if prompt.beginnings else 0
+        needed = self._costs.of(prompt, now)
         wait = np.maximum(self._own_wait + self._others * self._seconds, 0.0)
         least = wait[possible].min()
-        long = SATURATION * whole * self._seconds_per_token + self._seconds
-        cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * expected
+        long = SATURATION * needed.computed + self._seconds
+        cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * needed.seconds
         cost += self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
         self._requests += 1
         decision = Decision(
             self._requests,
             self._ids[number],
-            int(resident[number]),
-            int(loaded[number]),
-            len(prompt.chunks),
-            float(expected[number]),
+            int(needed.resident[number]),
+            int(needed.loaded[number]),
+            len(needed.chunks),
+            float(needed.seconds[number]),
             float(wait[number]),
         )
-        self._take(decision, prompt, number, now)
+        self._take(decision, number)
+        self._costs.take(number, prompt, needed.chunks, now)
         return decision
 
     def began(self, decision: Decision, seconds: float) -> None:
@@ -251,8 +214,6 @@ class Router:
         self._ready = np.append(self._ready, False)
         self._own_wait = np.append(self._own_wait, 0.0)
         self._others = np.append(self._others, 0.0)
-        self._seconds_per_token = np.append(self._seconds_per_token, 0.0)
-        self._load = np.hstack([self._load, np.zeros((len(self._load), 1))])
         return len(self._ids) - 1
 
     def _forget_if_gone(self, replica: str) -> None:
@@ -260,58 +221,16 @@ class Router:
         if view.leaving and not view.open:
             number = self._numbers.pop(replica)
             del self._replicas[replica]
-            self._index.forget(number)
+            self._costs.forget(number)
             self._unused.append(number)
 
-    def _costs(self, prompt: PromptOutline, now: float) -> _Costs:
-        """Return what a prompt takes on each replica."""
-        seconds = np.zeros(len(self._ready))
-        resident = np.zeros(len(self._ready), dtype=np.int64)
-        loaded = np.zeros(len(self._ready), dtype=np.int64)
-        for chunk in prompt.chunks:
-            per_token = self._per_token(chunk, now)
-            seconds += chunk.tokens * per_token
-            resident += per_token == 0
-            loaded += (per_token > 0) & (per_token < self._seconds_per_token)
-        if prompt.beginnings:
-            missing = np.full(len(self._ready), prompt.beginnings[-1][1])
-            for name, length in prompt.beginnings:  # the longest comes last
-                missing[list(self._index.beginners(name))] = prompt.beginnings[-1][1] - length
-            seconds += missing * self._seconds_per_token
-        return _Costs(seconds, resident, loaded)
-
-    def _per_token(self, chunk: WantedChunk, now: float) -> NDArray[np.float64]:
-        """Return the seconds for each token of a chunk, on each replica."""
-        copies = self._index.copies(chunk.name, now)
-        per_token = self._seconds_per_token
-        for tier in copies.shared:
-            per_token = np.minimum(per_token, self._load[tier])
-        per_token = per_token.copy()
-        loading = self._load[copies.tiers, copies.replicas]
-        per_token[copies.replicas] = np.minimum(per_token[copies.replicas], loading)
-        per_token[copies.believed] = 0.0
-        return per_token
-
-    def _tier_bits(self, tiers: Mapping[str, TierCost]) -> dict[str, int]:
-        """Return a bit for each tier of a replica, by its name there."""
-        for name, cost in tiers.items():
-            if (name, cost.place) not in self._tiers:
-                number = self._tiers[name, cost.place] = len(self._tiers)
-                self._load = np.vstack([self._load, np.full(len(self._ready), np.inf)])
-                if cost.place is not None:
-                    self._index.share(number)
-        places = {MEMORY: None} | {name: cost.place for name, cost in tiers.items()}
-        return {name: 1 << self._tiers[name, place] for name, place in places.items()}
-
-    def _take(self, decision: Decision, prompt: PromptOutline, number: int, now: float) -> None:
-        """Count a request to its replica, and believe that it brings its chunks there."""
+    def _take(self, decision: Decision, number: int) -> None:
+        """Count a request to its replica."""
         view = self._replicas[decision.replica]
         view.open += 1
         view.counted += 1
         self._pending[decision.request] = decision.expected + self._seconds
         self._own_wait[number] += self._pending[decision.request]
-        self._index.believe(number, [chunk.name for chunk in prompt.chunks], now)
-        self._index.begin(number, [name for name, _ in prompt.beginnings])
 
     def _settle(self, decision: Decision) -> bool:
         """Let nobody wait for a request any more; returns False where nobody did."""

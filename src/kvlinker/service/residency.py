@@ -18,7 +18,7 @@ from kvlinker.store import ChunkStore
 MOST_NAMED = 100_000
 """The most chunks whose names are remembered; those named last stay."""
 
-NAMES_PER_CHUNK = 8
+NAMES_PER_CHUNK = 24
 """The most names of one chunk; older ones go."""
 
 KEPT_CHANGES = 100
@@ -70,9 +70,10 @@ class Residency:
         if isinstance(event, ChunkNamed):
             with self._lock:
                 names = self._names.setdefault(event.chunk_key, OrderedDict())
-                names[event.name] = None
-                names.move_to_end(event.name)
-                if len(names) > NAMES_PER_CHUNK:
+                for name in event.names:
+                    names[name] = None
+                    names.move_to_end(name)
+                while len(names) > NAMES_PER_CHUNK:
                     names.popitem(last=False)
                 self._names.move_to_end(event.chunk_key)
                 if len(self._names) > MOST_NAMED:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -10,10 +11,23 @@ from typing import NamedTuple
 MEMORY = "memory"
 """The tier of chunks that take no time to load, whatever the server calls it."""
 
+LEAST_LINE = 32
+"""The fewest characters of a line by which a text is known."""
+
+_LINE = re.compile(r"\S[^\n]*")
+
 
 def text_name(text: str, tenant: str) -> str:
     """Name the chunk of a tenant's text. A context cache's id is a name as it is."""
     return sha256(f"{tenant}\0{text}".encode(errors="surrogatepass")).hexdigest()[:24]
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """Yield the lines by which servers and routers know a text that stands within others: those
+    that are long enough to be nobody else's, without the white space around them."""
+    for match in _LINE.finditer(text):
+        if len(line := match[0].rstrip()) >= LEAST_LINE:
+            yield line
 
 
 class KnownChunk(NamedTuple):

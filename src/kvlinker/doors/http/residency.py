@@ -43,7 +43,8 @@ class ResidencyBody(ResponseBody):
     ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
     ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
     measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
-    keys, and ``pid`` is the server's process.
+    keys, ``recognises`` whether passages of plain texts become chunks (``implicit`` is ``auto``),
+    and ``pid`` is the server's process.
     """
 
     epoch: str
@@ -56,6 +57,7 @@ class ResidencyBody(ResponseBody):
     waiting: int
     seconds_per_token: float | None
     keyed: bool
+    recognises: bool
     pid: int
 
 
@@ -90,5 +92,6 @@ def residency(
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
+        recognises=served.settings.implicit == "auto",
         pid=os.getpid(),
     )

@@ -194,7 +194,7 @@ class Creation:
             with suppress(StoreError):  # the next sweep catches up
                 self._texts.index({record.chunk_key: record.chunk for record in records})
             for record in records:
-                self._events.publish(ChunkNamed(record.chunk_key, record.id))
+                self._events.publish(ChunkNamed(record.chunk_key, (record.id,)))
             entered.set_result(records)
         except BaseException as error:
             try:

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
 from kvlinker.base.events import ChunkNamed, Events, ImplicitText
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.messages import MarkedText
-from kvlinker.base.types.residency import text_name
+from kvlinker.base.types.messages import MarkedText, TextSource
+from kvlinker.base.types.residency import lines_of, text_name
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.store import Catalog, ContextCache
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 TOKENS_AROUND = 64
 """The tokens of the context window that an implicit chunk leaves to the prompt around it."""
+
+NAMED_LINES = 16
+"""The lines by which a text is known that was recognised: its first ones, as a request has all of
+them or none."""
 
 SLACK = 0.01
 """The share of its time to live that a context cache may have lost before a use is written down
@@ -97,8 +102,8 @@ class ImplicitCaches:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             found = {}
         for chunk, each in found.items():
-            name = text_name(texts[chunk].text, tenant)
-            self._events.publish(ChunkNamed(each.cache.chunk_key, name))
+            names = _names_of(texts[chunk], tenant)
+            self._events.publish(ChunkNamed(each.cache.chunk_key, names))
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found or found[chunk].created:
@@ -142,6 +147,14 @@ class ImplicitCaches:
         ).items():
             found[chunk] = FoundChunk(cache.chunk, cache, created)
         return found
+
+
+def _names_of(text: MarkedText, tenant: str) -> tuple[str, ...]:
+    """Return what routers may know a text by: one that was recognised within another, by its
+    lines."""
+    if text.source is TextSource.RECOGNITION:
+        return tuple(text_name(line, tenant) for line in islice(lines_of(text.text), NAMED_LINES))
+    return (text_name(text.text, tenant),)
 
 
 def _rank(cache: ContextCache, wanted: Chunk) -> tuple[bool, bool, bool]:
