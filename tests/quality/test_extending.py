@@ -28,10 +28,10 @@ PLUGIN = "plugin_of_the_guide"
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 
-def code_of(section: str, language: str) -> str:
-    """Return the code block of a section that is in this language."""
-    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def code_of(section: str, language: str, page: str = PAGE) -> str:
+    """Return the first code block of a page's section that is in this language."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    code, *_ = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return str(code)
 
 

@@ -1,4 +1,4 @@
-"""The page on extending: its figure is registered, found and measured."""
+"""The laboratory's introduction: its figure is registered, found and measured."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.page import write_figure
 from tests.quality.test_extending import PLUGIN, code_of
 
+INTRODUCTION = (Path(__file__).parents[2] / "README.md").read_text()
+
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Installs the guide's figure as a module that an entry point names; the registry forgets it
     afterwards."""
-    (tmp_path / f"{PLUGIN}.py").write_text(code_of("A figure", "python"))
+    (tmp_path / f"{PLUGIN}.py").write_text(code_of("A figure of your own", "python", INTRODUCTION))
     monkeypatch.syspath_prepend(tmp_path)
     figure.known_figures()
     monkeypatch.setattr(figure._registry, "_values", dict(figure._registry._values))
