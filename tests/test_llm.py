@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker import LLM
+from kvlinker import LLM, AsyncLLM
 from kvlinker.base.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
@@ -432,6 +432,15 @@ def test_the_model_in_the_box_answers_in_a_form_and_calls_a_tool(tmp_path):
             {"role": "tool", "tool_call_id": call.id, "content": '{"time": 14}'},
         ]
         assert llm.chat_completion(asked, tools=tools, max_tokens=8, temperature=0).text == "14"
+
+
+def test_it_says_what_it_is(tmp_path):
+    with LLM(state_dir=tmp_path, policy="legolink-4") as llm:
+        llm.generate_context_cache(["Tom Reyes lives in Oslo.\n\n", "He is a pilot.\n\n"])
+        told = "LLM('reader', engine='embedded', policy='legolink-4', context_caches=2)"
+        assert repr(llm) == told
+        assert repr(AsyncLLM.from_llm(llm)) == f"Async{told}"
+    assert repr(llm) == "LLM('reader', engine='embedded', closed)"
 
 
 def test_a_policy_need_not_be_registered(make_llm):

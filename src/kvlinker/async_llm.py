@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError
@@ -25,6 +25,7 @@ from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.service.answer import Answer
 from kvlinker.service.content import CompletionContent
 from kvlinker.service.prompt_calls import Documents, Messages
+from kvlinker.settings import Options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class AsyncLLM:
     as there.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         self.llm = LLM(model, **options)
 
     @classmethod
@@ -171,6 +172,9 @@ class AsyncLLM:
         )
         params = self.llm.sampling_params(**sampling)
         return await _answer(self._events(read, params, tenant), read)
+
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, StoreError
 from kvlinker.base.events import Events
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.messages import (
@@ -45,7 +45,7 @@ from kvlinker.service.prompt_calls import Documents, Messages, PromptCalls
 from kvlinker.service.reading import ContentReader, ReadDefaults, ReadPrompt
 from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
-from kvlinker.settings import Settings, load_settings
+from kvlinker.settings import Options, Settings, load_settings
 from kvlinker.store import Speeds
 from kvlinker.store.speeds import FILE_NAME
 
@@ -80,7 +80,7 @@ class LLM(ContextCacheCalls, PromptCalls):
     ``state_dir="/data/kvlinker"``. All methods may be called from any thread.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         settings = load_settings(model=str(model) if model is not None else None, **options)
         self._start(engine_source(settings), settings)
 
@@ -314,6 +314,15 @@ class LLM(ContextCacheCalls, PromptCalls):
         return self.engine.generate(
             *self.policy_manager.watch(request, sink, implicit=read.implicit)
         )
+
+    def __repr__(self) -> str:
+        facts = [repr(self.model_name), f"engine={self.settings.engine!r}"]
+        if not self.healthy:
+            return f"LLM({', '.join(facts)}, closed)"
+        facts.append(f"policy={self.default_policy().name!r}")
+        with suppress(StoreError):  # whoever prints must not fail
+            facts.append(f"context_caches={self.catalog.usage(DEFAULT_TENANT).caches}")
+        return f"LLM({', '.join(facts)})"
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""

@@ -69,11 +69,13 @@ def test_it_is_a_type_error_as_anywhere_in_python(served: Served, method: str) -
 
 
 def test_arguments_of_constructors() -> None:
+    misspelt: Any = {"polcy": "full"}
+    wrong: Any = {"modle": "m"}
     with pytest.raises(InvalidRequestError, match="Did you mean 'policy'"):
-        LLM(polcy="full")
+        LLM(**misspelt)
     with pytest.raises(InvalidRequestError, match="Did you mean 'model'"):
-        AsyncLLM(modle="m")
-    wrong: Any = {"apikey": "k"}
+        AsyncLLM(**wrong)
+    wrong = {"apikey": "k"}
     for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match="Did you mean 'api_key'"):
             kind("http://localhost:1", **wrong)

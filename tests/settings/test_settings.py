@@ -183,11 +183,12 @@ def test_files_are_named(
 
 
 def test_llm_says_the_same() -> None:
+    misspelt: Any = {"polciy": "naive"}  # type checkers know the options
     with pytest.raises(
         InvalidRequestError,
         match=r"no setting 'polciy' \(from option polciy\). Did you mean 'policy'\?",
     ):
-        LLM(polciy="naive")
+        LLM(**misspelt)
 
 
 @pytest.mark.parametrize(

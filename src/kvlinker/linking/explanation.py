@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.types.answers import Usage
 from kvlinker.linking.evidence import Forecast
+from kvlinker.linking.notebook import State, tokens_html
 from kvlinker.linking.plan import (
     DroppedTokens,
     LinkPlan,
@@ -116,6 +117,22 @@ class Explanation:
     def tokens(self) -> int:
         """The number of the prompt's tokens."""
         return len(self.token_ids)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What became of each token: [tokens]. One that any layer computed again is recomputed."""
+        found: list[State] = ["cached"] * self.tokens
+        for begin, end in self.fresh:
+            found[begin:end] = ["fresh"] * (end - begin)
+        for layer in self.layers:
+            for begin, end in layer.recomputed:
+                found[begin:end] = ["recomputed"] * (end - begin)
+        return tuple(found)
+
+    def _repr_html_(self) -> str | None:
+        """Return the prompt for a notebook, its tokens coloured by what became of them; None
+        without ``texts``."""
+        return None if self.texts is None else tokens_html(self.texts, self.states)
 
     def with_context_caches(self, ids: Mapping[str, str]) -> Explanation:
         """Add the ids of the chunks' context caches; ``ids`` has them by content."""

@@ -26,6 +26,7 @@ from kvlinker.engines.contract.contract import (
     Sink,
 )
 from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.notebook import text_html, usage_html
 from kvlinker.prompting.answer_forms.reader import AnswerReader
 
 ChoiceSink = Sink
@@ -55,6 +56,12 @@ class Answer:
 
     reasoning: str = ""
     """What the model thought before it answered a conversation, where it tells that."""
+
+    def _repr_html_(self) -> str:
+        """Return the answer for a notebook, with what its prompt reused."""
+        said = [self.text, *(f"{call.name}({call.arguments})" for call in self.tool_calls)]
+        prompt = self.explanation._repr_html_() if self.explanation else None
+        return text_html("\n".join(filter(None, said))) + usage_html(self.usage) + (prompt or "")
 
     @classmethod
     def from_events(cls, deltas: Sequence[Delta], finished: Finished) -> Self:

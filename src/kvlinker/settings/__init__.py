@@ -1,6 +1,7 @@
 """Everything that can be configured, and where it is read from."""
 
 from kvlinker.settings.model import BUNDLED_MODEL, WeightFormat
+from kvlinker.settings.options import Options
 from kvlinker.settings.settings import CONFIG_FILE_VARIABLE, Settings
 from kvlinker.settings.sources import load_settings, read_settings
 from kvlinker.settings.storage import SHARED_TIER_SETTINGS
@@ -9,6 +10,7 @@ __all__ = [
     "BUNDLED_MODEL",
     "CONFIG_FILE_VARIABLE",
     "SHARED_TIER_SETTINGS",
+    "Options",
     "Settings",
     "WeightFormat",
     "load_settings",
