@@ -60,6 +60,12 @@ class PromptCosts:
         """Return how many chunks a replica has told to be in its memory."""
         return self._index.count(replica)
 
+    def holders(self, name: str, now: float) -> set[int]:
+        """Return the replicas that have a chunk in memory, or are about to, by its name."""
+        copies = self._index.copies(name, now)
+        in_memory = copies.replicas[copies.tiers == MEMORY_TIER].tolist()
+        return {*in_memory, *copies.believed}
+
     def report(
         self,
         replica: int,

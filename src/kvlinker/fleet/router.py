@@ -163,9 +163,7 @@ class Router:
 
     def holders(self, name: str, now: float) -> list[str]:
         """Return the replicas that have a chunk in memory, or are about to, by its name."""
-        copies = self._index.copies(name, now)
-        in_memory = copies.replicas[copies.tiers == MEMORY_TIER].tolist()
-        return sorted(self._ids[number] for number in {*in_memory, *copies.believed})
+        return sorted(self._ids[number] for number in self._costs.holders(name, now))
 
     def choose(
         self, prompt: PromptOutline, now: float, *, without: Collection[str] = ()
