@@ -14,10 +14,13 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium postgresql
+.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium postgresql
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
+
+serve-fleet: $(INSTALLED)
+	$(VENV)/bin/kvlinker fleet --port $(PORT)
 
 test: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"

@@ -16,6 +16,7 @@ class Commands(ModuleGroup):
 
     places: ClassVar = {
         "serve": "kvlinker.cli.serve:serve",
+        "fleet": "kvlinker.cli.fleet:app",
         "router": "kvlinker.cli.router:router",
         "top": "kvlinker.cli.top:top",
         "ingest": "kvlinker.cli.documents.ingest:ingest",

@@ -68,18 +68,14 @@ def _serve_until_failure(
 
     ``provider`` takes the traces.
     """
-    from kvlinker.doors.http.app import create_app
     from kvlinker.doors.http.edge.connections import EngineServer, server_config
+    from kvlinker.doors.serving import create_server
     from kvlinker.llm import LLM
 
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
 
-    app = create_app(llm, settings, provider)
-    if settings.engine == "vllm":
-        from kvlinker.doors.vllm_server.other_routes import add_other_routes
-
-        add_other_routes(app, llm.engine, settings)
+    app = create_server(llm, settings, provider)
     listener.listen()  # whoever reads the address and connects at once is not refused
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     if settings.log_format == "json":

@@ -73,6 +73,7 @@ class Backends:
         """How each replica was when it was last asked."""
 
         self._found: set[str] = set()
+        self._last_error = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -130,8 +131,11 @@ class Backends:
         try:
             found = {urlsplit(url).netloc: url.rstrip("/") for url in await self._find()}
         except Exception as error:  # whatever finds them: those that are known go on
-            logger.warning("Replicas cannot be found for now: %r", error)
+            if repr(error) != self._last_error:
+                self._last_error = repr(error)
+                logger.warning("Replicas cannot be found for now: %r", error)
             return
+        self._last_error = ""
         self._found = set(found)
         new = {replica: url for replica, url in found.items() if replica not in self.urls}
         for replica, url in new.items():

@@ -25,15 +25,18 @@ def check_address(host: str, api_keys: Sequence[str]) -> None:
         )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet: clients are refused until a server does. Raises
-    AddressError."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind a socket that does not listen yet: clients are refused until a server does. Sockets that
+    are all ``shared`` may have the same address; the system gives each connection to one of those
+    that listen. Raises AddressError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise AddressError(

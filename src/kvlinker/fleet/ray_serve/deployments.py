@@ -1,0 +1,101 @@
+"""The two kinds of processes of a fleet, as Ray Serve runs them: servers, and ingresses before
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.serve.handle import DeploymentHandle
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.events import Event, FirstToken
+from kvlinker.doors.http.edge.address import bind, check_address
+from kvlinker.doors.http.tracing import provider_from_environment
+from kvlinker.fleet.ray_serve.options import FleetOptions, key_of_fleet
+from kvlinker.fleet.ray_serve.ray_names import ask_all, bind_no_port
+from kvlinker.fleet.ray_serve.scaling import Load
+from kvlinker.fleet.ray_serve.serving import BackgroundServer, log_as
+
+
+class NotServingError(KVLinkerError):
+    """Raised where a process does not serve any more, and is to be replaced."""
+
+
+class _Process:
+    """A process that serves until Ray Serve ends it."""
+
+    _server: BackgroundServer | None = None
+
+    def __init__(self, options: FleetOptions) -> None:
+        bind_no_port()
+        self._log = log_as(options.read_settings(), options.log_pipe)
+
+    def check_health(self) -> None:
+        """Raise NotServingError where this process is to be replaced."""
+        if self._server is not None and not self._server.serves:
+            raise NotServingError("It does not serve any more.")
+
+    def __del__(self) -> None:
+        """Finish what is under way: Ray Serve calls this when it ends a replica."""
+        if self._server is not None:
+            self._server.stop()
+            self._log.close()
+
+
+class Server(_Process):
+    """One server: the model, and kvlinker's routes on a port of its own."""
+
+    def __init__(self, options: FleetOptions) -> None:
+        super().__init__(options)
+        from kvlinker.doors.serving import create_server
+        from kvlinker.llm import LLM
+
+        host = ray.util.get_node_ip_address()
+        settings = options.read_settings(host=host, port=0, cors_origins=())
+        check_address(host, settings.accepted_keys)
+        listener = bind(host, 0)
+        llm = LLM.from_settings(settings)
+        app = create_server(llm, settings, provider_from_environment())
+        self._load = Load(lambda: llm.current_load().running + llm.current_load().waiting)
+        llm.events.subscribe(self._note)
+        self._server = BackgroundServer(
+            app,
+            settings,
+            listener,
+            healthy=lambda: llm.healthy,
+            drain=app.state.served.drain,
+        )
+
+    def url(self) -> str:
+        """Return where this server is reached."""
+        assert self._server is not None
+        return self._server.url
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return this server's load, for ``Scaling``."""
+        return self._load.figures()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, FirstToken):
+            self._load.first_token(event.seconds)
+
+
+class Ingress(_Process):
+    """One router, at the fleet's address."""
+
+    def __init__(self, servers: DeploymentHandle[Any], options: FleetOptions) -> None:
+        super().__init__(options)
+        from kvlinker.fleet.app import create_router
+
+        async def find() -> Iterable[str]:
+            return await ask_all(servers, "url")
+
+        settings = options.read_settings()
+        check_address(settings.host, settings.accepted_keys)
+        listener = bind(settings.host, settings.port, shared=True)
+        app = create_router(find, settings, api_key=key_of_fleet(settings))
+        self._server = BackgroundServer(
+            app, settings, listener, healthy=lambda: True, drain=app.state.drain
+        )

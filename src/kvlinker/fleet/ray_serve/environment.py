@@ -1,0 +1,18 @@
+"""Variables that Ray reads when it is imported."""
+
+from __future__ import annotations
+
+import os
+
+_ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0"}
+_ALONE = {
+    # Ray then calls this machine 127.0.0.1, and so does not listen on any other address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+}
+
+
+def prepare(*, alone: bool) -> None:
+    """Set what Ray reads, before it is imported: no usage statistics, and no address but loopback
+    for a cluster that is this machine ``alone``."""
+    os.environ.update(_ALWAYS | (_ALONE if alone else {}))
