@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvlinker.base.types.answers import AnswerParts
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.llm import LLM
 from tests.doors.http.serving import serving, tiny_settings
@@ -86,8 +87,8 @@ def _reasons(llm: LLM, model: FieldModel) -> None:
         return
     tail = llm.tail_of(llm.read_chat(QUESTION).prompt)
     reader = llm.answer_form.reader(tail, ())
-    pieces = [*reader.feed("<think>\nWhere?\n</think>\n\nOslo."), *reader.finish()]
-    assert "".join(piece.reasoning for piece in pieces).strip() == "Where?"
-    assert "".join(piece.content for piece in pieces) == "Oslo."
+    pieces = [*reader.feed("<think>\nWhere?\n</think>\n\nOslo."), *reader.finish(cut=False)]
+    said = AnswerParts.of(pieces)
+    assert (said.reasoning, said.content) == ("Where?", "Oslo.")
     silent = TemplateOptions(variables={"enable_thinking": False})
     assert "</think>" in llm.tail_of(llm.read_chat(QUESTION, options=silent).prompt)

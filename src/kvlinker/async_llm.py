@@ -20,7 +20,7 @@ from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Prompt, ReadPrompt
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.service.answer import Answer
 from kvlinker.service.content import CompletionContent
@@ -240,11 +240,16 @@ async def _answer(events: AsyncGenerator[Delta | Finished, None], read: ReadProm
 
 
 async def _texts(
-    events: AsyncGenerator[Delta | Finished, None], reader: AnswerReader
+    events: AsyncGenerator[Delta | Finished, None], reader: Reader
 ) -> AsyncGenerator[str, None]:
     """Yield the texts of a request's events; closing it closes the request."""
     async with aclosing(events):
         async for event in events:
-            for said in reader.feed(event.text) if isinstance(event, Delta) else reader.finish():
-                if said.content:
-                    yield said.content
+            said = (
+                reader.feed(event.text)
+                if isinstance(event, Delta)
+                else reader.finish(cut=event.reason != "stop")
+            )
+            for piece in said:
+                if piece.kind == "content":
+                    yield piece.text

@@ -26,7 +26,7 @@ from kvlinker.base.types.tools import Tool
 from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.linking import Explanation, Policy, parse_policy
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
@@ -67,7 +67,7 @@ class PreparedChat(NamedTuple):
     read: ReadPrompt
     sampling: SamplingParams
 
-    reader: AnswerReader
+    reader: Reader
     """Reads the answer."""
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.base.types.answers import AnswerParts
 from kvlinker.prompting.answer_forms import answer_forms, form_for
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import ID_LENGTH
@@ -71,25 +72,41 @@ def way(name: str) -> AnswerForm:
 
 
 def read(
-    name: str, text: str, *, tools: Any = TOOLS, tail: str | None = None, size: int = 1
+    name: str,
+    text: str,
+    *,
+    tools: Any = TOOLS,
+    tail: str | None = None,
+    size: int = 1,
+    cut: bool = False,
 ) -> tuple[str, str, list[Any]]:
     """Content, reasoning and calls of an answer that comes in pieces of ``size`` characters."""
-    reader = way(name).reader(TAILS[name] if tail is None else tail, tools)
+    said = parts(name, text, tools=tools, tail=tail, size=size, cut=cut)
+    assert all(len(call.id) == ID_LENGTH and call.id.isalnum() for call in said.calls)
+    assert len({call.id for call in said.calls}) == len(said.calls)
+    told = [(call.name, json.loads(call.arguments)) for call in said.calls]
+    assert said.calls_complete == bool(told)
+    return said.content, said.reasoning, told
+
+
+def parts(
+    name: str,
+    text: str,
+    *,
+    tools: Any = TOOLS,
+    tail: str | None = None,
+    size: int = 1,
+    cut: bool = False,
+    only_calls: bool = False,
+) -> AnswerParts:
+    tail = TAILS[name] if tail is None else tail
+    reader = way(name).reader(tail, tools, only_calls=only_calls)
     pieces = [
         piece
         for start in range(0, len(text), size)
         for piece in reader.feed(text[start : start + size])
     ]
-    pieces += reader.finish()
-    calls = [call for piece in pieces for call in piece.calls]
-    assert all(len(call.id) == ID_LENGTH and call.id.isalnum() for call in calls)
-    assert len({call.id for call in calls}) == len(calls)
-    told = [(call.name, json.loads(call.arguments)) for call in calls]
-    return (
-        "".join(piece.content for piece in pieces),
-        "".join(piece.reasoning for piece in pieces),
-        told,
-    )
+    return AnswerParts.of([*pieces, *reader.finish(cut=cut)])
 
 
 def test_every_way_is_found_by_its_template() -> None:
@@ -113,13 +130,6 @@ def test_text_is_text(name: str, size: int) -> None:
 @every_way
 def test_a_call_is_told(name: str, size: int) -> None:
     assert read(name, ONE_CALL[name], size=size) == ("", "", [("get_weather", json.loads(ROME))])
-
-
-@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"days": NaN}'])
-def test_a_call_that_cannot_be_told_is_text(arguments: str) -> None:
-    """Its arguments are no Unicode, or no JSON."""
-    call = ONE_CALL["qwen3"].replace(ROME, arguments)
-    assert read("qwen3", call) == (call, "", [])
 
 
 @sizes
@@ -174,18 +184,16 @@ def test_without_tools_nothing_is_a_call(name: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call>"),
+        ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call"),
         ("qwen3", "<tool_call>\n5\n</tool_call>"),
-        ("qwen3", ' \n<tool_call>\n{"name": "f", "argum'),
-        ("qwen3", "See \n<tool_call>"),
         ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("llama3", '{"a": 5}'),
         ("llama3", " {not JSON"),
         ("mistral", "[TOOL_CALLS] nonsense"),
         ("mistral", 'See [TOOL_CALLS] [{"x": 1}]'),
-        ("mistral_args", 'x[TOOL_CALLS]f[ARGS]{bad[TOOL_CALLS]g[ARGS]{"a": 1}</s>'),
-        ("mistral_args", "x [TOOL_CALLS]f[ARGS]"),
+        ("mistral_args", "x [TOOL_CALLS]f[ARGS]{}"),
+        ("mistral_args", "x [TOOL_CALLS]get_ti[ARGS]{}"),
     ],
 )
 def test_what_is_no_call_is_shown_as_it_is(name: str, text: str, size: int) -> None:
@@ -196,7 +204,7 @@ def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() ->
     tail = f'{TAILS["qwen3"]}<tool_call>\n{{"name": "f'
     assert read("qwen3", "oo</tool_call> more", tail=tail) == ("oo</tool_call> more", "", [])
     wrong = f"{TAILS['qwen3']}<tool_call>nonsense</tool_call>\n"
-    assert read("qwen3", f"so {HERMES}", tail=wrong) == (f"so {HERMES}", "", [])
+    assert read("qwen3", f"so {HERMES}", tail=wrong)[0] == "so"
 
 
 @sizes
@@ -208,8 +216,63 @@ def test_pieces_are_in_order(size: int) -> None:
         for start in range(0, len(text), size)
         for piece in reader.feed(text[start : start + size])
     ]
-    told = "".join("+" if piece.calls else piece.content for piece in [*pieces, *reader.finish()])
-    assert told == "See.+Then+"
+    pieces += reader.finish(cut=False)
+    told = {"call": "+", "arguments": "", "called": "."}
+    assert "".join(told.get(piece.kind, piece.text) for piece in pieces) == "See.+.Then+."
+
+
+@every_way
+def test_a_call_comes_as_it_is_written(name: str) -> None:
+    """The name as soon as it is complete, and each character of the arguments at once."""
+    reader = way(name).reader(TAILS[name], TOOLS)
+    call = ONE_CALL[name]
+    if name == "llama3":  # any JSON might begin as a call does, up to the arguments
+        named = call.index('"parameters": ') + len('"parameters": ')
+    else:
+        named = call.index("get_weather") + len("get_weather") + 1
+    assert not reader.feed(call[: named - 1])
+    (begun,) = reader.feed(call[named - 1 : named])
+    assert (begun.kind, begun.text) == ("call", "get_weather")
+    reader.feed(call[named : call.index(ROME)])
+    for character in ROME:
+        assert reader.feed(character)[0].text == character
+
+
+@every_way
+@given(data=st.data())
+def test_a_call_that_is_cut_is_never_text(name: str, data: st.DataObject) -> None:
+    """Wherever the answer is cut, and whatever it has before the call."""
+    before = "" if name == "llama3" else data.draw(st.sampled_from(["", "See.\n", "a < [b] "]))
+    whole = before + data.draw(
+        st.sampled_from([ONE_CALL[name], TWO_CALLS.get(name, ONE_CALL[name])])
+    )
+    text = whole[: data.draw(st.integers(0, len(whole)))]
+    size = data.draw(st.integers(1, len(text) + 1))
+    said = parts(name, text, size=size, cut=True)
+    assert before.startswith(said.content)
+    names = ["get_weather", "get_time"]
+    assert [call.name for call in said.calls] == names[: len(said.calls)]
+    for call, arguments in zip(said.calls, (ROME, "{}"), strict=False):
+        assert arguments.startswith(call.arguments)
+        complete = call.arguments == arguments
+        assert complete or (call is said.calls[-1] and not said.calls_complete)
+    if not before:
+        forced = parts(name, text, size=size, cut=True, only_calls=True)
+        assert forced.content == ""
+        assert [(call.name, call.arguments) for call in forced.calls] == [
+            (call.name, call.arguments) for call in said.calls
+        ]
+
+
+@given(cut=st.integers(0, 40), size=st.integers(1, 9))
+def test_what_is_cut_before_a_name_is_neither_call_nor_text(cut: int, size: int) -> None:
+    text = "Hm. " + HERMES[: min(cut, HERMES.index("get_weather") + len("get_weather"))]
+    said = parts("qwen3", text, size=size, cut=True)
+    assert (said.content.rstrip(), said.calls) == ("Hm.", ())
+
+
+def test_space_before_a_cut_is_text() -> None:
+    assert parts("qwen3", "See \n", cut=True).content == "See \n"
 
 
 @sizes
@@ -224,6 +287,13 @@ def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None
         "So?",
         [call],
     )
+
+
+@sizes
+def test_marks_within_arguments_are_text(size: int) -> None:
+    arguments = {"city": '</tool_call> <tool_call> {"name": "get_time"} }]'}
+    call = ONE_CALL["qwen3"].replace(ROME, json.dumps(arguments))
+    assert read("qwen3", call, size=size) == ("", "", [("get_weather", arguments)])
 
 
 @given(
@@ -279,11 +349,15 @@ def test_a_tokenizers_own_response_template_is_followed() -> None:
     }
     try:
         reader = AnswerForm.of(own, None).reader("@", TOOLS)
-        pieces = [*reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!'), *reader.finish()]
+        pieces = reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!!!{"name": ')
+        pieces += reader.finish(cut=True)
     finally:
         own.response_template = None
-    assert "".join(piece.content for piece in pieces) == "Hi "
-    assert [call.name for piece in pieces for call in piece.calls] == ["get_time"]
+    said = AnswerParts.of(pieces)
+    assert (said.content, [(call.name, call.arguments) for call in said.calls]) == (
+        "Hi ",
+        [("get_time", "{}")],
+    )
 
 
 def test_special_tokens_of_the_way_are_shown_in_its_answers() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.tools import Tool, enforced_tool, function_of, shown_tool
+from kvlinker.base.types.tools import Tool, function_of, shown_tool
 from kvlinker.prompting.answer_forms.form import AnswerForm
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 from kvlinker.prompting.segments import Prompt
 
 ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
@@ -40,9 +40,9 @@ class RequestTools:
         names = [function_of(tool)["name"] for tool in tools]
         if len(set(names)) < len(names):
             raise InvalidRequestError("'tools' has two functions of the same name.", param="tools")
-        if self._choice not in ("none", "auto") and not names:
+        if choice is not None and self._choice != "none" and not names:
             raise InvalidRequestError(
-                "'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice"
+                f"'tool_choice' is {choice!r}, but there are no 'tools'.", param="tool_choice"
             )
         if self._named is not None and self._named not in names:
             raise InvalidRequestError(
@@ -56,11 +56,11 @@ class RequestTools:
         called."""
         return tuple(map(shown_tool, self._offered))
 
-    def reader(self, prompt: Prompt) -> AnswerReader:
+    def reader(self, prompt: Prompt) -> Reader:
         """Return a reader for one answer to ``prompt``."""
-        return (
-            self._form.reader(self._tail_of(prompt), self.tools) if self._reads else AnswerReader()
-        )
+        if not self._reads:
+            return PlainReader()
+        return self._form.reader(self._tail_of(prompt), self.tools, only_calls=self._enforces_calls)
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to
@@ -70,20 +70,27 @@ class RequestTools:
             return fields
         form, tail, several = self._form, self._tail_of(prompt), self._several
         fields["shown_tokens"] = form.shown_tokens
-        enforced = tuple(map(enforced_tool, self._offered))
-        if self._offered and self._choice != "auto":
-            called = [
-                tool for tool in self.tools if self._named in (None, function_of(tool)["name"])
-            ]
-            several = several and self._named is None
-            fields["grammar"] = form.calls_grammar(called, tail=tail, several=several)
-        elif grammar := fields.get("grammar"):
-            fields["grammar"] = form.framed(grammar, tail=tail, tools=enforced, several=several)
-        elif self._offered and (
-            not several or any(function_of(tool).get("strict") for tool in self._offered)
-        ):
-            fields["grammar"] = form.free_grammar(enforced, tail=tail, several=several)
+        if self._enforces_calls:
+            named = self._named
+            called = [tool for tool in self._offered if named in (None, function_of(tool)["name"])]
+            fields["grammar"] = form.calls_grammar(
+                called, tail=tail, several=several and named is None
+            )
+            fields["stop"] = ()  # which end text, and there is none
+            return fields
+        fields["call_marks"] = form.call_marks(self._offered)
+        if grammar := fields.get("grammar"):
+            fields["grammar"] = form.framed(
+                grammar, tail=tail, tools=self._offered, several=several
+            )
+        elif self._offered:
+            fields["grammar"] = form.free_grammar(self._offered, tail=tail, several=several)
         return fields
+
+    @property
+    def _enforces_calls(self) -> bool:
+        """True if answers have to call tools."""
+        return bool(self._offered) and self._choice != "auto"
 
     @property
     def _reads(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from kvlinker.base.types.answers import (
-    AnswerPiece,
+    AnswerParts,
     Delta,
     PromptLogprobs,
     Timing,
@@ -27,7 +27,7 @@ from kvlinker.engines.contract.contract import (
 )
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.notebook import text_html, usage_html
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import Reader
 
 ChoiceSink = Sink
 
@@ -52,7 +52,8 @@ class Answer:
     """The context caches in its prompt, those of texts that became chunks on the way included."""
 
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls of tools that the model asks for; the text may be empty then."""
+    """The calls of tools that the model asks for; the text may be empty then. With
+    ``finish_reason`` ``length``, the last one's arguments may be incomplete."""
 
     reasoning: str = ""
     """What the model thought before it answered a conversation, where it tells that."""
@@ -77,22 +78,24 @@ class Answer:
             explanation=finished.explanation,
         )
 
-    def read_by(self, reader: AnswerReader) -> Self:
+    def read_by(self, reader: Reader) -> Self:
         """Return the answer with reasoning and calls of tools told apart from its text, by a reader
         that read nothing yet."""
-        said = AnswerPiece.joined([*reader.feed(self.text), *reader.finish()])
+        cut = self.finish_reason != "stop"
+        said = AnswerParts.of([*reader.feed(self.text), *reader.finish(cut=cut)])
         return replace(
             self,
             text=said.content,
             reasoning=said.reasoning,
             tool_calls=said.calls,
-            finish_reason=finish_reason(self.finish_reason, len(said.calls)),
+            finish_reason=finish_reason(self.finish_reason, called=said.calls_complete),
         )
 
 
-def finish_reason(reason: str, calls: int) -> str:
-    """Return why an answer with so many calls of tools ended, as OpenAI's API says it."""
-    return "tool_calls" if calls and reason == "stop" else reason
+def finish_reason(reason: str, *, called: bool) -> str:
+    """Return why an answer ended, as OpenAI's API says it; ``called``: it has calls of tools, and
+    the last one is complete."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:

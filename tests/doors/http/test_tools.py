@@ -130,11 +130,13 @@ def test_calls_are_told_in_streams(served: Served, client: openai.OpenAI) -> Non
     options["parallel_tool_calls"] = False
     whole = ask(client, **options).choices[0]
     chunks = list(ask(client, stream=True, **options))
-    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
-    assert [delta.index for delta in deltas] == list(range(len(deltas)))
-    assert [(delta.function.name, delta.function.arguments) for delta in deltas] == [
-        (call.function.name, call.function.arguments) for call in whole.message.tool_calls
-    ]
+    first, *rest = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+    (call,) = whole.message.tool_calls
+    assert (first.index, first.type, first.function.name) == (0, "function", call.function.name)
+    assert {(delta.index, delta.id, delta.function.name) for delta in rest} == {(0, None, None)}
+    arguments = first.function.arguments + "".join(delta.function.arguments for delta in rest)
+    assert arguments == call.function.arguments
+    assert len(rest) > 3
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
 
@@ -148,11 +150,21 @@ def answered(
         message = choice.message
         reasoning = getattr(message, "reasoning_content", None) or ""
         return message.content or "", reasoning, message.tool_calls or [], choice.finish_reason
-    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **options)]
-    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    content = "".join(chunk.delta.content or "" for chunk in chunks)
-    reasoning = "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks)
-    return content, reasoning, calls, chunks[-1].finish_reason
+    with client.chat.completions.stream(
+        model=MODEL_NAME, messages=QUESTION, **({"tools": [WEATHER, TIME]} | options)
+    ) as streaming:
+        reasoning = "".join(
+            getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+            for event in streaming
+            if event.type == "chunk"
+        )
+        choice = streaming.get_final_completion().choices[0]
+    return (
+        choice.message.content or "",
+        reasoning,
+        choice.message.tool_calls or [],
+        choice.finish_reason,
+    )
 
 
 streamed = pytest.mark.parametrize("stream", [False, True])

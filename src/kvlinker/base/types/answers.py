@@ -3,8 +3,9 @@ timing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,20 +120,45 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Brings new output of an answer in a conversation, told apart by what it is."""
+    """Brings new output of an answer in a conversation, told apart by what it is: text, or a part
+    of a call: that it begins, more of its arguments, or that it is complete."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    kind: Literal["content", "reasoning", "call", "arguments", "called"]
+
+    text: str = ""
+    """The text; of a call that begins, the function's name."""
+
+    call_id: str = ""
+    """The id of a call that begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """Holds what pieces of an answer say together. Where the answer was cut inside a call, the
+    arguments of the last one are the beginning of a JSON object."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+    calls_complete: bool
+    """True if there are calls, and the last one is complete."""
 
     @classmethod
-    def joined(cls, pieces: Sequence[AnswerPiece]) -> AnswerPiece:
-        """Return pieces as one, which does not tell their order."""
-        return cls(
-            "".join(piece.content for piece in pieces),
-            "".join(piece.reasoning for piece in pieces),
-            tuple(call for piece in pieces for call in piece.calls),
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+    def of(cls, pieces: Iterable[AnswerPiece]) -> Self:
+        """Join pieces, which does not tell the order of text and calls."""
+        texts = {"content": "", "reasoning": ""}
+        calls: list[ToolCall] = []
+        complete = False
+        for piece in pieces:
+            match piece.kind:
+                case "call":
+                    calls.append(ToolCall(piece.call_id, piece.text, ""))
+                    complete = False
+                case "arguments":
+                    calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.text)
+                case "called":
+                    complete = True
+                case kind:
+                    texts[kind] += piece.text
+        return cls(texts["content"], texts["reasoning"], tuple(calls), complete)

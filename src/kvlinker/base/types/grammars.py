@@ -63,12 +63,12 @@ class AnswerGrammar:
         return cls("choice", json.dumps(list(texts)), param)
 
 
-def json_style() -> dict[str, Any]:
+def json_style(*, lenient: bool = False) -> dict[str, Any]:
     """Return llguidance's options for JSON: a space or an indented line between tokens, so that
-    answers do not ramble on; and what cannot be enforced is refused, even where the schema itself
-    asks for less."""
+    answers do not ramble on. What cannot be enforced is refused, even where the schema itself asks
+    for less; ``lenient``: it is left out."""
     return {
         "whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}",
-        "lenient": False,
-        "coerce_one_of": False,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.call_marks import CallMarks
 from kvlinker.base.types.grammars import AnswerGrammar
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -71,6 +72,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     shown_tokens: frozenset[int] = frozenset()
     """The special tokens that the answer's text shows; all others are left out."""
+
+    call_marks: CallMarks | None = None
+    """Where calls of tools begin in the answer; ``stop`` is not looked for from there on."""
 
     grammar: AnswerGrammar | None = None
     """The grammar that the answer follows, which then also decides where it may end."""

@@ -18,7 +18,8 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function that the model asks for; ``arguments`` is a JSON object, as text."""
+    """A call of a function that the model asks for; ``arguments`` is a JSON object, as text, or the
+    beginning of one where the answer was cut there."""
 
     id: str
     name: str
@@ -38,17 +39,6 @@ def shown_tool(tool: Tool) -> Tool:
         **tool,
         "function": {name: value for name, value in function_of(tool).items() if name != "strict"},
     }
-
-
-def enforced_tool(tool: Tool) -> Tool:
-    """Return a definition as far as calls are enforced to follow it: with parameters of any form
-    for a function that is not strict."""
-    function = function_of(tool)
-    return (
-        tool
-        if function.get("strict")
-        else {**tool, "function": {**function, "parameters": {"type": "object"}}}
-    )
 
 
 def template_call(call: Mapping[str, Any]) -> dict[str, Any]:

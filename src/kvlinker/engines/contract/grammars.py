@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvlinker.base.types.limits import (
     MOST_SCHEMA_CHARACTERS,
     MOST_SCHEMA_NODES,
 )
+from kvlinker.base.types.schema_size import SchemaSize, schema_fields
 
 _MOST_CHARACTERS = {
     "json": MOST_SCHEMA_CHARACTERS,
@@ -45,19 +46,20 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
     if grammar.kind == "grammar":
         _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)
     try:
-        fields = [field for schema in _schemas(grammar) for field in _fields(schema)]
+        schemas = list(_schemas(grammar))
+        size = SchemaSize.of(schemas)
     except ValueError as error:
         raise unenforceable(grammar, str(error)) from error
     except RecursionError as error:
         raise unenforceable(grammar, "it is nested too deeply") from error
-    nodes = len(fields) + sum(isinstance(value, dict) for _, value in fields)
-    _check_size(grammar, "fields, list entries and objects", nodes, MOST_SCHEMA_NODES)
-    _check_size(grammar, "references", sum(name == "$ref" for name, _ in fields), MOST_RULES)
-    patterns = sum(map(len, _patterns(fields)))
-    _check_size(grammar, "characters of patterns", patterns, MOST_PATTERN_CHARACTERS)
+    _check_size(grammar, "fields, list entries and objects", size.nodes, MOST_SCHEMA_NODES)
+    _check_size(grammar, "references", size.references, MOST_RULES)
+    _check_size(grammar, "characters of patterns", size.pattern_characters, MOST_PATTERN_CHARACTERS)
     if any(
         name == "minProperties" and isinstance(least, int | float) and least > 1
-        for name, least in fields
+        for schema in schemas
+        if not _is_lenient(schema)
+        for name, least in schema_fields(schema)
     ):
         raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
 
@@ -127,24 +129,6 @@ def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
                 yield json.JSONDecoder().raw_decode(text, found.end())[0]
 
 
-def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all fields of a schema and of what is in it, with their values, and list entries under
-    an empty name."""
-    found = [schema]
-    while found:
-        match found.pop():
-            case dict(fields):
-                yield from fields.items()
-                found += fields.values()
-            case list(entries):
-                yield from (("", entry) for entry in entries)
-                found += entries
-
-
-def _patterns(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield the regular expressions among a schema's fields."""
-    for name, value in fields:
-        if name == "pattern" and isinstance(value, str):
-            yield value
-        elif name == "patternProperties" and isinstance(value, dict):
-            yield from value
+def _is_lenient(schema: Any) -> bool:
+    """Return whether a schema is followed only as far as it can be."""
+    return isinstance(schema, dict) and schema.get("x-guidance") == json_style(lenient=True)

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Events, FirstToken, RequestFinished
 from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, TokenLogprob, Usage
+from kvlinker.base.types.call_marks import CallMarks, overlap
 from kvlinker.engines.contract.contract import (
     Failed,
     Finished,
@@ -80,9 +81,11 @@ class TextStream:
         *,
         min_tokens: int = 0,
         shown_tokens: Collection[int] = (),
+        call_marks: CallMarks | None = None,
     ) -> None:
-        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens.
-        Special tokens are left out of the text, but for ``shown_tokens``."""
+        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens, nor
+        in calls of tools, which begin at ``call_marks``. Special tokens are left out of the text,
+        but for ``shown_tokens``."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
         self._skips_special = not shown_tokens
@@ -97,6 +100,9 @@ class TextStream:
         self._count = 0
         self._decoded = ""
         self._held = ""
+        self._calls = call_marks if stop else None
+        self._calling = False
+        self._at_start = True
         self.stopped_by: str | None = None
         """The stop string that has appeared."""
 
@@ -124,38 +130,38 @@ class TextStream:
             self._ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
         )
         tail = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
-        text = self._release(tail)
-        if self.stopped:
-            return text
+        text = self._release(tail, is_last=True)
         text, self._held = text + self._held, ""
         return text
 
-    def _release(self, piece: str) -> str:
-        if self._count <= self._min_tokens:
-            return piece
-        text = self._held + piece
-        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
-        if found:
-            index, self.stopped_by = min(found)
-            self._held = ""
-            return text[:index]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+    def _release(self, piece: str, *, is_last: bool = False) -> str:
+        """Return the text that is certain now; with the last piece, no call begins any more."""
+        text, self._held = self._held + piece, ""
+        free = len(text)
+        if self._calls is not None and not self._calling:
+            end, self._calling = self._calls.free_part(text, is_start=self._at_start)
+            free = free if is_last and not self._calling else end
+        elif self._calling:
+            free = 0
+        held = 0
+        if self._count > self._min_tokens:
+            before = text[:free]
+            found = [(index, stop) for stop in self._stop if (index := before.find(stop)) >= 0]
+            if found:
+                index, self.stopped_by = min(found)
+                return text[:index]
+            if not self._calling:
+                held = max((overlap(before, stop) for stop in self._stop), default=0)
+        certain = len(text) if self._calling else free - held
+        self._held = text[certain:]
+        self._at_start = self._at_start and not certain
+        return text[:certain]
 
 
 def _special_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the ids of the special tokens."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return frozenset(index for index, token in added.items() if token.special)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class Output:
@@ -193,6 +199,7 @@ class Output:
             sampling.stop,
             min_tokens=sampling.min_tokens,
             shown_tokens=sampling.shown_tokens,
+            call_marks=sampling.call_marks,
         )
 
     def push(

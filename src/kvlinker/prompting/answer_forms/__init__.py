@@ -1,13 +1,13 @@
 """Knows in which form models write reasoning and calls of tools: one JSON file for each, found by
-the model's chat template. ``form`` makes grammars of it, and ``reader`` reads answers.
+the model's chat template. ``grammar`` enforces a form, and ``reader`` reads answers of it.
 
 | field | meaning |
 |---|---|
 | `models` | which models write so |
 | `when` | the texts that are all in their chat templates |
+| `turn` | what stands before an answer in a prompt; null where it is not known |
 | `reasoning` | `open` and `close` around it, where the chat template has `when` |
 | `calls` | the form of calls: see below |
-| `response_template` | transformers' response template, parses answers; `thinking` is reasoning |
 
 `calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls;
 `between` two of them, null where there is only one; and `trigger`, with which calls begin behind a
@@ -20,9 +20,6 @@ import json
 from functools import cache
 from importlib.resources import files
 from typing import Any
-
-REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
-"""The names that response templates have for the field of reasoning."""
 
 
 @cache

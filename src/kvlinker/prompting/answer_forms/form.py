@@ -1,38 +1,40 @@
 """Knows one model's form of answers in a conversation: makes grammars that enforce it, and readers
-that tell reasoning and calls of tools from text.
-
-Readers follow the response template that the tokenizer brings, or one of the folder's.
-"""
+that tell reasoning and calls of tools from text."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from kvlinker.base.types.grammars import AnswerGrammar, json_style
+from kvlinker.base.types.call_marks import CallMarks
+from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.tools import Tool, function_of
-from kvlinker.prompting.answer_forms import REASONING_FIELDS, form_for
-from kvlinker.prompting.answer_forms.reader import AnswerParser, AnswerReader
-
-_ANYTHING = r"/(?s:.*)/"
+from kvlinker.prompting.answer_forms import form_for
+from kvlinker.prompting.answer_forms.calls import CallForm
+from kvlinker.prompting.answer_forms.grammar import FormRules
+from kvlinker.prompting.answer_forms.reader import AnswerReader, Reader
+from kvlinker.prompting.answer_forms.template_reader import TemplateReader
 
 
 @dataclass(frozen=True)
 class AnswerForm:
     """Knows how one model writes reasoning and calls. Any thread may use it."""
 
-    template: Mapping[str, Any]
-    """Transformers' response template."""
+    turn: str | None
+    """What stands before an answer in a prompt; None where that is not known."""
 
     reasoning: tuple[str, str] | None
     """The texts around reasoning; None for a model that does not reason, or in a way that is not
     known."""
 
-    calls: Mapping[str, str | None]
-    """The form of calls, as in the folder's files."""
+    calls: CallForm
+
+    template: Mapping[str, Any] | None
+    """Transformers' response template, which says how the model writes calls of its own accord;
+    None where it writes them as ``calls`` does."""
 
     marks: Mapping[str, int]
     """The texts of the form that are tokens of their own, with their ids."""
@@ -40,143 +42,107 @@ class AnswerForm:
     shown_tokens: frozenset[int]
     """Those of ``marks`` that are special tokens: they have to be seen in an answer to read it."""
 
+    other_tokens: frozenset[int]
+    """The ids of all other tokens that are no plain text, but for the one that ends answers."""
+
     @classmethod
     def of(cls, tokenizer: Any, chat_template: str | None) -> AnswerForm:
-        """Find the form of a model by its tokenizer and its chat template."""
+        """Find the form of a model by its tokenizer and its chat template. A response template of
+        the tokenizer's is followed where no form is known."""
         known = form_for(chat_template or "")
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        template = None if known["when"] else getattr(tokenizer, "response_template", None)
         thoughts = known.get("reasoning")
         reasoning = None
         if thoughts is not None and thoughts["when"] in (chat_template or ""):
             reasoning = (thoughts["open"], thoughts["close"])
-        own = getattr(tokenizer, "response_template", None)
-        template = own or _without(
-            known["response_template"], () if reasoning else REASONING_FIELDS
-        )
-        texts = [*_texts(template["fields"]), *_texts(known["calls"]), *(reasoning or ())]
+        texts = [*_texts(known["calls"]), *(reasoning or ()), *_texts(template)]
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         marks = {
             index: token
             for index, token in added.items()
             if any(token.content in text for text in texts)
         }
         return cls(
-            template,
+            known["turn"],
             reasoning,
-            known["calls"],
+            CallForm.of(known["calls"]),
+            template,
             {token.content: index for index, token in marks.items()},
             frozenset(index for index, token in marks.items() if token.special),
+            frozenset(added.keys() - marks.keys() - {tokenizer.eos_token_id}),
         )
 
-    def reader(self, tail: str, tools: Sequence[Tool]) -> AnswerReader:
+    def reader(self, tail: str, tools: Sequence[Tool], *, only_calls: bool = False) -> Reader:
         """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens
-        included; without ``tools``, text that looks like a call is text."""
-        template = self.template if tools else _without(self.template, ("tool_calls",))
-        return AnswerReader(
-            AnswerParser(dict(template), prefix=tail, tools=[dict(tool) for tool in tools])
-        )
+        included; without ``tools``, text that looks like a call is text. ``only_calls``: beside
+        reasoning, calls are all that comes, as a grammar has it."""
+        if self.template is not None and not only_calls:
+            return TemplateReader(self.template, tools, tail=tail)
+        return self._reader(tail, tools, only_calls=only_calls)
+
+    def call_marks(self, tools: Sequence[Tool]) -> CallMarks | None:
+        """Return the marks with which calls of ``tools`` begin in a text; None where they are not
+        known."""
+        if self.template is not None or not tools:
+            return None
+        if self.calls.trigger is not None:
+            return CallMarks((self.calls.trigger,), anywhere=True)
+        heads = (self.calls.first_head(function_of(tool)["name"]) for tool in tools)
+        return CallMarks(tuple(heads), anywhere=False)
 
     def calls_grammar(self, tools: Sequence[Tool], *, tail: str, several: bool) -> AnswerGrammar:
         """Return the grammar of answers that call one of ``tools``, or ``several`` times some of
         them."""
-        rules = self._calls(tools, several=several)
-        return AnswerGrammar(
-            "lark", f"start: {self._lead(tail)} calls\n{self._lead_rules()}{rules}", "tools"
-        )
+        source = self._rules.called(self._lead(tail), tools, several=several)
+        return AnswerGrammar("lark", source, "tools")
 
-    def free_grammar(self, tools: Sequence[Tool], *, tail: str, several: bool) -> AnswerGrammar:
+    def free_grammar(
+        self, tools: Sequence[Tool], *, tail: str, several: bool
+    ) -> AnswerGrammar | None:
         """Return the grammar of answers of any text, which may end with calls of ``tools``: one, or
-        ``several``."""
-        trigger = self.calls.get("trigger")
-        rules = self._calls(tools, several=several, begun=trigger or "")
-        if trigger is None:
-            text, called = "TEXT: /([^{\\s](?s:.*))?/\n", "calls"
-        elif trigger in self.marks:
-            text, called = f"TEXT: {_ANYTHING}\n", f"TEXT {self._literal(trigger)} calls"
-        else:
-            text = f"TEXT: {_ANYTHING}\ntriggered[lazy]: TEXT {json.dumps(trigger)}\n"
-            called = "triggered calls"
-        start = f"start: {self._lead(tail)} (TEXT | {called})\n"
-        return AnswerGrammar("lark", start + text + self._lead_rules() + rules, "tools")
+        ``several``. None where the model's own form of calls is not known."""
+        if self.template is not None:
+            return None
+        source = self._rules.free(self._lead(tail), tools, several=several)
+        return AnswerGrammar("lark", source, "tools")
 
     def framed(
         self, grammar: AnswerGrammar, *, tail: str, tools: Sequence[Tool] = (), several: bool = True
     ) -> AnswerGrammar:
         """Return a grammar of answers that may reason before they follow ``grammar``, or call one
         of ``tools`` instead."""
-        lead = self._lead(tail)
-        if not lead and not tools:
-            return grammar
-        answer = "(calls | @answer)" if tools else "@answer"
-        rules = self._calls(tools, several=several) if tools else ""
-        frame = f"start: {lead} {answer}\n{self._lead_rules()}{rules}"
+        callable_tools = tools if self.template is None else ()
+        frame = self._rules.frame(self._lead(tail), callable_tools, several=several)
         return AnswerGrammar(grammar.kind, grammar.source, grammar.param, frame)
+
+    @cached_property
+    def _rules(self) -> FormRules:
+        return FormRules(self.calls, self.reasoning, self.marks, self.other_tokens)
 
     def _lead(self, tail: str) -> str:
         """Return what comes before the answer proper, by how its prompt ends."""
-        if self.reasoning is None:
-            return ""
-        begun = AnswerParser(dict(self.template), prefix=tail).initial_events
-        states = [event["type"] for event in begun if event["field"] in REASONING_FIELDS]
-        if not states:
+        reader = self._reader(tail, ())
+        if reader.may_reason:
             return "(lead_open lead)?"
-        return "" if states[-1] == "region_close" else "lead"
+        return "lead" if reader.reasons else ""
 
-    def _lead_rules(self) -> str:
+    def _reader(
+        self, tail: str, tools: Sequence[Tool], *, only_calls: bool = False
+    ) -> AnswerReader:
+        names = [function_of(tool)["name"] for tool in tools]
+        begun = self._begun(tail)
+        return AnswerReader(self.reasoning, self.calls, names, begun=begun, only_calls=only_calls)
+
+    def _begun(self, tail: str) -> str:
+        """Return what a prompt that ends with ``tail`` has of the answer already."""
+        if self.turn is not None:
+            _, turn, begun = tail.rpartition(self.turn)
+            return begun if turn else ""
         if self.reasoning is None:
             return ""
-        opening, closing = self.reasoning
-        return (
-            f"lead_open: {self._literal(opening)}\n{self._until('lead', closing)}GAP: /["
-            " \\n]{1,4}/\n"
-        )
-
-    def _until(self, rule: str, closing: str) -> str:
-        """Return the rule of any text up to ``closing``, and a gap."""
-        if closing in self.marks:
-            return f"{rule}: {_ANYTHING} {self._literal(closing)} GAP?\n"
-        return (
-            f"{rule}: {rule}_end GAP?\n{rule}_end[lazy]: ANYTHING {json.dumps(closing)}\nANYTHING:"
-            f" {_ANYTHING}\n"
-        )
-
-    def _calls(self, tools: Sequence[Tool], *, several: bool, begun: str = "") -> str:
-        """Return the rules of ``calls``, the text of which has ``begun`` already."""
-        form = {name: self.calls.get(name) or "" for name in ("open", "call", "close")}
-        first = (form["open"] + form["call"]).removeprefix(begun)
-        next_call = f"{self.calls.get('between')}{form['call']}"
-        more = "more*" if several and self.calls.get("between") is not None else ""
-        rules = [f"calls: ({_either('first', tools)}) {more} {self._literal(form['close'])}"]
-        if more:
-            rules.append(f"more: {_either('next', tools)}")
-        for index, tool in enumerate(tools):
-            function = function_of(tool)
-            schema = {
-                "type": "object",
-                **(function.get("parameters") or {}),
-                "x-guidance": json_style(),
-            }
-            rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
-            for name, call in (("first", first), ("next", next_call))[: 2 if more else 1]:
-                before, _, after = call.replace(
-                    "{name}", json.dumps(function["name"])[1:-1]
-                ).partition("{arguments}")
-                rules.append(
-                    f"{name}_{index}: {self._literal(before)} arguments_{index}"
-                    f" {self._literal(after)}"
-                )
-        return "\n".join(rules) + "\n"
-
-    def _literal(self, text: str) -> str:
-        """Return a text in Lark's notation, with tokens of their own as such."""
-        for mark, index in self.marks.items():
-            if mark in text:
-                before, _, after = text.partition(mark)
-                return f"{self._literal(before)} <[{index}]> {self._literal(after)}"
-        return json.dumps(text) if text else ""
-
-
-def _either(rule: str, tools: Sequence[Tool]) -> str:
-    return " | ".join(f"{rule}_{index}" for index in range(len(tools)))
+        opening, closing = map(re.escape, self.reasoning)
+        found = re.search(rf"{opening}\s*(?:{closing}\s*)?\Z", tail)
+        return found[0] if found else ""
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -187,9 +153,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping | list):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(part)
-
-
-def _without(template: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return a response template without these fields."""
-    kept = {name: field for name, field in template["fields"].items() if name not in fields}
-    return {**template, "fields": kept}

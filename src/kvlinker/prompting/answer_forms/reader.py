@@ -1,135 +1,268 @@
-"""Reads what a model answers in a conversation: tells its reasoning and its calls of tools from its
-text."""
+"""Reads what a model answers in a conversation, as it comes: tells its reasoning and its calls of
+tools from its text, each as soon as it is clear.
+
+Answers are read the same way whole and in pieces. Calls are those that the grammars of
+``kvlinker.prompting.answer_forms.grammar`` allow: anything else is text.
+"""
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from transformers.utils.chat_parsing import ResponseParser
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 from kvlinker.base.types.answers import AnswerPiece
-from kvlinker.base.types.tools import ToolCall
-from kvlinker.prompting.answer_forms import REASONING_FIELDS
+from kvlinker.base.types.call_marks import overlap
+from kvlinker.prompting.answer_forms.calls import CallForm
 
 ID_LENGTH = 9
 """The length of the ids of calls: Mistral's chat templates take no other."""
 
-_Event = dict[str, Any]
+_Heads = Sequence[tuple[str, str]]
+"""Beginnings of calls, each with the name of its function."""
 
 
-class AnswerReader:
-    """Reads one answer as it comes. A call that cannot be parsed, such as one that is not JSON, is
-    told as the text that it is, marks included, and so is all that follows."""
-
-    def __init__(self, parser: AnswerParser | None = None) -> None:
-        """Without a parser, all of the answer is content."""
-        begun = [event["type"] for event in parser.initial_events] if parser else []
-        self._parser = None if "unparsed" in begun else parser
-        self._regions = begun.count("region_open")
-        self._trims = self._regions > 0
+class Reader(Protocol):
+    """Reads one answer."""
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """Take the next piece of the answer, and return what it is, as far as that is clear, in
         order."""
-        if self._parser is None:
-            return [AnswerPiece(content=text)]
-        return list(self._pieces(self._parser.feed(text)))
+        ...
 
-    def finish(self) -> list[AnswerPiece]:
-        """Return the rest: no more text comes."""
-        return [] if self._parser is None else list(self._pieces(self._parser.finish()))
-
-    def _pieces(self, events: Sequence[_Event]) -> Iterator[AnswerPiece]:
-        for event in events:
-            kind = "reasoning" if event["field"] in REASONING_FIELDS else event["field"]
-            match event["type"]:
-                case "region_open":
-                    self._regions += 1
-                    self._trims = kind == "reasoning" or self._regions > 1
-                case "region_chunk" if kind == "reasoning":
-                    yield AnswerPiece(reasoning=self._trimmed(event["text"]))
-                case "region_chunk" if kind == "content":
-                    yield AnswerPiece(content=self._trimmed(event["text"]))
-                case "region_close" if kind == "tool_calls":
-                    yield AnswerPiece(calls=event["calls"])
-                case "unparsed":
-                    self._parser = None
-                    yield AnswerPiece(content=event["text"])
-
-    def _trimmed(self, text: str) -> str:
-        """Drop the space between a mark and the text behind it."""
-        if self._trims:
-            text = text.lstrip()
-            self._trims = not text
-        return text
+    def finish(self, *, cut: bool) -> list[AnswerPiece]:
+        """Return the rest: no more text comes. ``cut``: the answer ended before the model ended
+        it."""
+        ...
 
 
-class AnswerParser(ResponseParser):  # type: ignore[misc]
-    """Extends transformers' parser: the event with which calls end has them as ``calls``, and an
-    event ``unparsed`` has the ``text`` of a call that is none, from its first mark on.
+class PlainReader:
+    """A ``Reader`` of answers that are content and nothing else."""
 
-    Transformers' own raises an error there, and with it loses the marks and what stands before the
-    call.
+    def feed(self, text: str) -> list[AnswerPiece]:
+        return [AnswerPiece("content", text)] if text else []
+
+    def finish(self, *, cut: bool) -> list[AnswerPiece]:
+        return []
+
+
+class AnswerReader:
+    """A ``Reader`` of answers of a known form.
+
+    It is at one part of the answer at a time, a method that reads on there, and returns whether
+    another part begins; if not, more text is needed. Space beside marks is left out, and so is a
+    mark that the answer's cut leaves incomplete.
     """
 
-    _given = 0
-    """The characters of the buffer that the prompt brought."""
-
-    _call_start = 0
-    """Where in the buffer the last call begins."""
-
     def __init__(
-        self, template: Mapping[str, Any], *, prefix: str, tools: Sequence[dict[str, Any]] = ()
+        self,
+        reasoning: tuple[str, str] | None,
+        calls: CallForm,
+        tools: Sequence[str],
+        *,
+        begun: str = "",
+        only_calls: bool = False,
     ) -> None:
-        """Begin behind the prompt that ends with ``prefix``; ``tools`` say of which types arguments
-        are."""
-        super().__init__(template, prefix=prefix, tools=list(tools))
-        self._given = len(self._buffer)
+        """``reasoning`` are the texts around it, None where there is none. ``tools`` are the names
+        of functions that may be called. ``begun`` is what the prompt has of the answer already.
+        ``only_calls``: beside reasoning there is no text."""
+        self._thought_opening, self._thought_closing = reasoning or ("", "")
+        self._calls = calls
+        self._trigger = calls.trigger if tools else None
+        self._first = [(calls.told_by(calls.first_head(name)), name) for name in tools]
+        self._next = [
+            (calls.told_by(calls.next_head(name)), name)
+            for name in (tools if calls.between is not None else ())
+        ]
+        self._only_calls = only_calls
+        self._told: list[AnswerPiece] = []
+        self._pending = ""
+        self._trims = False
+        self._json = _JsonObject()
+        self._part: Callable[[], bool] = self._begin_text if reasoning is None else self._lead
+        self.feed(begun)
+        self._pending = ""
+        if self._part not in (self._lead, self._think, self._begin_text):
+            self._part = self._text
 
-    def finish(self) -> list[_Event]:
-        """Return the last events: no more text comes."""
-        events: list[_Event] = []
-        self._process(events, eos=True)
-        return events
+    @property
+    def may_reason(self) -> bool:
+        """True if reasoning may come yet, but has not begun."""
+        return self._part == self._lead
 
-    def _process(self, events: list[_Event], eos: bool) -> None:
-        try:
-            super()._process(events, eos)
-        except (ValueError, KeyError, TypeError):
-            text = self._buffer[max(self._call_start, self._given) :]
-            events.append({"type": "unparsed", "field": "tool_calls", "text": text})
+    @property
+    def reasons(self) -> bool:
+        """True within reasoning."""
+        return self._part == self._think
 
-    def _open_explicit(self, events: list[_Event], field: Any, match: Any) -> None:
-        super()._open_explicit(events, field, match)
-        self._call_start = match.start()
+    def feed(self, text: str) -> list[AnswerPiece]:
+        self._pending += text
+        while self._part():
+            pass
+        told, self._told = self._told, []
+        return told
 
-    def _close_current(self, events: list[_Event]) -> None:
-        count = len(events)
-        super()._close_current(events)
-        if len(events) > count and events[-1]["field"] == "tool_calls":
-            closed = events.pop()
-            values = closed["value"] if isinstance(closed["value"], list) else [closed["value"]]
-            events.append({**closed, "calls": tuple(map(_tool_call, values))})
+    def finish(self, *, cut: bool) -> list[AnswerPiece]:
+        rest, self._pending = self._pending, ""
+        if self._part not in (self._lead, self._think, self._begin_text, self._text):
+            rest = ""  # the middle of a call
+        elif cut:  # what is left but space may be the beginning of a mark
+            rest = rest[: len(rest) - len(rest.lstrip())]
+        self._tell("reasoning" if self.reasons else "content", rest)
+        return self.feed("")
+
+    def _lead(self) -> bool:
+        text = self._pending.lstrip()
+        if text.startswith(self._thought_opening):
+            return self._go_on(self._think, text.removeprefix(self._thought_opening), trims=True)
+        return not self._thought_opening.startswith(text) and self._go_on(
+            self._begin_text, self._pending
+        )
+
+    def _think(self) -> bool:
+        self._trim()
+        thought, mark, behind = self._pending.partition(self._thought_closing)
+        if not mark:
+            return self._wait_for(self._thought_closing, "reasoning")
+        self._tell("reasoning", thought.rstrip())
+        return self._go_on(self._begin_text, behind, trims=True)
+
+    def _begin_text(self) -> bool:
+        """Read the beginning of the text, where calls without a trigger are."""
+        if self._trigger is None:
+            text = self._pending.lstrip()
+            if self._begins_call(self._first, text):
+                return True
+            if _may_become(self._first, text):
+                return False
+        return self._go_on(self._text, self._pending, trims=self._trims)
+
+    def _text(self) -> bool:
+        self._trim()
+        if self._trigger is None:
+            self._tell("content", self._pending)
+            self._pending = ""
+            return False
+        text, mark, _ = self._pending.partition(self._trigger)
+        if not mark:
+            return self._wait_for(self._trigger, "content")
+        self._tell("content", text.rstrip())
+        return self._go_on(self._head, self._pending[len(text.rstrip()) :])
+
+    def _head(self) -> bool:
+        """Read a call from the space before its trigger to its name."""
+        text = self._pending.lstrip()
+        if self._begins_call(self._first, text):
+            return True
+        if _may_become(self._first, text):
+            return False
+        assert self._trigger is not None, "only a trigger leads here"
+        end = self._pending.index(self._trigger) + len(self._trigger)
+        self._tell("content", self._pending[:end])
+        return self._go_on(self._text, self._pending[end:])
+
+    def _before_arguments(self) -> bool:
+        start = self._pending.find("{")
+        if start < 0:
+            self._pending = ""
+            return False
+        return self._go_on(self._arguments, self._pending[start:])
+
+    def _arguments(self) -> bool:
+        end = self._json.end_in(self._pending)
+        self._tell("arguments", self._pending[:end])
+        if end is None:
+            self._pending = ""
+            return False
+        self._told.append(AnswerPiece("called"))
+        return self._go_on(self._behind, self._pending[end:])
+
+    def _behind(self) -> bool:
+        """Read the tail of a call."""
+        tail = self._calls.tail
+        if self._pending != tail and tail.startswith(self._pending):
+            return False
+        further = self._text if self._calls.calls_begin_alike else self._further
+        return self._go_on(further, self._pending.removeprefix(tail), trims=True)
+
+    def _further(self) -> bool:
+        """Read what stands between two calls, or behind the last one."""
+        if self._begins_call(self._next, self._pending):
+            return True
+        closing = self._calls.closing
+        if not self._pending.startswith(closing) and (
+            closing.startswith(self._pending) or _may_become(self._next, self._pending)
+        ):
+            return False
+        return self._go_on(self._text, self._pending.removeprefix(closing), trims=True)
+
+    def _begins_call(self, heads: _Heads, text: str) -> bool:
+        """Begin the call that ``text`` begins with, if it does."""
+        found = next((pair for pair in heads if text.startswith(pair[0])), None)
+        if found is None:
+            return False
+        head, name = found
+        self._told.append(AnswerPiece("call", name, new_call_id()))
+        self._json = _JsonObject()
+        return self._go_on(self._before_arguments, text.removeprefix(head))
+
+    def _wait_for(self, mark: str, kind: Literal["content", "reasoning"]) -> bool:
+        """Tell the text, but for an end of space and what may be the beginning of ``mark``."""
+        text = self._pending[: len(self._pending) - overlap(self._pending, mark)].rstrip()
+        self._tell(kind, text)
+        self._pending = self._pending[len(text) :]
+        return False
+
+    def _go_on(self, part: Callable[[], bool], text: str, *, trims: bool = False) -> bool:
+        """Have the next part begin with ``text``; return whether it can."""
+        self._part, self._pending, self._trims = part, text, trims
+        return True
+
+    def _trim(self) -> None:
+        """Drop the space between a mark and the text behind it."""
+        if self._trims:
+            self._pending = self._pending.lstrip()
+            self._trims = not self._pending
+
+    def _tell(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
+        if text and not (kind == "content" and self._only_calls):
+            self._told.append(AnswerPiece(kind, text))
 
 
-def _tool_call(value: Mapping[str, Any]) -> ToolCall:
-    """Make a call of what the parser found. Raises ValueError, KeyError or TypeError for what is
-    none."""
-    function = value["function"]
-    name, arguments = function["name"], function.get("arguments") or {}
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ValueError(f"no call of a function: {value!r}")
-    encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    for text in (name, encoded):
-        text.encode()  # halves of surrogate pairs, which escapes can spell, are no text
-    return ToolCall(_new_call_id(), name, encoded)
+class _JsonObject:
+    """Finds the end of a JSON object, which comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def end_in(self, text: str) -> int | None:
+        """Return where in the next piece the object ends; None if it goes on."""
+        for index, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = character == "\\"
+                self._quoted = character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return index + 1
+        return None
 
 
-def _new_call_id() -> str:
+def _may_become(heads: _Heads, text: str) -> bool:
+    """Return whether ``text`` is the beginning of a head."""
+    return any(head.startswith(text) for head, _ in heads)
+
+
+def new_call_id() -> str:
     """Make an id for a call, of letters and digits."""
     alphabet = string.ascii_letters + string.digits
     return "".join(secrets.choice(alphabet) for _ in range(ID_LENGTH))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
@@ -11,7 +13,7 @@ from kvlinker.prompting.answer_forms.form import AnswerForm
 from tests.doors.http.serving import tiny_model
 from tests.prompting.test_answer_forms import ONE_CALL, TAILS, TEMPLATES, TIME, TWO_CALLS
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -48,6 +50,13 @@ def way(name: str) -> AnswerForm:
     return AnswerForm.of(tiny_model().tokenizer, TEMPLATES[name])
 
 
+def free_grammar(name: str, tools: Any = TOOLS, *, tail: str | None = None) -> AnswerGrammar:
+    tail = TAILS[name] if tail is None else tail
+    grammar = way(name).free_grammar(tools, tail=tail, several=True)
+    assert grammar is not None
+    return grammar
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_calls_have_the_models_own_form(guides, name):
     one = way(name).calls_grammar(TOOLS, tail=TAILS[name], several=False)
@@ -69,7 +78,8 @@ def test_calls_have_the_models_own_form(guides, name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_free_until_a_call_begins(guides, name):
-    free = way(name).free_grammar(TOOLS, tail=TAILS[name], several=True)
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    free = free_grammar(name, [strict, TIME])
     assert takes(guides, free, "Hello <b>you</b>, [1].")
     assert takes(guides, free, "")
     assert takes(guides, free, ONE_CALL[name])
@@ -78,6 +88,100 @@ def test_text_is_free_until_a_call_begins(guides, name):
     if name != "llama3":
         assert takes(guides, free, f"Let me see. {ONE_CALL[name]}")
         assert not takes(guides, free, f"Let me see. {ONE_CALL[name]}".replace("2", "9"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_follow_the_schema_without_strict_too(guides, name):
+    free = free_grammar(name)
+    assert takes(guides, free, ONE_CALL[name])
+    assert not takes(guides, free, ONE_CALL[name].replace("2", "9"))
+    assert not takes(guides, free, ONE_CALL[name].replace("days", "hours"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"city": {"type": "string", "pattern": "(?=R)"}}},
+        {"properties": {"city": {"$ref": "https://example.com/city"}}},
+        {"properties": {"city": False}, "required": ["city"]},
+        {"properties": {f"p{index}": {"type": "string"} for index in range(3000)}},
+    ],
+    ids=["look-ahead", "remote", "impossible", "large"],
+)
+def test_a_schema_that_cannot_be_followed_refuses_nothing(guides, schema):
+    tools = [
+        {"type": "function", "function": {"name": "get_news", "parameters": schema}},
+        WEATHER,
+    ]
+    free = free_grammar("qwen3", tools)
+    guides.prepare(free)
+    news = ONE_CALL["qwen3"].replace("get_weather", "get_news")
+    assert takes(guides, free, news)
+    assert not takes(guides, free, ONE_CALL["qwen3"].replace("2", "9"))
+
+
+@pytest.mark.parametrize(
+    "part", [{"uniqueItems": True}, {"minProperties": 2}, {"not": {}}, {"format": "own"}]
+)
+def test_what_a_grammar_cannot_say_is_left_out_of_a_schema(guides, part):
+    parameters: dict[str, Any] = {**WEATHER["function"]["parameters"], **part}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    free = free_grammar("qwen3", [tool])
+    guides.prepare(free)
+    assert takes(guides, free, ONE_CALL["qwen3"])
+    assert not takes(guides, free, ONE_CALL["qwen3"].replace("2", "9"))
+    strict = {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": parameters, "strict": True},
+    }
+    if "format" not in part:
+        with pytest.raises(InvalidRequestError):
+            guides.prepare(free_grammar("qwen3", [strict]))
+
+
+def test_a_mark_binds_as_a_token_and_spelled():
+    """Also where other tokens that are no text stand before it."""
+    model = tiny_model(marks=("<tool_call>", "</tool_call>", "<|x|>"))
+    form = AnswerForm.of(model.tokenizer, TEMPLATES["qwen3"])
+    assert "<tool_call>" in form.marks
+    free = form.free_grammar(TOOLS, tail=TAILS["qwen3"], several=True)
+    assert free is not None
+    made = GrammarGuides(model)
+    matcher = made._compile(free)
+    spelled = {
+        mark: [
+            token
+            for character in mark
+            for token in model.tokenizer.encode(character, add_special_tokens=False)
+        ]
+        for mark in ("<tool_call>", "</tool_call>")
+    }
+
+    def tokens(text: str, *, spells: bool) -> list[int]:
+        before, mark, rest = text.partition("<tool_call>")
+        opening = spelled[mark] if spells and mark else model.tokenizer.encode(mark)[1:]
+        first = model.tokenizer.encode(before, add_special_tokens=False)
+        return [*first, *opening, *model.tokenizer.encode(rest, add_special_tokens=False)]
+
+    for spells in (False, True):
+        for before in ("", "See.", "<|x|>So <|x|>", "a<|x|>"):
+            good = tokens(f"{before}{ONE_CALL['qwen3']}", spells=spells)
+            assert matcher.deep_copy().try_consume_tokens(good) == len(good)
+            wrong = ONE_CALL["qwen3"].replace("get_weather", "get_news")
+            bad = tokens(f"{before}{wrong}", spells=spells)
+            assert matcher.deep_copy().try_consume_tokens(bad) < len(bad)
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "other"])
+def test_a_call_within_reasoning_binds_nothing(guides, name):
+    free = free_grammar(name)
+    assert takes(guides, free, "<think>\nA <tool_call>?\n</think>\n\nSee.")
+    assert takes(guides, free, f"<think>\nA <tool_call>?\n</think>\n\n{ONE_CALL[name]}")
+    wrong = ONE_CALL[name].replace("get_weather", "get_news")
+    assert not takes(guides, free, f"<think>\nSo\n</think>\n\n{wrong}")
+    begun = free_grammar(name, tail=TAILS[name] + "<think>\n")
+    assert takes(guides, begun, "So <tool_call>\n</think>\n\nSee.")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +203,7 @@ def test_reasoning_may_come_before_a_form(guides, grammar):
     assert takes(guides, begun, "so\n</think>\n\nyes")
     assert not takes(guides, begun, "yes")
     over = way("qwen3").framed(grammar, tail=TAILS["qwen3"] + "<think>\n\n</think>\n\n")
-    assert over is grammar
+    assert over == grammar
 
 
 def test_a_call_may_take_the_place_of_a_form(guides):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvlinker.base.types.answers import AnswerPiece
-from kvlinker.base.types.tools import ToolCall
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import Reader
 
 
 @dataclass
@@ -17,13 +16,18 @@ class AnswerBlock:
     """A block of an answer; ``text`` grows while it is open."""
 
     index: int
-    kind: Literal["reasoning", "text", "call"]
+    kind: Literal["reasoning", "content", "call"]
 
     text: str = ""
     """The text; of a call, its arguments as JSON."""
 
-    call: ToolCall | None = None
-    """The call that the block is; None for the other kinds."""
+    name: str = ""
+    """The name of the function that is called."""
+
+    call_id: str = ""
+
+    is_whole: bool = False
+    """True if the model ended the block, by another one behind it or the end of a call."""
 
 
 class BlockStep(NamedTuple):
@@ -35,10 +39,9 @@ class BlockStep(NamedTuple):
 
 
 class BlockReader:
-    """Reads one answer by an ``AnswerReader``. One block at a time is open; a call is told
-    whole."""
+    """Reads one answer by a ``Reader``. One block at a time is open."""
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.blocks: list[AnswerBlock] = []
         self._reader = reader
         self._open: AnswerBlock | None = None
@@ -47,39 +50,42 @@ class BlockReader:
         """Take the next piece of the answer, and yield what it does to the blocks."""
         yield from self._steps(self._reader.feed(text))
 
-    def finish(self) -> Iterator[BlockStep]:
-        """Yield the rest: no more text comes."""
-        yield from self._steps(self._reader.finish())
-        yield from self._end()
+    def finish(self, *, cut: bool) -> Iterator[BlockStep]:
+        """Yield the rest: no more text comes. ``cut``: the answer ended before the model ended
+        it."""
+        yield from self._steps(self._reader.finish(cut=cut))
+        yield from self._end(is_whole=not cut)
 
     def _steps(self, pieces: Iterable[AnswerPiece]) -> Iterator[BlockStep]:
         for piece in pieces:
-            if piece.reasoning:
-                yield from self._go_on("reasoning", piece.reasoning)
-            if piece.content:
-                yield from self._go_on("text", piece.content)
-            for call in piece.calls:
-                yield from self._end()
-                yield from self._begin("call", call)
-                yield from self._go_on("call", call.arguments)
-                yield from self._end()
+            match piece.kind:
+                case "call":
+                    call = AnswerBlock(
+                        len(self.blocks), "call", name=piece.text, call_id=piece.call_id
+                    )
+                    yield from self._begin(call)
+                case "called":
+                    yield from self._end()
+                case "arguments":
+                    yield from self._go_on(piece.text)
+                case kind:
+                    if self._open is None or self._open.kind != kind:
+                        yield from self._begin(AnswerBlock(len(self.blocks), kind))
+                    yield from self._go_on(piece.text)
 
-    def _go_on(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._end()
-            yield from self._begin(kind)
-        assert self._open is not None
+    def _begin(self, block: AnswerBlock) -> Iterator[BlockStep]:
+        yield from self._end()
+        self._open = block
+        self.blocks.append(block)
+        yield BlockStep("begin", block)
+
+    def _go_on(self, text: str) -> Iterator[BlockStep]:
+        assert self._open is not None, "pieces of a call follow its beginning"
         self._open.text += text
         yield BlockStep("go on", self._open, text)
 
-    def _begin(
-        self, kind: Literal["reasoning", "text", "call"], call: ToolCall | None = None
-    ) -> Iterator[BlockStep]:
-        self._open = AnswerBlock(len(self.blocks), kind, call=call)
-        self.blocks.append(self._open)
-        yield BlockStep("begin", self._open)
-
-    def _end(self) -> Iterator[BlockStep]:
+    def _end(self, *, is_whole: bool = True) -> Iterator[BlockStep]:
         if self._open is not None:
             ended, self._open = self._open, None
+            ended.is_whole = is_whole
             yield BlockStep("end", ended)

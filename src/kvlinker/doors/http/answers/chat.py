@@ -37,18 +37,18 @@ from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, promp
 from kvlinker.doors.http.fields.reasoning import ReasoningFields
 from kvlinker.doors.http.fields.tools import (
     CALLS,
+    CallDeltas,
     NamedToolBody,
     ToolBody,
     ToolCallDelta,
     ToolCallObject,
     ToolChoiceBody,
-    call_deltas,
     call_objects,
 )
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
-from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.request_tools import RequestTools
 from kvlinker.service.answer import finish_reason
 
@@ -71,7 +71,7 @@ class ChatCompletionRequest(ReasoningFields):
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         *DecodingBody.rules,
         where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
-        where({"tool_choice": CALLS}, has_entries("tools")),
+        where({"tool_choice": {"anyOf": [{"const": "auto"}, CALLS]}}, has_entries("tools")),
         where(
             {"continue_final_message": {"const": True}},
             {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
@@ -296,8 +296,8 @@ class ChatFormat:
         self._llm = llm
         self._request_tools = request_tools
         self._logprobs = logprobs
-        self._readers: dict[int, AnswerReader] = {}
-        self._calls: defaultdict[int, int] = defaultdict(int)
+        self._readers: dict[int, Reader] = {}
+        self._calls: defaultdict[int, CallDeltas] = defaultdict(CallDeltas)
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         (self._prompt,) = prompts
@@ -307,18 +307,15 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
+        told = self._told(index, self._reader(index).feed(delta.text))
         return (
-            _choice(index, self._delta(index, piece), logprobs=logprobs)
-            if piece or logprobs
-            else None
+            _choice(index, told, logprobs=logprobs) if told.model_fields_set or logprobs else None
         )
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        delta = self._delta(index, AnswerPiece.joined(self._reader(index).finish()))
-        return _choice(
-            index, delta, finish_reason=finish_reason(finished.reason, self._calls[index])
-        )
+        told = self._told(index, self._reader(index).finish(cut=finished.reason != "stop"))
+        reason = finish_reason(finished.reason, called=self._calls[index].complete)
+        return _choice(index, told, finish_reason=reason)
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(
@@ -346,23 +343,23 @@ class ChatFormat:
             finish_reason=answered.finish_reason,
         )
 
-    def _reader(self, index: int) -> AnswerReader:
+    def _reader(self, index: int) -> Reader:
         """Return the reader of a choice."""
         if index not in self._readers:
             self._readers[index] = self._request_tools.reader(self._prompt)
         return self._readers[index]
 
-    def _delta(self, index: int, piece: AnswerPiece) -> ChatDelta:
-        """Return a piece of an answer as streams tell it."""
-        fields: dict[str, Any] = {}
-        if piece.content:
-            fields["content"] = piece.content
-        if piece.reasoning:
-            fields["reasoning_content"] = piece.reasoning
-        if piece.calls:
-            fields["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
-            self._calls[index] += len(piece.calls)
-        return ChatDelta(**fields)
+    def _told(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
+        """Return pieces of an answer as streams tell them; without fields where they tell
+        nothing."""
+        said: dict[str, Any] = {
+            "content": "".join(piece.text for piece in pieces if piece.kind == "content"),
+            "reasoning_content": "".join(
+                piece.text for piece in pieces if piece.kind == "reasoning"
+            ),
+            "tool_calls": self._calls[index].of(pieces),
+        }
+        return ChatDelta(**{name: value for name, value in said.items() if value})
 
     def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._logprobs:

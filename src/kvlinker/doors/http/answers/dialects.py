@@ -152,8 +152,8 @@ class DialectAnswer(Protocol):
         ...
 
     def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        """Take note of the end, with all blocks; steps that end the last of them may yet be
-        events_of."""
+        """Take note of the end, with all blocks; ``events_of`` the last steps may yet be asked
+        for."""
         ...
 
     def closing(self) -> Iterable[EventBody]:
@@ -215,7 +215,7 @@ async def respond_in_dialect(
                 finished = event
             else:
                 _drain(reader.feed(event.text))
-    _drain(reader.finish())
+    _drain(reader.finish(cut=finished.reason != "stop"))
     answer.ended(reader.blocks, finished)
     note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
     content = await run_in_threadpool(
@@ -236,9 +236,7 @@ async def _events(
         async for _, output in choices.events():
             if isinstance(output, Finished):
                 note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
-                steps = list(
-                    reader.finish()
-                )  # all of them, so that the answer knows which block is its last
+                steps = list(reader.finish(cut=output.reason != "stop"))
                 answer.ended(reader.blocks, output)
             else:
                 steps = list(reader.feed(output.text))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
+from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.limits import LONGEST_ARGUMENTS
 from kvlinker.base.types.tools import Tool, ToolCall, shown_tool, template_call
 from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, ResponseBody, Text
@@ -106,7 +107,8 @@ class ToolCallBody(RequestBody):
 
 
 class FunctionCall(ResponseBody):
-    """The function that the model calls; ``arguments`` is a JSON object, as text."""
+    """The function that the model calls; ``arguments`` is a JSON object, as text, or the beginning
+    of one where the answer was cut there."""
 
     name: str
     arguments: str
@@ -121,10 +123,21 @@ class ToolCallObject(ResponseBody):
     function: FunctionCall
 
 
-class ToolCallDelta(ToolCallObject):
-    """A call in a stream, whole; ``index`` counts the calls of a choice."""
+class FunctionCallDelta(ResponseBody):
+    """The name of a function where its call begins, and more of the arguments."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(ResponseBody):
+    """A piece of a call in a stream; ``index`` counts the calls of a choice. The first one of a
+    call has its id, type and name."""
 
     index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCallDelta
 
 
 def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
@@ -139,9 +152,37 @@ def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
     ]
 
 
-def call_deltas(calls: Sequence[ToolCall], *, first: int) -> list[ToolCallDelta]:
-    """Return calls as streams tell them, numbered from ``first`` on."""
-    return [
-        ToolCallDelta(**call.model_dump(), index=first + index)
-        for index, call in enumerate(call_objects(calls))
-    ]
+class CallDeltas:
+    """Tells the calls of one choice as streams do, piece by piece, and numbers them."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        """True if there are calls, and the last one is complete."""
+
+        self._count = 0
+
+    def of(self, pieces: Iterable[AnswerPiece]) -> list[ToolCallDelta]:
+        """Return what new pieces of the answer tell of calls: one delta for each call."""
+        heads: dict[int, AnswerPiece] = {}
+        arguments: dict[int, str] = {}
+        for piece in pieces:
+            match piece.kind:
+                case "call":
+                    self._count += 1
+                    self.complete = False
+                    heads[self._count - 1] = piece
+                    arguments[self._count - 1] = ""
+                case "arguments":
+                    index = self._count - 1
+                    arguments[index] = arguments.get(index, "") + piece.text
+                case "called":
+                    self.complete = True
+        return [_call_delta(index, heads.get(index), text) for index, text in arguments.items()]
+
+
+def _call_delta(index: int, head: AnswerPiece | None, arguments: str) -> ToolCallDelta:
+    """Return a piece of a call; ``head`` is where it begins."""
+    if head is None:
+        return ToolCallDelta(index=index, function=FunctionCallDelta(arguments=arguments))
+    function = FunctionCallDelta(name=head.text, arguments=arguments)
+    return ToolCallDelta(index=index, id=head.call_id, type="function", function=function)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, RootModel
+from pydantic_core import from_json
 from starlette.types import Scope
 
 from kvlinker.base.errors import KVLinkerError
@@ -39,7 +39,8 @@ class ThinkingBlockBody(ResponseBody):
 
 
 class ToolUseBlockBody(ResponseBody):
-    """A call that the model asks for; its result comes back in a ``tool_result`` with its id."""
+    """A call that the model asks for; its result comes back in a ``tool_result`` with its id. Where
+    the answer was cut there, ``input`` has what was complete."""
 
     type: Literal["tool_use"]
     id: str
@@ -108,7 +109,7 @@ class ThinkingDelta(ResponseBody):
 
 
 class InputJsonDelta(ResponseBody):
-    """The arguments of a call, as JSON."""
+    """More of the arguments of a call, as JSON."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -237,7 +238,8 @@ class MessageAnswer:
             return "stop_sequence"
         if self._finished.reason != "stop":
             return "max_tokens"
-        return "tool_use" if any(block.call for block in self._blocks) else "end_turn"
+        called = any(block.kind == "call" and block.is_whole for block in self._blocks)
+        return "tool_use" if called else "end_turn"
 
     def _usage(self) -> MessageUsage:
         usage = self._finished.usage
@@ -252,8 +254,8 @@ class MessageAnswer:
 
 def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block as it begins, without its text."""
-    if block.call is not None:
-        return ToolUseBlockBody(type="tool_use", id=block.call.id, name=block.call.name, input={})
+    if block.kind == "call":
+        return ToolUseBlockBody(type="tool_use", id=block.call_id, name=block.name, input={})
     if block.kind == "reasoning":
         return ThinkingBlockBody(type="thinking", thinking="", signature="")
     return TextBlockBody(type="text", text="", citations=None)
@@ -261,10 +263,16 @@ def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlo
 
 def _body(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block with its text."""
-    field = {"reasoning": "thinking", "text": "text", "call": "input"}[block.kind]
-    return _begun(block).model_copy(
-        update={field: json.loads(block.text) if block.call else block.text}
-    )
+    field = {"reasoning": "thinking", "content": "text", "call": "input"}[block.kind]
+    value = _arguments(block.text) if block.kind == "call" else block.text
+    return _begun(block).model_copy(update={field: value})
+
+
+def _arguments(text: str) -> dict[str, JsonValue]:
+    """Return the arguments of a call, which may be cut, as Anthropic's client reads them from a
+    stream."""
+    found = from_json(text, allow_partial=True) if text else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _delta(step: BlockStep) -> TextDelta | ThinkingDelta | InputJsonDelta:

@@ -162,11 +162,11 @@ class OutputConfig(RequestBody):
     format: OutputFormat | None = None
 
 
-_CALLED_TOOL_IS_THERE = where(
+_TOOLS_ARE_THERE = where(
     {
         "tool_choice": {
             "required": ["type"],
-            "properties": {"type": {"enum": ["any", "tool"]}},
+            "properties": {"type": {"enum": ["auto", "any", "tool"]}},
             "type": "object",
         }
     },
@@ -183,7 +183,7 @@ class CountTokensRequest(RequestBody):
         "speed": ("standard",),
     }
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        _CALLED_TOOL_IS_THERE,
+        _TOOLS_ARE_THERE,
         ATTENTION_IS_EXPLAINED,
     )
 
@@ -248,7 +248,7 @@ class MessagesRequest(CountTokensRequest):
         "container": (),
         "inference_geo": (),
     }
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, NOTHING_EXPLAINED)
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_TOOLS_ARE_THERE, NOTHING_EXPLAINED)
 
     max_tokens: int = Field(ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)

@@ -45,7 +45,9 @@ from kvlinker.doors.http.responses.requests import ResponsesRequest
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, ReadPrompt
 
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 
 
 class ResponseAnswer:
@@ -73,25 +75,25 @@ class ResponseAnswer:
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         match step.what:
             case "begin":
-                item = self._item(block, "in_progress")
+                item = self._item(block, begins=True)
                 yield OutputItemEvent(
                     type="response.output_item.added",
                     output_index=block.index,
                     item=item,
                     **self._number(),
                 )
-                if block.call is None:
+                if block.kind != "call":
                     yield self._part("response.content_part.added", block, place)
             case "go on":
                 yield self._more(block, step.text, place)
             case "end":
                 yield self._done(block, place)
-                if block.call is None:
+                if block.kind != "call":
                     yield self._part("response.content_part.done", block, place)
                 yield OutputItemEvent(
                     type="response.output_item.done",
                     output_index=block.index,
-                    item=self._item(block, self._status_of(block)),
+                    item=self._item(block),
                     **self._number(),
                 )
 
@@ -142,10 +144,10 @@ class ResponseAnswer:
 
     def _done(self, block: AnswerBlock, place: dict[str, Any]) -> AnyEvent:
         place = place | self._number()
-        if block.call is not None:
+        if block.kind == "call":
             return ArgumentsDone(
                 type="response.function_call_arguments.done",
-                name=block.call.name,
+                name=block.name,
                 arguments=block.text,
                 **place,
             )
@@ -168,17 +170,18 @@ class ResponseAnswer:
         return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
 
     def _item(
-        self, block: AnswerBlock, status: Literal["in_progress", "completed", "incomplete"]
+        self, block: AnswerBlock, *, begins: bool = False
     ) -> MessageOutput | ReasoningOutput | CalledFunctionItem:
-        """Return an item; one in progress is empty."""
-        begins = status == "in_progress"
+        """Return an item as it ended; one that ``begins`` is empty."""
         item_id = self._item_id(block)
-        if block.call is not None:
+        ended: ItemStatus = "completed" if block.is_whole else "incomplete"
+        status: ItemStatus = "in_progress" if begins else ended
+        if block.kind == "call":
             return CalledFunctionItem(
                 type="function_call",
                 id=item_id,
-                call_id=block.call.id,
-                name=block.call.name,
+                call_id=block.call_id,
+                name=block.name,
                 arguments="" if begins else block.text,
                 status=status,
             )
@@ -210,7 +213,7 @@ class ResponseAnswer:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             model=self._llm.model_name,
-            output=[self._item(block, self._status_of(block)) for block in self._blocks],
+            output=[self._item(block) for block in self._blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
             reasoning=body.reasoning_settings(),
@@ -224,16 +227,6 @@ class ResponseAnswer:
             truncation="disabled",
             usage=None if self._finished is None else self._usage(self._finished.usage),
             **({} if link is None else {"link": link}),
-        )
-
-    def _status_of(self, block: AnswerBlock) -> Literal["completed", "incomplete"]:
-        """Return how a block ended: the last one of an answer that was cut is not complete, unless
-        it is a call."""
-        cut = self._finished is not None and self._finished.reason != "stop"
-        return (
-            "incomplete"
-            if cut and block is self._blocks[-1] and block.call is None
-            else "completed"
         )
 
     def _usage(self, usage: Usage) -> ResponseUsage:

@@ -212,7 +212,7 @@ class ResponsesRequest(RequestBody):
                 "type": "function",
                 "function": {"name": self.tool_choice.name},
             }
-        else:
+        elif self.tools or self.tool_choice != "auto":  # which answers tell where there are none
             made.values["tool_choice"] = self.tool_choice
         match self.text.format if self.text else None:
             case TextFormat(type=kind):

@@ -143,11 +143,15 @@ class Generation(PromptRequest):
             is_last = self._output.tokens + 1 >= self._max_tokens
             logprob = self._sampler.logprob(logits, token, self._output.token_text)
             logprobs = () if logprob is None else (logprob,)
-            end = self._output.push(token, logprobs, ends="length" if is_last else None)
+            if self._guide is not None:
+                self._guide.accept(token)
+            is_whole = is_last and self._guide is not None and self._guide.allowed() is None
+            ends = "length" if is_last and not is_whole else None
+            end = self._output.push(token, logprobs, ends=ends)
+            if end is None and is_whole:
+                return self._ended("stop", self._output.rest())
         if end is not None:
             return self._ended(*end)
-        if self._guide is not None:
-            self._guide.accept(token)
         sequence.append(token)
         return None
 
