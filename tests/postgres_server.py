@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,21 @@ class PostgresServer:
         """End the server at once."""
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(PATIENCE)
+
+    def hang(self) -> None:
+        """Stop the server and the processes of its connections, which then answer nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it answer again."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(each, number)
 
     def remove(self) -> None:
         """End the server, and remove its files."""

@@ -3,6 +3,7 @@ for what each of them has in memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -150,7 +151,8 @@ def test_pins_are_one_sum(fleet: Fleet) -> None:
     assert sums[0] == sums[1] > 0
 
 
-def test_without_the_catalog_ids_are_503_and_texts_are_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [True, False], ids=["killed", "hangs"])
+def test_without_the_catalog_ids_are_503_and_texts_are_answered(tmp_path: Path, ends: bool) -> None:
     postgres = PostgresServer()
     try:
         with Fleet(postgres.new_database(), tmp_path / "state", implicit="auto") as fleet:
@@ -158,18 +160,22 @@ def test_without_the_catalog_ids_are_503_and_texts_are_answered(tmp_path: Path) 
             (kept,) = server.cache(TEXTS[0])
             document = {"documents": [{"text": TEXTS[1] * 10}]}
             before = chat(server, link={"policy": "full"}, **document).json()
-            postgres.kill()
+            (postgres.kill if ends else postgres.hang)()
+            began = time.monotonic()
             for asked in (chat(server, kept), server.get(f"{CACHES}/{kept}"), server.get(CACHES)):
                 assert asked.status_code == 503, asked.text
                 assert asked.json()["error"]["code"] == "catalog_unavailable"
                 assert int(asked.headers["Retry-After"]) > 0
+            assert time.monotonic() - began < 15
             for options in ({}, document, {"link": {"policy": "prefix"}}):
                 assert chat(server, **options).status_code == 200
             answer = chat(server, **document).json()
             assert answer["choices"] == before["choices"]
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            postgres.start()
+            (postgres.start if ends else postgres.go_on)()
             wait_until(lambda: chat(server, kept).status_code == 200)
             assert chat(server, **document).json()["link"]["context_caches"]
     finally:
+        if not ends:
+            postgres.go_on()
         postgres.remove()

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvlinker.store.catalog.databases.postgresql import SCHEMA, translated
+from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, translated
 
 
 def harm(place: Path | str, statement: str, *values: object) -> list[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -23,8 +24,9 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, Cipher, Limits
-from kvlinker.store.catalog.databases import postgresql
-from kvlinker.store.catalog.databases.postgresql import PostgresDatabase, translated
+from kvlinker.store.catalog.databases import postgresql, postgresql_connection
+from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
+from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, translated
 from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 from tests.postgres_server import PostgresServer
 from tests.store.catalog.raw import harm
@@ -132,6 +134,49 @@ def test_an_outage_is_told_and_ends(frail_postgres: PostgresServer) -> None:
                 catalog.get(kept.id, "anna", NOW)
         assert time.monotonic() - began < 10 * postgresql.CONNECT_SECONDS, "each waits anew"
         frail_postgres.start()
+
+        def is_back() -> bool:
+            try:
+                return catalog.get(kept.id, "anna", NOW) == kept
+            except CatalogUnavailableError:
+                return False
+
+        wait_until(is_back)
+        catalog.add([record(2)])
+
+
+def test_a_database_that_hangs_is_given_up(
+    frail_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It acknowledges what it gets, so that TCP waits for ever."""
+    monkeypatch.setattr(postgresql_connection, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(postgresql_connection, "WRITE_SECONDS", 1.0)
+    with closing(Catalog(frail_postgres.new_database())) as catalog:
+        kept = record(1)
+        catalog.add([kept])
+        run_threads(*[lambda: catalog.get(kept.id, "anna", NOW)] * 6)
+        frail_postgres.hang()
+        calls = (
+            lambda: catalog.get(kept.id, "anna", NOW),
+            lambda: catalog.add([record(2)]),
+            lambda: catalog.persist(),
+        )
+        refused: list[float] = []
+
+        def ask(call: Callable[[], object]) -> None:
+            began = time.monotonic()
+            with pytest.raises(CatalogUnavailableError, match="does not answer"):
+                call()
+            refused.append(time.monotonic() - began)
+
+        try:
+            run_threads(*[partial(ask, call) for call in calls * 4])
+            assert len(refused) == 12
+            assert max(refused) < 1.0 + postgresql.CONNECT_SECONDS + 5.0
+            for call in calls:
+                ask(call)
+        finally:
+            frail_postgres.go_on()
 
         def is_back() -> bool:
             try:
@@ -260,7 +305,7 @@ def test_a_query_takes_its_indexes(catalog: Catalog) -> None:
     catalog.add([record(number) for number in range(3000)])
     harm_url = catalog._database._url
     with psycopg.connect(harm_url, autocommit=True) as connection:
-        connection.execute(f"SET search_path TO {postgresql.SCHEMA}")
+        connection.execute(f"SET search_path TO {SCHEMA}")
         connection.execute("ANALYZE")
     asked: list[tuple[str, dict[str, object]]] = []
     query = catalog._database.query

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from typing import Any
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError, StoreError
 from kvlinker.store.catalog.databases.interface import Values
-from kvlinker.store.catalog.databases.postgresql_texts import TEXT_TABLES, PostgresTexts
-from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
+from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, create, exist, translated
+from kvlinker.store.catalog.databases.postgresql_texts import PostgresTexts
+from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 from kvlinker.store.catalog.databases.state_lock import (
     PATIENCE_SECONDS,
     TRY_AGAIN_SECONDS,
@@ -48,7 +48,6 @@ _CONNECTION: dict[str, Any] = {
 """libpq's parameters: a host that is gone, or behind a cut network, is noticed in some ten
 seconds."""
 
-SCHEMA = "kvlinker"
 _WRITING, _USING = 0x6B766C01, 0x6B766C02
 """The keys of the advisory locks: of the one transaction that writes, and of the catalog's use."""
 
@@ -68,15 +67,6 @@ _LOCKED = "55P03"
 
 _ANY_KEY = "any"
 
-_TYPES = {
-    "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-    "INTEGER": "BIGINT",
-    "REAL": "DOUBLE PRECISION",
-    "BLOB": "BYTEA",
-    " WITHOUT ROWID": "",
-}
-_EPOCH = "CAST(extract(epoch FROM clock_timestamp()) AS BIGINT)"
-
 
 class PostgresDatabase:
     """Is the ``Database`` in the schema ``kvlinker`` of a PostgreSQL database."""
@@ -90,12 +80,14 @@ class PostgresDatabase:
         try:
             import psycopg
             from psycopg_pool import ConnectionPool, PoolTimeout
+
+            from kvlinker.store.catalog.databases import postgresql_connection
         except ModuleNotFoundError as error:
             raise StoreError(
                 "catalog_url needs PostgreSQL's driver: pip install 'kvlinker[postgres]'."
             ) from error
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # we say it ourselves
-        self._psycopg = psycopg
+        self._psycopg, self._patient = psycopg, postgresql_connection
         self._timeout: type[Exception] = PoolTimeout
         self._url = url
         self.place = place_of(url)
@@ -103,6 +95,8 @@ class PostgresDatabase:
         self._writing = threading.Lock()
         self._key: bytes | str | None = _ANY_KEY
         self._asked_again_at = 0.0
+        self._silent = False  # it has not answered: one thread at a time asks again
+        self._probing = threading.RLock()
         try:
             psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.Error as error:
@@ -114,6 +108,7 @@ class PostgresDatabase:
             url,
             min_size=1,
             max_size=MOST_CONNECTIONS,
+            connection_class=postgresql_connection.PatientConnection,
             kwargs={**_CONNECTION, "autocommit": True},
             configure=lambda connection: connection.execute(_SESSION),
             timeout=CONNECT_SECONDS,
@@ -140,7 +135,8 @@ class PostgresDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
-        with self._errors(), self._in_turn(), self._begun() as connection:
+        # who waited for one that got no answer learns of it before it asks itself
+        with self._in_turn(), self._errors(), self._begun() as connection:
             try:
                 self._check_version(connection)
                 yield PostgresConnection(connection)
@@ -154,7 +150,7 @@ class PostgresDatabase:
         return PostgresStateLock(self)
 
     def compact(self) -> None:
-        with self._errors(), self._pool.connection() as connection:
+        with self._errors(), self._pool.connection() as connection, connection.patience(math.inf):
             for table in ("chunks", "variants", "texts", "words"):
                 connection.execute(f"VACUUM (FULL) {table}")
 
@@ -165,7 +161,8 @@ class PostgresDatabase:
                 lambda connection: connection.execute(
                     "BEGIN; SET LOCAL synchronous_commit = on;"
                     " SELECT pg_logical_emit_message(true, 'kvlinker', ''); COMMIT"
-                )
+                ),
+                self._patient.WRITE_SECONDS,
             )
 
     def check(self) -> Sequence[str]:
@@ -188,20 +185,23 @@ class PostgresDatabase:
     def connect(self) -> Any:
         """Return a connection beside the pool's, which the caller closes."""
         with self._errors():
-            return self._psycopg.connect(self._url, autocommit=True, **_CONNECTION)
+            return self._patient.PatientConnection.connect(
+                self._url, autocommit=True, **_CONNECTION
+            )
 
-    def _tried(self, work: Callable[[Any], Any]) -> Any:
+    def _tried(self, work: Callable[[Any], Any], seconds: float | None = None) -> Any:
         """Return what ``work`` returns of a connection; of another one, where it was cut since it
-        was last used, as all are when PostgreSQL restarts."""
-        for _ in range(MOST_CONNECTIONS):
-            with self._pool.connection() as connection:
+        was last used, as all are when PostgreSQL restarts. ``seconds`` is the patience with each
+        statement, a read's by default."""
+        seconds = self._patient.READ_SECONDS if seconds is None else seconds
+        for attempt in range(MOST_CONNECTIONS + 1):
+            with self._pool.connection() as connection, connection.patience(seconds):
                 try:
                     return work(connection)
-                except self._psycopg.OperationalError:
-                    if not connection.closed:
+                except self._psycopg.OperationalError as error:
+                    if not self._was_cut(connection, error) or attempt == MOST_CONNECTIONS:
                         raise
-        with self._pool.connection() as connection:
-            return work(connection)
+        return None
 
     @contextmanager
     def _begun(self) -> Iterator[Any]:
@@ -209,18 +209,26 @@ class PostgresDatabase:
         for attempt in range(MOST_CONNECTIONS + 1):
             with self._pool.connection() as connection:
                 try:
-                    connection.execute(f"BEGIN; SELECT pg_advisory_xact_lock({_WRITING})")
-                except self._psycopg.OperationalError:
-                    if not connection.closed or attempt == MOST_CONNECTIONS:
+                    connection.execute("BEGIN")
+                except self._psycopg.OperationalError as error:
+                    if not self._was_cut(connection, error) or attempt == MOST_CONNECTIONS:
                         raise
                     continue
-                yield connection
+                with connection.patience(self._patient.WRITE_SECONDS):
+                    connection.execute(f"SELECT pg_advisory_xact_lock({_WRITING})")
+                    yield connection
                 return
+
+    def _was_cut(self, connection: Any, error: Exception) -> bool:
+        """Return whether a connection ended before it was used, so that another one may do."""
+        return connection.closed and not isinstance(error, self._patient.SilentServerError)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Let one thread of this server write at a time, so that those that wait take one
         connection and not all."""
+        if time.monotonic() < self._asked_again_at:
+            raise self._unavailable("it did not a moment ago")
         if not self._writing.acquire(timeout=LOCK_SECONDS):
             raise self._unavailable("others have been writing for long")
         try:
@@ -232,10 +240,10 @@ class PostgresDatabase:
         """Make the tables where there are none: statements that change tables would wait for
         transactions of servers at work, and they for this one."""
         with self._errors():
-            if not self._tried(_exist):
+            if not self._tried(exist):
                 with self._begun() as connection:
                     try:
-                        _create(connection)
+                        create(connection)
                         connection.execute("COMMIT")
                     except BaseException:
                         with suppress(self._psycopg.Error):
@@ -266,11 +274,16 @@ class PostgresDatabase:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Raise PostgreSQL's errors as StoreErrors that name the database and the way out."""
-        if time.monotonic() < self._asked_again_at:
+        probes = self._silent
+        if time.monotonic() < self._asked_again_at or (
+            probes and not self._probing.acquire(blocking=False)
+        ):
             raise self._unavailable("it did not a moment ago")
         try:
             yield
+            self._silent = False
         except self._timeout as error:
+            self._silent = True
             self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
             raise self._unavailable(self._told(error)) from None
         except self._psycopg.DataError as error:
@@ -281,10 +294,14 @@ class PostgresDatabase:
             cut = isinstance(error, self._psycopg.OperationalError)
             state = error.sqlstate or ("08000" if cut else "")
             if state.startswith(_OUTAGES):
+                self._silent = True
                 self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
             if state.startswith((*_OUTAGES, _LOCKED)):
                 raise self._unavailable(self._told(error)) from None
             raise StoreError(f"The catalog {self.place} failed: {self._told(error)}.") from None
+        finally:
+            if probes:
+                self._probing.release()
 
     def _unavailable(self, reason: str) -> CatalogUnavailableError:
         return CatalogUnavailableError(
@@ -351,48 +368,3 @@ class PostgresStateLock:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(TRY_AGAIN_SECONDS * (0.5 + random.random()))
-
-
-@lru_cache(maxsize=1000)
-def translated(statement: str) -> str:
-    """Return a statement of the catalog's as PostgreSQL and its driver take it."""
-    statement = re.sub(r"INDEXED BY \w+", "", statement).replace("CROSS JOIN", "JOIN")
-    # an array, since PostgreSQL takes an index for one, but not for a list whose length is unknown
-    statement = re.sub(
-        r"IN \(SELECT (.+?) FROM json_each\((:\w+|\?)\)\)",
-        r"= ANY(ARRAY(SELECT \1 FROM jsonb_array_elements_text(CAST(\2 AS jsonb)) AS each(value)))",
-        statement.replace("%", "%%"),
-    )
-    return re.sub(r"(?<![:\w]):(\w+)", r"%(\1)s", statement).replace("?", "%s")
-
-
-def _exist(connection: Any) -> bool:
-    """Return whether there are tables."""
-    query = f"SELECT 1 FROM pg_tables WHERE schemaname = '{SCHEMA}' AND tablename = 'version'"
-    return connection.execute(query).fetchone() is not None
-
-
-def _create(connection: Any) -> None:
-    """Create the tables, in a transaction of the caller's."""
-    if _exist(connection):
-        return  # by a server that was started at the same time
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
-    for statement in TABLES:
-        for word, other in _TYPES.items():
-            statement = statement.replace(word, other)
-        connection.execute(statement)
-    # the order in which variants came, which SQLite's tables have by themselves
-    connection.execute("ALTER TABLE variants ADD COLUMN rowid BIGINT GENERATED ALWAYS AS IDENTITY")
-    for statement in TEXT_TABLES:
-        connection.execute(statement)
-    for name, (table, event, statement) in ACCOUNTS.items():
-        statement = statement.replace("unixepoch()", _EPOCH)
-        connection.execute(
-            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {statement};"
-            " RETURN NULL; END $$"
-        )
-        connection.execute(
-            f"CREATE TRIGGER {name} AFTER {event} ON {table} FOR EACH ROW EXECUTE FUNCTION {name}()"
-        )
-    connection.execute("CREATE TABLE version (number BIGINT NOT NULL)")
-    connection.execute("INSERT INTO version VALUES (%s)", (SCHEMA_VERSION,))
