@@ -8,7 +8,6 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
@@ -179,12 +178,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _events(

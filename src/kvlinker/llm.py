@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
@@ -331,12 +330,7 @@ class LLM(ContextCacheCalls, PromptCalls):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answer(self, read: ReadPrompt, params: SamplingParams, tenant: str) -> Answer:

@@ -24,7 +24,6 @@ class Evidence(Protocol):
 
         They are there for policies that need ``scores`` or ``sensitivity``.
         """
-        ...
 
     def question_attention(self) -> NDArray[np.float32]:
         """Return the last token's attention on every token over the cached KV, mean over heads:
@@ -32,7 +31,6 @@ class Evidence(Protocol):
 
         It is there for policies that need ``question_attention``.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +63,35 @@ class LayerEvidence(Protocol):
     @property
     def prompt(self) -> Prompt:
         """The prompt as the policy arranged it."""
-        ...
 
     @property
     def layer(self) -> int:
         """The number of the layer, from 0 on."""
-        ...
 
     @property
     def layers(self) -> int:
         """The number of the model's layers."""
-        ...
 
     @property
     def positions(self) -> NDArray[np.int64]:
         """The positions of the tokens that are still computed, ascending: [active]."""
-        ...
 
     @property
     def cached(self) -> NDArray[np.bool_]:
         """A mask that is true for active tokens that a chunk cache holds, false for fresh ones:
         [active]."""
-        ...
 
     @property
     def selected(self) -> int:
         """The number of cached tokens that the policy selected before the first layer."""
-        ...
 
     def key_deviation(self) -> NDArray[np.float32]:
         """Return the squared L2 distance of new and cached key, over all heads: [active], 0 for
         fresh tokens."""
-        ...
 
     def value_deviation(self) -> NDArray[np.float32]:
         """Return the squared L2 distance of new and cached value, over all heads: [active], 0 for
         fresh tokens."""
-        ...
 
     def chunk_attention(self) -> NDArray[np.float32]:
         """Return the question's attention on every chunk in the layers before this one: [layers so
@@ -111,7 +101,6 @@ class LayerEvidence(Protocol):
         heads. It is there for policies that need ``chunk_attention``, and ends with the first layer
         in which no policy asks for it.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +153,6 @@ class Library(Protocol):
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
         """Return the variants with the same tokens as ``chunk``, besides itself."""
-        ...
 
 
 class NoVariants:

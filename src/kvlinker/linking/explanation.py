@@ -211,7 +211,6 @@ class PromptCost(Protocol):
     def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
         """Count floating point operations of computing, in each layer, the positions where its mask
         [length] is true."""
-        ...
 
 
 def explain_plan(

@@ -23,7 +23,6 @@ class Deviations(Protocol):
     def deviation(self, part: int) -> NDArray[np.float32]:
         """Return the squared L2 distance of new and cached key (``part`` 0) or value (1), over all
         heads: [active]."""
-        ...
 
 
 class ChunkAttention(Protocol):
@@ -34,12 +33,10 @@ class ChunkAttention(Protocol):
     def attention(self) -> NDArray[np.float32]:
         """The attention: [layers so far, chunks], summed over the question's tokens, mean over
         heads."""
-        ...
 
     def want(self, layer: int) -> None:
         """Ask for this layer's attention, too. Collecting ends with the first layer that no policy
         asks for."""
-        ...
 
 
 class Refinement:

@@ -11,7 +11,6 @@ class Progress(Protocol):
     def __call__(self, what: str, done: int = 0, total: int | None = None, /) -> None:
         """Take ``what`` is being done, and, where that can be counted, how much of the ``total`` is
         done."""
-        ...
 
 
 def silent(_what: str, _done: int = 0, _total: int | None = None, /) -> None:

@@ -34,12 +34,10 @@ class EngineSource(Protocol):
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
         """The sampling parameters that the model's authors recommend, by name."""
-        ...
 
     @property
     def device(self) -> torch.device | None:
         """The device on which the engine takes copies from the store; None where it takes none."""
-        ...
 
     def make(
         self,
@@ -50,7 +48,6 @@ class EngineSource(Protocol):
         speeds: Speeds,
     ) -> Engine:
         """Make the engine, which belongs to the caller."""
-        ...
 
 
 class EmbeddedSource:

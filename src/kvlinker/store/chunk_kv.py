@@ -61,30 +61,24 @@ class ChunkReader(Protocol):
     @property
     def layers(self) -> int:
         """The number of layers."""
-        ...
 
     @property
     def tokens(self) -> int:
         """The number of tokens that the chunk has."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """The bytes that are read for all layers, as the tier keeps them."""
-        ...
 
     @property
     def scores(self) -> ChunkScores | None:
         """The scores that are stored with the chunk."""
-        ...
 
     def read(self, layer: int) -> LayerKV:
         """Read, verify and decode one layer. Raises LayerLostError."""
-        ...
 
     def close(self) -> None:
         """Close the copy. Idempotent."""
-        ...
 
 
 class ResidentForm(Protocol):
@@ -93,11 +87,9 @@ class ResidentForm(Protocol):
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         """Return a layer, given as it was computed, in the form in which the engine attends to
         it."""
-        ...
 
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
         """Return a layer, given in its resident form, as it was computed, but for rounding."""
-        ...
 
 
 class AsComputed:

@@ -40,11 +40,9 @@ class EvictionOrder(Protocol):
 
     def priority(self, reuse: float) -> float:
         """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
-        ...
 
     def evicted(self, priority: float) -> None:
         """Note that a key of this priority, the lowest, made room."""
-        ...
 
 
 class LeastRecentlyUsed:

@@ -17,11 +17,9 @@ class HoldingTier(Protocol):
 
     def hold(self, key: str) -> None:
         """Keep the key, present or not, from eviction until it is released."""
-        ...
 
     def release(self, key: str) -> None:
         """Allow the key's eviction again."""
-        ...
 
 
 class Holds:

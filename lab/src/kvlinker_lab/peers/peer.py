@@ -88,16 +88,13 @@ class Peer(Protocol):
     def logprobs(self, tokens: Sequence[int]) -> Sequence[float] | None:
         """Return the log probabilities of all tokens but the first, in nats; None where the peer
         does not tell them."""
-        ...
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Return the seconds from asking for a greedy token behind these to having it."""
-        ...
 
     def decode_step(self, tokens: Tokens, *, steps: int) -> float:
         """Return the median seconds of ``steps`` greedy steps of all requests at once, behind
         ``tokens``."""
-        ...
 
 
 @runtime_checkable
@@ -107,7 +104,6 @@ class LinkingPeer(Peer, Protocol):
     def linked_decode_step(self, prompts: Sequence[Prompt], *, steps: int) -> float:
         """Return the median seconds of ``steps`` greedy steps of all prompts at once, once their
         chunks are linked."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,6 @@ class RequestHandle(Protocol):
     def cancel(self) -> None:
         """Stop computing and free the slots at once; each choice that has not ended is told
         ``Finished("cancelled")``. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +128,12 @@ class Engine(Protocol):
 
         Requests under such a policy are refused with PolicyError.
         """
-        ...
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         """Make sure that the store holds the chunk's KV; the result is its size in bytes.
 
         Computed at most once however many callers ask at the same time.
         """
-        ...
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in
@@ -144,7 +141,6 @@ class Engine(Protocol):
 
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once.
         """
-        ...
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         """Link the request's prompt like ``generate``, and explain how, without generating.
@@ -152,7 +148,6 @@ class Engine(Protocol):
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later
         errors are the future's.
         """
-        ...
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         """Link the request's prompt like ``generate``, and return the log probabilities of its last
@@ -163,7 +158,6 @@ class Engine(Protocol):
         ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
         future's.
         """
-        ...
 
     def score_whole(
         self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
@@ -176,22 +170,17 @@ class Engine(Protocol):
         take any time. Raises InvalidRequestError, ContextLengthError or EngineClosedError at once;
         later errors are the future's.
         """
-        ...
 
     def current_load(self) -> EngineLoad:
         """Return the engine's current load."""
-        ...
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Return the expected seconds of computing a prompt of so many tokens; None where nothing
         was measured."""
-        ...
 
     @property
     def healthy(self) -> bool:
         """True while the engine serves; False once it was closed or has failed for good."""
-        ...
 
     def close(self) -> None:
         """Stop the engine; what is under way fails with EngineClosedError. Idempotent."""
-        ...

@@ -29,7 +29,6 @@ class Observer(Protocol):
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
         """Observe one run of ``tokens`` at the positions from ``start`` on in one layer, whose
         ``weights`` are computed for those who ask."""
-        ...
 
 
 class QuestionProbe:

@@ -234,7 +234,6 @@ class Trial(Protocol):
 
     def run(self, policy: str | Policy) -> PolicyRun:
         """Run the prompt under a policy."""
-        ...
 
 
 class GreedyAnswer(NamedTuple):

@@ -19,14 +19,12 @@ class ByteSource(Protocol):
     @property
     def size(self) -> int:
         """The number of bytes."""
-        ...
 
     def read(self, offset: int, length: int) -> Bytes:
         """Return these bytes, which nobody else changes from then on.
 
         Raises EOFError where they turn out to be fewer, and OSError.
         """
-        ...
 
 
 class BufferSource:

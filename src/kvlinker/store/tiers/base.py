@@ -53,33 +53,27 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """The name in events and figures, such as "host" or "disk"."""
-        ...
 
     @property
     def speed_name(self) -> str:
         """The name under which its bandwidth is remembered; it contains everything that the
         bandwidth depends on (see ``bandwidths.speed_name``)."""
-        ...
 
     @property
     def shared(self) -> bool:
         """True where other servers keep chunks here, which this one's catalog does not know."""
-        ...
 
     @property
     def budget_bytes(self) -> int:
         """The bytes that ``used_bytes`` never exceeds."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """The sum of ``nbytes(key)`` over ``keys()``."""
-        ...
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV, now the most recently used, or None. The caller must not modify
         it."""
-        ...
 
     def open(self, key: str) -> ChunkReader | None:
         """Open the chunk's KV, now the most recently used, to be read layer by layer; None where it
@@ -88,7 +82,6 @@ class Tier(Protocol):
         The caller closes the reader. A copy that turns out damaged while it is read is dropped as
         ``get`` would drop it.
         """
-        ...
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds
@@ -98,7 +91,6 @@ class Tier(Protocol):
         medium failed. A key that is held already only becomes the most recently used. ``rest`` is
         called between pieces of work.
         """
-        ...
 
     def note_use(self, key: str, weight: float) -> None:
         """Note that a request has used the chunk, wherever its KV came from; ``weight`` is that of
@@ -106,17 +98,14 @@ class Tier(Protocol):
 
         Absent keys do not count, and shared tiers may ignore the call.
         """
-        ...
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Pin these keys and unpin all others: pinned keys are evicted only while they take more
         than ``eviction.PINNED_SHARE`` of the budget, or if chunks in use need the room. Absent keys
         count once they are put. ``delete`` ignores pins, and shared tiers may ignore the call."""
-        ...
 
     def contains(self, key: str) -> bool:
         """Return whether ``get`` would find a copy to read. Does not count as a use."""
-        ...
 
     def delete(self, key: str) -> bool:
         """Forget the key; an absent key is no error.
@@ -124,20 +113,16 @@ class Tier(Protocol):
         Returns False where the medium has not let go of its bytes yet: the chunk is tombstoned, so
         that it is not found any more; the tier tries that again, and so may the caller.
         """
-        ...
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys held, in the order of eviction, but pinned ones last."""
-        ...
 
     def __len__(self) -> int:
         """Return the number of chunks held."""
-        ...
 
     def nbytes(self, key: str) -> int | None:
         """Return the bytes that the chunk takes up here, or None where it is absent. Does not count
         as a use."""
-        ...
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
         """Return ``nbytes`` of those of the keys that the tier knows of; None where the medium does
@@ -145,16 +130,13 @@ class Tier(Protocol):
 
         Asks the medium few questions, so that what other processes put here lately may be missing.
         """
-        ...
 
     def check(self) -> TierCheck:
         """Read every copy as ``get`` would, without counting as a use; damaged ones are removed and
         reported."""
-        ...
 
     def close(self) -> None:
         """Release memory and handles; a persistent tier's chunks stay. Idempotent."""
-        ...
 
 
 def checked_key(key: str) -> str:

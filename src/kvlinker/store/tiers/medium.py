@@ -56,67 +56,52 @@ class BlobMedium(Protocol):
     @property
     def place(self) -> str:
         """The location of the medium, without credentials, for logs."""
-        ...
 
     @property
     def budget_bytes(self) -> int:
         """The bytes that all blobs may take together."""
-        ...
 
     @property
     def ahead_bytes(self) -> int:
         """The bytes that one round trip brings while a blob is read layer by layer: so many that
         the trip itself hardly counts, and so few that the first layers come soon."""
-        ...
 
     def open(self) -> tuple[int, ...]:
         """Reach the medium and evict down to the budget, also again after an outage; returns
         evicted sizes."""
-        ...
 
     def stat(self, key: str) -> int | None:
         """Return the blob's size in bytes, or None where there is none. Raises BlobDamaged."""
-        ...
 
     def touch(self, key: str) -> int | None:
         """Return what ``stat`` does; the blob is now the most recently used."""
-        ...
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobGone and
         BlobDamaged."""
-        ...
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         """Keep a blob of ``nbytes``, at most the budget, evicting for it. One that is there already
         stays."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove whatever lies under the key."""
-        ...
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys of all blobs, the least recently used first."""
-        ...
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
         """Return the bytes of those of the keys that are accounted here, with one question; at most
         KEYS_AT_ONCE."""
-        ...
 
     def usage(self) -> MediumUsage:
         """Return how full the medium is."""
-        ...
 
     def audit(self) -> None:
         """Make keys and usage agree with the blobs that are there."""
-        ...
 
     def clear(self) -> None:
         """Remove everything in this medium's place, whoever put it there, and the place itself."""
-        ...
 
     def close(self) -> None:
         """Close connections. Idempotent."""
-        ...

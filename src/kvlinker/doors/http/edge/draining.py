@@ -40,7 +40,6 @@ class OpenAnswer(Protocol):
 
     def fail(self, error: KVLinkerError) -> None:
         """End with an error, told in the words of the request's API. Called in the event loop."""
-        ...
 
 
 class DrainReport(NamedTuple):

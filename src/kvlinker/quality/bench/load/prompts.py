@@ -23,11 +23,9 @@ class DocumentForm(Protocol):
     @property
     def options(self) -> Mapping[str, Any]:
         """Fields of the request's body that go with it."""
-        ...
 
     def content(self, documents: Sequence[int], text: str) -> Content:
         """Write the content of a message: documents, and a text behind them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,13 @@ class Texts(Protocol):
 
     def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
         """Keep the text of a chunk, unless the chunk is gone or has its text here already."""
-        ...
 
     def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
         """Remove the text with this number of a tenant's chunk, which is gone; None for a chunk
         that has none."""
-        ...
 
     def remove_all(self, connection: Connection) -> bool:
         """Remove the texts of all tenants; return whether there were any."""
-        ...
 
     def find(
         self,
@@ -63,7 +60,6 @@ class Texts(Protocol):
         """Return the best of the tenant's chunks of a model that have any of the words: rows of
         context cache id, score, text, tokens and metadata. ``condition`` is one of context caches
         ``c``, of which the newest stands for a chunk; its ``values`` are by name."""
-        ...
 
 
 class StateLock(Protocol):
@@ -72,16 +68,13 @@ class StateLock(Protocol):
     def share(self) -> None:
         """Use it as others may at the same time. Raises StoreError where one has it alone for
         long."""
-        ...
 
     def take_alone(self, patience: float = 0.0) -> None:
         """Keep all others out. Raises StoreError where others use it for longer than ``patience``
         seconds."""
-        ...
 
     def close(self) -> None:
         """Give the lock up. Idempotent."""
-        ...
 
 
 class Database(Protocol):
@@ -92,37 +85,29 @@ class Database(Protocol):
     @property
     def place(self) -> str:
         """What messages call the catalog: a path, or a URL without secrets."""
-        ...
 
     @property
     def texts(self) -> Texts: ...
 
     def query(self, statement: str, values: Values) -> Sequence[Any]:
         """Return all rows of a SELECT."""
-        ...
 
     def transaction(self) -> AbstractContextManager[Connection]:
         """Run a transaction: everything in the block happens, or nothing does. It survives the end
         of this process at once, and a power cut after ``persist``."""
-        ...
 
     def lock(self) -> StateLock:
         """Return a lock of this catalog, which is not taken yet."""
-        ...
 
     def compact(self) -> None:
         """Rewrite the tables, so that nothing of what was changed or deleted remains."""
-        ...
 
     def persist(self) -> None:
         """Wait until the disk has every transaction that has ended. Others need not wait
         meanwhile."""
-        ...
 
     def check(self) -> Sequence[str]:
         """Return what the database finds wrong with itself, a line for each."""
-        ...
 
     def close(self) -> None:
         """Close the database. Idempotent; no other method may be called afterwards."""
-        ...

@@ -35,26 +35,21 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The name in settings and in stored files."""
-        ...
 
     @property
     def compresses(self) -> bool:
         """True where the parts are stored compressed (``kvlinker.store.format.compression``)."""
-        ...
 
     def layout(self, dtype: torch.dtype) -> Layout:
         """Describe the parts that heads of this dtype become."""
-        ...
 
     def encode(self, heads: Tensor) -> Parts:
         """Turn heads into contiguous CPU tensors. Raises ValueError for numbers that the codec
         cannot write."""
-        ...
 
     def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
         """Turn the parts of one ``encode`` into [heads, tokens, dim], in ``room`` unless that is
         one of the parts."""
-        ...
 
 
 class Compressed:
