@@ -106,6 +106,21 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
     await asyncio.to_thread(served.wait_until_idle)
 
 
+async def test_a_stream_has_pieces_and_the_whole(served: Served, llm: AsyncLLM) -> None:
+    expected = served.llm.chat_completion(HELLO, **GREEDY)
+    async with await llm.stream(HELLO, **GREEDY) as stream:
+        pieces = [piece async for piece in stream]
+        answer = await stream.answer()
+    assert len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == answer.text == expected.text
+    assert answer.usage.output_tokens == expected.usage.output_tokens
+    async with await llm.stream(HELLO, **LONG) as stream:
+        await anext(stream)
+    await asyncio.to_thread(served.wait_until_idle)
+    with pytest.raises(InvalidRequestError, match="closed before"):
+        await stream.answer()
+
+
 def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
     building = {
@@ -117,6 +132,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "sampling_params",
     }
     building |= {"ask_chat", "request_tools", "described", "fitting"}
+    building |= {"submit_chat", "answer_builder"}
     at_once = {
         "default_policy",
         "current_load",
@@ -136,8 +152,6 @@ def test_it_has_the_calls_of_llm() -> None:
         name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"
     }
     for name in calls:
-        taken = dict(signature(getattr(AsyncLLM, name)).parameters)
-        if name == "chat_completion":
-            del taken["stream"]
+        taken = signature(getattr(AsyncLLM, name)).parameters
         assert list(taken.values()) == list(signature(getattr(LLM, name)).parameters.values())
         assert getattr(AsyncLLM, name).__doc__

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
-from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.answers import Delta
+from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.messages import Implicit
-from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.sampling import SamplingFields
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Prompt, ReadPrompt
-from kvlinker.prompting.answer_forms.reader import Reader
-from kvlinker.prompting.request_tools import ToolChoice
-from kvlinker.service.answer import Answer
+from kvlinker.llm import LLM, Prompt
+from kvlinker.service.answer import Answer, AnswerBuilder, ChoiceSink
 from kvlinker.service.content import CompletionContent
-from kvlinker.service.prompt_calls import Documents, Messages
+from kvlinker.service.prompt_calls import ChatOptions, Messages, refuse_tools_in_text
 from kvlinker.settings import Options
 
 P = ParamSpec("P")
@@ -46,7 +44,7 @@ def _in_thread(
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
-    ``model`` and ``options`` are those of ``LLM``, and so are the calls, but for ``stream``. A task
+    ``model`` and ``options`` are those of ``LLM``, and so are the calls. A task
     that is cancelled cancels its request. ``llm`` is the ``LLM`` behind it; loading a model blocks,
     as there.
     """
@@ -80,82 +78,40 @@ class AsyncLLM:
         self,
         messages: Messages | Prompt,
         *,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        response_format: Mapping[str, Any] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        tenant: str = DEFAULT_TENANT,
         stream: Literal[False] = False,
-        **sampling: Any,
+        **options: Unpack[ChatOptions],
     ) -> Answer: ...
 
     @overload
     async def chat_completion(
-        self,
-        messages: Messages | Prompt,
-        *,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        response_format: Mapping[str, Any] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        tenant: str = DEFAULT_TENANT,
-        stream: Literal[True],
-        **sampling: Any,
+        self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> AsyncIterator[str]: ...
 
-    @takes_fields_of(SamplingParams)
+    @takes_fields_of(ChatOptions)
     async def chat_completion(
         self,
         messages: Messages | Prompt,
         *,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        response_format: Mapping[str, Any] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        tenant: str = DEFAULT_TENANT,
         stream: bool = False,
-        **sampling: Any,
+        **options: Unpack[ChatOptions],
     ) -> Answer | AsyncIterator[str]:
-        """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does.
-
-        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is
-        generated. Closing the iterator cancels the request. Raises InvalidRequestError for
-        ``stream`` with tools, too.
-        """
-        if stream and tools and tool_choice != "none":
-            raise InvalidRequestError(
-                "'stream' gives the answer's text alone, in which no calls of 'tools' are. Leave"
-                " one of them out.",
-                param="stream",
-            )
-        asked = await asyncio.to_thread(
-            self.llm.ask_chat,
-            messages,
-            documents=documents,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            policy=policy,
-            implicit=implicit,
-            tenant=tenant,
-            sampling=sampling,
-        )
-        events = self._events(asked.read, asked.sampling, tenant)
+        """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does. Closing the iterator
+        over the answer's text cancels the request."""
         if stream:
-            return _texts(events, asked.reader)
-        return (await _answer(events, asked.read)).read_by(asked.reader)
+            refuse_tools_in_text(options)
+        answering = await self.stream(messages, **options)
+        return answering.texts() if stream else await answering.answer()
 
-    @takes_fields_of(SamplingParams)
+    @takes_fields_of(ChatOptions)
+    async def stream(
+        self, messages: Messages | Prompt, **options: Unpack[ChatOptions]
+    ) -> AsyncAnswerStream:
+        """Answer as ``LLM.stream`` does, from the first look at the stream on."""
+        asked = await asyncio.to_thread(self.llm.ask_chat, messages, options)
+        events = self._events(lambda sink: self.llm.submit_chat(asked, sink))
+        return AsyncAnswerStream(events, self.llm.answer_builder(asked))
+
+    @takes_fields_of(SamplingFields)
     async def completion(
         self,
         prompt: CompletionContent,
@@ -163,14 +119,16 @@ class AsyncLLM:
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         read = await asyncio.to_thread(
             self.llm.read_completion, prompt, policy=policy, implicit=implicit, tenant=tenant
         )
         params = self.llm.sampling_params(**sampling)
-        return await _answer(self._events(read, params, tenant), read)
+        events = self._events(lambda sink: self.llm.submit(read, params, sink, tenant=tenant))
+        answer = await AsyncAnswerStream(events, AnswerBuilder()).answer()
+        return replace(answer, context_caches=read.linked)
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
@@ -182,10 +140,10 @@ class AsyncLLM:
         await self.close()
 
     async def _events(
-        self, read: ReadPrompt, params: SamplingParams, tenant: str
-    ) -> AsyncGenerator[Delta | Finished, None]:
-        """Submit a request, and yield its events as they come. Raises the error of one that
-        failed."""
+        self, submit: Callable[[ChoiceSink], RequestHandle]
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Submit a request for one choice, and yield its events as they come. Closing it cancels
+        the request."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
 
@@ -193,19 +151,62 @@ class AsyncLLM:
             with suppress(RuntimeError):  # the loop was closed while the engine still cancelled
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        def submit() -> RequestHandle:
-            return self.llm.submit(read, params, sink, tenant=tenant)
-
-        handle = await _cancelled_with_its_task(submit)
+        handle = await _cancelled_with_its_task(lambda: submit(sink))
         try:
             event: GenerationEvent | None = None
-            while not isinstance(event, Finished):
+            while not isinstance(event, Finished | Failed):
                 event = await events.get()
-                if isinstance(event, Failed):
-                    raise event.error
                 yield event
         finally:
             handle.cancel()
+
+
+class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
+    """``AnswerStream`` for asyncio: yields the pieces of an answer. ``aclose`` and the end of an
+    ``async with`` block cancel the request."""
+
+    def __init__(
+        self, events: AsyncGenerator[GenerationEvent, None], builder: AnswerBuilder
+    ) -> None:
+        self._events = events
+        self._builder = builder
+        self._pieces: deque[AnswerPiece] = deque()
+
+    async def __anext__(self) -> AnswerPiece:
+        """Wait for the next piece. Raises the error of a request that failed."""
+        try:
+            while not self._pieces:
+                if self._builder.finished:
+                    raise StopAsyncIteration
+                self._pieces.extend(self._builder.take(await anext(self._events)))
+        except BaseException:
+            await self.aclose()
+            raise
+        return self._pieces.popleft()
+
+    async def texts(self) -> AsyncGenerator[str, None]:
+        """Yield the texts of the pieces that are content; closing it cancels the request."""
+        async with self:
+            async for piece in self:
+                if piece.kind == "content":
+                    yield piece.text
+
+    async def answer(self) -> Answer:
+        """Wait for the whole answer; pieces that nobody took meanwhile are passed over. Raises the
+        error of a request that failed."""
+        async for _ in self:
+            pass
+        return self._builder.answer()
+
+    async def aclose(self) -> None:
+        """Cancel the request, unless it has ended. Idempotent."""
+        await self._events.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> RequestHandle:
@@ -222,28 +223,3 @@ async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> Reque
     except asyncio.CancelledError:
         submitted.add_done_callback(cancel)
         raise
-
-
-async def _answer(events: AsyncGenerator[Delta | Finished, None], read: ReadPrompt) -> Answer:
-    """Join the events of a request. Raises the error of one that failed."""
-    async with aclosing(events):
-        *deltas, finished = [event async for event in events]
-    assert isinstance(finished, Finished), "the last event of a request that did not fail"
-    pieces = [event for event in deltas if isinstance(event, Delta)]
-    return replace(Answer.from_events(pieces, finished), context_caches=read.linked)
-
-
-async def _texts(
-    events: AsyncGenerator[Delta | Finished, None], reader: Reader
-) -> AsyncGenerator[str, None]:
-    """Yield the texts of a request's events; closing it closes the request."""
-    async with aclosing(events):
-        async for event in events:
-            said = (
-                reader.feed(event.text)
-                if isinstance(event, Delta)
-                else reader.finish(cut=event.reason != "stop")
-            )
-            for piece in said:
-                if piece.kind == "content":
-                    yield piece.text

@@ -4,12 +4,12 @@ stand on it, too."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Literal, NamedTuple, Self, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
@@ -19,7 +19,7 @@ from kvlinker.base.types.messages import (
     Implicit,
     TemplateOptions,
 )
-from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.tools import Tool
 from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
@@ -29,7 +29,13 @@ from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
-from kvlinker.service.answer import Answer, ChoiceSink, wait_for_answer
+from kvlinker.service.answer import (
+    Answer,
+    AnswerBuilder,
+    AnswerStream,
+    ChoiceSink,
+    wait_for_answer,
+)
 from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.content import (
     CompletionContent,
@@ -40,7 +46,12 @@ from kvlinker.service.content import (
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.prompt_calls import Documents, Messages, PromptCalls
+from kvlinker.service.prompt_calls import (
+    ChatOptions,
+    Messages,
+    PromptCalls,
+    refuse_tools_in_text,
+)
 from kvlinker.service.reading import ContentReader, ReadDefaults, ReadPrompt
 from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
@@ -68,6 +79,9 @@ class PreparedChat(NamedTuple):
 
     reader: Reader
     """Reads the answer."""
+
+    explains: bool
+    tenant: str
 
 
 @names_arguments
@@ -186,74 +200,67 @@ class LLM(ContextCacheCalls, PromptCalls):
         one call. Raises InvalidRequestError for a choice of tools that are not offered."""
         return RequestTools(self.answer_form, self.tail_of, tools, choice, several=several)
 
-    @takes_fields_of(SamplingParams)
+    @overload
     def chat_completion(
         self,
         messages: Messages | Prompt,
         *,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        response_format: Mapping[str, Any] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        tenant: str = DEFAULT_TENANT,
-        **sampling: Any,
-    ) -> Answer:
-        """Answer a conversation whose content mixes text and context caches, in any order, or a
-        prompt made of one.
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Answer: ...
 
-        ``documents``, marked parts and marked tools become chunks, as ``implicit`` says: "auto",
-        "marked" or "off". ``tools``, ``tool_choice``, ``parallel_tool_calls`` and
-        ``response_format`` are OpenAI's; the answer tells calls and reasoning apart from its text.
-        ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields
-        of SamplingParams, such as ``max_tokens`` and ``temperature``. Raises InvalidRequestError,
-        also for a form or a schema that cannot be enforced.
-        """
-        asked = self.ask_chat(
-            messages,
-            documents=documents,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            policy=policy,
-            implicit=implicit,
-            tenant=tenant,
-            sampling=sampling,
-        )
-        return self._answer(asked.read, asked.sampling, tenant).read_by(asked.reader)
+    @overload
+    def chat_completion(
+        self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> Iterator[str]: ...
 
-    def ask_chat(
+    @takes_fields_of(ChatOptions)
+    def chat_completion(
         self,
         messages: Messages | Prompt,
         *,
-        documents: Documents,
-        tools: Sequence[Mapping[str, Any]],
-        tool_choice: ToolChoice | None,
-        parallel_tool_calls: bool,
-        response_format: Mapping[str, Any] | None,
-        policy: str | Policy | None,
-        implicit: Implicit | str | None,
-        tenant: str,
-        sampling: Mapping[str, Any],
-    ) -> PreparedChat:
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Answer | Iterator[str]:
+        """Answer a conversation whose content mixes text and context caches, in any order, or a
+        prompt made of one. The answer tells calls and reasoning apart from its text.
+
+        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is
+        generated; whoever drops it cancels the request. Raises InvalidRequestError, also for a form
+        or a schema that cannot be enforced, and for ``stream`` with tools, whose calls are no text.
+        """
+        if not stream:
+            return self.stream(messages, **options).answer
+        refuse_tools_in_text(options)
+        return self.stream(messages, **options).texts()
+
+    @takes_fields_of(ChatOptions)
+    def stream(self, messages: Messages | Prompt, **options: Unpack[ChatOptions]) -> AnswerStream:
+        """Answer as ``chat_completion`` does; yields the answer as it is generated: text, reasoning
+        and calls. ``answer`` of the stream is the whole at the end."""
+        asked = self.ask_chat(messages, options)
+        return AnswerStream(lambda sink: self.submit_chat(asked, sink), self.answer_builder(asked))
+
+    def ask_chat(self, messages: Messages | Prompt, options: ChatOptions) -> PreparedChat:
         """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what
         that does."""
-        request_tools = self.request_tools(
-            parse_tools(tools), tool_choice, several=parallel_tool_calls
+        tools = self.request_tools(
+            parse_tools(options.get("tools", ())),
+            options.get("tool_choice"),
+            several=options.get("parallel_tool_calls", True),
         )
-        options = TemplateOptions(tools=request_tools.tools)
+        tenant = options.get("tenant", DEFAULT_TENANT)
         read = self.read_chat(
             messages,
-            documents=documents,
-            options=options,
-            policy=policy,
-            implicit=implicit,
+            documents=options.get("documents", ()),
+            options=TemplateOptions(tools=tools.tools),
+            policy=options.get("policy"),
+            implicit=options.get("implicit"),
             tenant=tenant,
         )
-        given = dict(sampling)
+        known = SamplingFields.__annotations__
+        given = {name: value for name, value in options.items() if name in known}
+        response_format = options.get("response_format")
         if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
             if given.get("grammar") is not None:
                 raise InvalidRequestError(
@@ -261,10 +268,31 @@ class LLM(ContextCacheCalls, PromptCalls):
                     param="response_format",
                 )
             given["grammar"] = form
-        params = self.sampling_params(**request_tools.sampling_fields(read.prompt, given))
-        return PreparedChat(read, params, request_tools.reader(read.prompt))
+        return PreparedChat(
+            read,
+            self.sampling_params(**tools.sampling_fields(read.prompt, given)),
+            tools.reader(read.prompt),
+            options.get("explain", False),
+            tenant,
+        )
 
-    @takes_fields_of(SamplingParams)
+    def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
+        """Queue one choice for what a call of ``chat_completion`` asks. Raises what ``submit``
+        does."""
+        return self.submit(
+            asked.read, asked.sampling, sink, explains=asked.explains, tenant=asked.tenant
+        )
+
+    def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
+        """Return what puts the answer together that a call of ``chat_completion`` asks for."""
+
+        def complete(answer: Answer) -> Answer:
+            explanation = answer.explanation and self.described(answer.explanation, asked.read)
+            return replace(answer, explanation=explanation, context_caches=asked.read.linked)
+
+        return AnswerBuilder(asked.reader, complete)
+
+    @takes_fields_of(SamplingFields)
     def completion(
         self,
         prompt: CompletionContent,
@@ -272,11 +300,13 @@ class LLM(ContextCacheCalls, PromptCalls):
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
-        return self._answer(read, self.sampling_params(**sampling), tenant)
+        params = self.sampling_params(**sampling)
+        answer = wait_for_answer(lambda sink: self.submit(read, params, sink, tenant=tenant))
+        return replace(answer, context_caches=read.linked)
 
     def submit(
         self,
@@ -332,13 +362,6 @@ class LLM(ContextCacheCalls, PromptCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _answer(self, read: ReadPrompt, params: SamplingParams, tenant: str) -> Answer:
-        def submit(sink: ChoiceSink) -> RequestHandle:
-            return self.submit(read, params, sink, tenant=tenant)
-
-        answer = wait_for_answer(submit)
-        return replace(answer, context_caches=read.linked)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""

@@ -4,7 +4,6 @@ the nearest one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, iscoroutinefunction, isfunction, signature
 from typing import Any, ParamSpec, TypeVar, cast
@@ -27,9 +26,9 @@ def names_arguments(cls: type[C]) -> type[C]:
 
 
 def takes_fields_of(kind: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Check the keyword arguments of a method whose ``**`` parameter takes the fields of a
-    dataclass."""
-    return lambda method: _checked(method, [field.name for field in fields(kind)])
+    """Check the keyword arguments of a method whose ``**`` parameter takes those of a
+    ``TypedDict``."""
+    return lambda method: _checked(method, kind.__annotations__)
 
 
 def _checked(method: Callable[P, T], beside: Iterable[str]) -> Callable[P, T]:

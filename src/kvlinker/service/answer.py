@@ -4,12 +4,16 @@ several at once."""
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import (
     AnswerParts,
+    AnswerPiece,
     Delta,
     PromptLogprobs,
     Timing,
@@ -27,7 +31,7 @@ from kvlinker.engines.contract.contract import (
 )
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.notebook import text_html, usage_html
-from kvlinker.prompting.answer_forms.reader import Reader
+from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 
 ChoiceSink = Sink
 
@@ -82,7 +86,11 @@ class Answer:
         """Return the answer with reasoning and calls of tools told apart from its text, by a reader
         that read nothing yet."""
         cut = self.finish_reason != "stop"
-        said = AnswerParts.of([*reader.feed(self.text), *reader.finish(cut=cut)])
+        return self.with_pieces([*reader.feed(self.text), *reader.finish(cut=cut)])
+
+    def with_pieces(self, pieces: Iterable[AnswerPiece]) -> Self:
+        """Return the answer with what its pieces say in place of its plain text."""
+        said = AnswerParts.of(pieces)
         return replace(
             self,
             text=said.content,
@@ -98,21 +106,102 @@ def finish_reason(reason: str, *, called: bool) -> str:
     return "tool_calls" if called and reason == "stop" else reason
 
 
+class AnswerBuilder:
+    """Puts the answer of one choice together from its events."""
+
+    def __init__(
+        self, reader: Reader | None = None, complete: Callable[[Answer], Answer] = lambda told: told
+    ) -> None:
+        """``reader`` tells apart what the text says; without one, all of it is content.
+        ``complete`` adds to the answer what its events do not tell."""
+        self._reader = reader or PlainReader()
+        self._complete = complete
+        self._deltas: list[Delta] = []
+        self._pieces: list[AnswerPiece] = []
+        self._finished: Finished | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True once the last event was taken."""
+        return self._finished is not None
+
+    def take(self, event: GenerationEvent) -> list[AnswerPiece]:
+        """Take the next event; return what it brings. Raises the error of a request that failed."""
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Delta):
+            self._deltas.append(event)
+            pieces = self._reader.feed(event.text)
+        else:
+            self._finished = event
+            pieces = self._reader.finish(cut=event.reason != "stop")
+        self._pieces += pieces
+        return pieces
+
+    def answer(self) -> Answer:
+        """Return the answer. Raises InvalidRequestError where its last event was not taken."""
+        if self._finished is None:
+            raise InvalidRequestError("The stream was closed before the answer's end.")
+        answer = Answer.from_events(self._deltas, self._finished)
+        return self._complete(answer.with_pieces(self._pieces))
+
+
+class AnswerStream(Iterator[AnswerPiece]):
+    """The answer to a request, as it is generated: yields its pieces, and has the whole at the end.
+
+    The request is cancelled by ``close``, at the end of a ``with`` block, and when nobody has the
+    stream any more.
+    """
+
+    def __init__(
+        self, submit: Callable[[ChoiceSink], RequestHandle], builder: AnswerBuilder
+    ) -> None:
+        """Submit a request for one choice. Raises what ``submit`` raises."""
+        self._events = events = queue.SimpleQueue[GenerationEvent]()
+        self._builder = builder
+        self._pieces: deque[AnswerPiece] = deque()
+        handle = submit(lambda _, event: events.put(event))
+        self._cancel = weakref.finalize(self, handle.cancel)
+
+    def __next__(self) -> AnswerPiece:
+        """Wait for the next piece. Raises the error of a request that failed."""
+        try:
+            while not self._pieces:
+                if self._builder.finished:
+                    raise StopIteration
+                self._pieces.extend(self._builder.take(self._events.get()))
+        except BaseException:
+            self.close()
+            raise
+        return self._pieces.popleft()
+
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of the pieces that are content."""
+        return (piece.text for piece in self if piece.kind == "content")
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once it is finished; pieces that nobody took meanwhile are passed
+        over. Raises the error of a request that failed."""
+        for _ in self:
+            pass
+        return self._builder.answer()
+
+    def close(self) -> None:
+        """Cancel the request, unless it has ended; ``answer`` then ends where it is. Idempotent."""
+        self._cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:
     """Submit a request for one choice and block until it is finished; the request is cancelled when
     waiting ends early.
 
     Raises what ``submit`` raises, and the error of a request that failed.
     """
-    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    handle = submit(lambda _, event: events.put(event))
-    deltas: list[Delta] = []
-    try:
-        while isinstance(event := events.get(), Delta):
-            deltas.append(event)
-    except BaseException:
-        handle.cancel()
-        raise
-    if isinstance(event, Failed):
-        raise event.error
-    return Answer.from_events(deltas, event)
+    return AnswerStream(submit, AnswerBuilder()).answer

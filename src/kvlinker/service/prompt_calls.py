@@ -16,11 +16,12 @@ from kvlinker.base.types.messages import (
     Implicit,
     TemplateOptions,
 )
-from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking import Explanation, Policy, as_policy
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
+from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.content import (
     CompletionContent,
@@ -39,6 +40,42 @@ Messages = Sequence[Message | ChatMessage[CachedPart]]
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
 """Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
 templates show."""
+
+
+class ChatOptions(SamplingFields, total=False):
+    """The keyword arguments of ``LLM.chat_completion`` and ``stream``: these, and sampling
+    parameters such as ``max_tokens`` and ``temperature``."""
+
+    documents: Documents
+    """They become chunks, as ``implicit`` says, and so do marked parts and marked tools."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """OpenAI's, as are ``tool_choice``, ``parallel_tool_calls`` and ``response_format``."""
+
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any] | None
+
+    policy: str | Policy | None
+    """A name, or a policy, which need not be registered."""
+
+    implicit: Implicit | str | None
+    """Which texts become chunks without an id: "auto", "marked" or "off"."""
+
+    explain: bool
+    """True: the answer has an ``explanation`` of how its prompt was linked."""
+
+    tenant: str
+
+
+def refuse_tools_in_text(options: ChatOptions) -> None:
+    """Raise InvalidRequestError where the text of an answer is asked for that may have calls."""
+    if options.get("tools") and options.get("tool_choice") != "none":
+        raise InvalidRequestError(
+            "'stream' gives the answer's text alone, in which no calls of 'tools' are: call the"
+            " method 'stream', or leave one of them out.",
+            param="stream",
+        )
 
 
 @names_arguments

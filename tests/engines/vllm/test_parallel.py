@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
             each.chat_completion(prompt, policy="naive", **GREEDY)
         for policy in POLICIES:
             answers = [
-                clients.submit(two.chat_completion, prompt, policy=policy, **GREEDY)
+                clients.submit(partial(two.chat_completion, prompt, policy=policy, **GREEDY))
                 for _ in range(6)
             ]
             expected = one.chat_completion(prompt, policy=policy, **GREEDY)

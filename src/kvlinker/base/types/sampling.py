@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import TypedDict
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.call_marks import CallMarks
@@ -170,3 +171,29 @@ class SamplingParams:
             )
         if name not in _WHOLE:
             object.__setattr__(self, name, float(value))
+
+
+class SamplingFields(TypedDict, total=False):
+    """Sampling parameters as keyword arguments, with the types in which each may be given; what is
+    left out is as ``SamplingParams`` has it."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    max_tokens: int | None
+    logprobs: int | None
+    ignore_eos: bool
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    bad_words: str | Sequence[str]
+    logit_bias: Mapping[int, float]
+    prompt_logprobs: int | None
+    shown_tokens: frozenset[int]
+    call_marks: CallMarks | None
+    grammar: AnswerGrammar | None
