@@ -37,6 +37,13 @@ def router(
             help="An admin's key of the servers, which tells what they have in memory.",
         ),
     ] = None,
+    kv_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where a plain vLLM server publishes what it keeps, such as"
+            " http://10.0.0.5:8000=tcp://10.0.0.5:5557; give it for each of them."
+        ),
+    ] = None,
 ) -> None:
     """Send each request to the server that has its chunks in memory, and is not too busy.
 
@@ -51,6 +58,12 @@ def router(
             raise fail(f"--backend {url} is no address: write http://HOST:PORT", BAD_USAGE)
     if len({urlsplit(url).netloc for url in backend}) < len(backend):
         raise fail("each --backend may be given once", BAD_USAGE)
+    published = dict(each.rpartition("=")[::2] for each in kv_events or ())
+    for url, endpoint in published.items():
+        if url not in backend or not endpoint.startswith(("tcp://", "ipc://")):
+            raise fail(
+                f"--kv-events {url}={endpoint} is none: write BACKEND=tcp://HOST:PORT", BAD_USAGE
+            )
     with failures(BAD_USAGE):
         check_address(settings.host, settings.accepted_keys)
     with failures(), closing(bind(settings.host, settings.port)) as listener:
@@ -61,7 +74,11 @@ def router(
         from kvlinker.fleet.backends import always
 
         app = create_router(
-            always(backend), settings, api_key=api_key, tracer_provider=provider_from_environment()
+            always(backend),
+            settings,
+            api_key=api_key,
+            tracer_provider=provider_from_environment(),
+            kv_events=published,
         )
         listener.listen()
         console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 from fastapi import FastAPI, Response
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.http import pages
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
@@ -22,6 +23,8 @@ from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+
+    from kvlinker.fleet.kv_events import KVEvents
 
 MOST_CONNECTIONS = 1000
 IDLE_SECONDS = 2.0
@@ -37,11 +40,13 @@ def create_router(
     *,
     api_key: str | None,
     tracer_provider: TracerProvider | None = None,
+    kv_events: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Make an app that passes requests on to the servers that ``find`` finds, which it asks with
     ``api_key``. Keys, hosts, bodies and slow clients are checked before anything is passed on.
     ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is
-    any."""
+    any. ``kv_events`` has the ZeroMQ addresses at which plain vLLM servers publish what they keep,
+    by URL."""
     router = Router()
     client = httpx.AsyncClient(
         limits=httpx.Limits(
@@ -56,13 +61,18 @@ def create_router(
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
     )
     backends = Backends(find, router, client, api_key)
+    events = _followed(router, client, kv_events) if kv_events else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await backends.start()
+        if events is not None:
+            events.start()
         try:
             yield
         finally:
+            if events is not None:
+                await events.stop()
             await backends.stop()
             await client.aclose()
 
@@ -94,5 +104,18 @@ def create_router(
 
     app.include_router(views.routes(router, backends))
     app.include_router(pages.router)
-    app.router.default = Proxy(router, backends, client)
+    app.router.default = Proxy(router, backends, client, events)
     return app
+
+
+def _followed(router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]) -> KVEvents:
+    """Return what follows the events of vLLM servers. Raises InvalidRequestError where its packages
+    are not installed."""
+    try:
+        from kvlinker.fleet.kv_events import KVEvents
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"Events of vLLM need {error.name}: install it with  pip install 'kvlinker[kv-events]'",
+            param="kv_events",
+        ) from error
+    return KVEvents(router, client, endpoints)

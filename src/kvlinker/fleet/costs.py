@@ -3,7 +3,7 @@ is not in memory there. Replicas are numbers here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,10 +105,12 @@ class PromptCosts:
         length = prompt.beginnings[-1][1] if prompt.beginnings else 0
         missing = np.full(replicas, length)
         for name, beginning in prompt.beginnings:  # the longest comes last
-            missing[list(self._index.beginners(name))] = length - beginning
+            if beginners := self._index.beginners(name):
+                missing[list(beginners)] = length - beginning
         missing += sum(line.tokens for line in lines)
         for line in lines:
-            missing[list(self._index.beginners(line.name))] -= line.tokens
+            if beginners := self._index.beginners(line.name):
+                missing[list(beginners)] -= line.tokens
         seconds += missing * self._per_token
         whole = length + sum(each.tokens for each in (*chunks, *lines))
         return PromptCost(seconds, whole * self._per_token, chunks, resident, loaded)
@@ -121,6 +123,11 @@ class PromptCosts:
         self._index.believe(replica, [chunk.name for chunk in chunks], now)
         self._index.begin(replica, [name for name, _ in prompt.beginnings])
         self._index.begin(replica, [line.name for line in prompt.lines])
+
+    def note_beginnings(self, replica: int, stored: Iterable[str], removed: Iterable[str]) -> None:
+        """Note which beginnings a replica has now, and which it has no more."""
+        self._index.begin(replica, stored)
+        self._index.end(replica, removed)
 
     def _recognised(
         self, prompt: PromptOutline

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 from fastapi.concurrency import run_in_threadpool
@@ -35,6 +36,9 @@ from kvlinker.fleet.backends import Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router
 
+if TYPE_CHECKING:
+    from kvlinker.fleet.kv_events import KVEvents
+
 REPLICA_HEADER = "x-kvlinker-replica"
 
 _OF_A_CONNECTION = {
@@ -46,6 +50,8 @@ _OF_A_CONNECTION = {
 # what is encoded could not be read for the reason of a refusal
 _NOT_SENT = _OF_A_CONNECTION | {"host", "content-length", "accept-encoding"}
 _NOT_ANSWERED = _OF_A_CONNECTION | {"date", "server"}
+
+_KEY_HEADERS = ("authorization", "x-api-key")
 
 MOST_TRIES = 3
 """The most servers that a request is sent to: one that ends them must not end all."""
@@ -75,8 +81,16 @@ class Proxy:
     """ASGI application: passes requests on. A replica that ends before the first byte of an answer
     is left for another; after it, a stream ends with an error event of its API."""
 
-    def __init__(self, router: Router, backends: Backends, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self,
+        router: Router,
+        backends: Backends,
+        client: httpx.AsyncClient,
+        events: KVEvents | None = None,
+    ) -> None:
+        """``events``: those of vLLM servers, where they are followed."""
         self._router = router
+        self._events = events
         self._backends = backends
         self._client = client
 
@@ -89,6 +103,9 @@ class Proxy:
         tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
         outline = partial(_outline, request, body, tenant, recognised=self._backends.recognises)
         prompt = outline() if len(body) < LONG_BODY_BYTES else await run_in_threadpool(outline)
+        if self._events is not None:
+            key = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
+            prompt = await self._events.outline(prompt, request.url.path, body, key)
         answering = asyncio.ensure_future(self._route(request, body, prompt, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:

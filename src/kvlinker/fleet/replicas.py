@@ -134,6 +134,13 @@ class ResidencyIndex:
         while len(self._beginnings) > KEPT_BEGINNINGS:
             self._beginnings.popitem(last=False)
 
+    def end(self, replica: int, names: Iterable[str]) -> None:
+        """Note that a replica has these beginnings no more."""
+        for name in names:
+            replicas = self._beginnings.get(name)
+            if replicas is not None:
+                replicas.discard(replica)
+
     def forget(self, replica: int) -> None:
         """Forget everything that a replica loses when it ends."""
         self._remove(replica, list(self._tiers[replica]))

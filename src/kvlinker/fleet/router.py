@@ -3,7 +3,7 @@ compute what it does not have in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -164,6 +164,12 @@ class Router:
     def holders(self, name: str, now: float) -> list[str]:
         """Return the replicas that have a chunk in memory, or are about to, by its name."""
         return sorted(self._ids[number] for number in self._costs.holders(name, now))
+
+    def note_beginnings(self, replica: str, stored: Iterable[str], removed: Iterable[str]) -> None:
+        """Note which beginnings of prompts a replica has now, and which it has no more, as its
+        events tell; of a replica that is not known, nothing is noted."""
+        if replica in self._numbers:
+            self._costs.note_beginnings(self._numbers[replica], stored, removed)
 
     def choose(
         self, prompt: PromptOutline, now: float, *, without: Collection[str] = ()
