@@ -194,11 +194,18 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
 
     def request_tools(
-        self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True
+        self,
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice | None = None,
+        *,
+        several: bool = True,
+        most_reasoning: int | None = None,
     ) -> RequestTools:
         """Return how the answers to a conversation may use ``tools``; ``several``: with more than
-        one call. Raises InvalidRequestError for a choice of tools that are not offered."""
-        return RequestTools(self.answer_form, self.tail_of, tools, choice, several=several)
+        one call; ``most_reasoning``: behind so many tokens of reasoning at most. Raises
+        InvalidRequestError for a choice of tools that are not offered."""
+        form = self.answer_form.limited(most_reasoning)
+        return RequestTools(form, self.tail_of, tools, choice, several=several)
 
     @overload
     def chat_completion(
@@ -336,6 +343,7 @@ class LLM(ContextCacheCalls, PromptCalls):
             sampling,
             tenant,
             n,
+            salt=read.salt,
             bad_words=bad_words,
             explains=explains,
             shows_attention=shows_attention,

@@ -114,7 +114,7 @@ class PromptBuilder:
 
         Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
         """
-        tokens = self._checked_ids(ids, param="chunks")
+        tokens = self.checked_ids(ids, param="chunks")
         match context or self._context:
             case GenerationContext.ALONE:
                 return Chunk(tokens)
@@ -160,14 +160,17 @@ class PromptBuilder:
         parts = self._template.render(messages, documents, options=options, definitions=definitions)
         return self._prompt(parts, param="messages")
 
-    def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
+    def completion(
+        self, prompt: str | Sequence[int] | Sequence[str | Chunk], *, special_tokens: bool = True
+    ) -> Prompt:
         """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand
         one after the other.
 
-        Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole
-        prompt; a first chunk that begins with them gets no second ones. Raises InvalidRequestError
-        (``prompt``) for a prompt that is empty, not valid Unicode, or has ids outside the
-        vocabulary, and ContextLengthError for one that is far too long for the model.
+        Text gets the ``special_tokens`` that the tokenizer adds, such as BOS, once around the whole
+        prompt, unless they are not wanted; a first chunk that begins with them gets no second ones.
+        Raises InvalidRequestError (``prompt``) for a prompt that is empty, not valid Unicode, or
+        has ids outside the vocabulary, and ContextLengthError for one that is far too long for the
+        model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
         if self._limit is not None and parts and isinstance(parts[0], int):
@@ -175,7 +178,7 @@ class PromptBuilder:
         texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
         if not texts_and_chunks:
             ids = [part for part in parts if not isinstance(part, str | Chunk)]
-            return Prompt((FreshSegment(self._checked_ids(ids, param="prompt")),))
+            return Prompt((FreshSegment(self.checked_ids(ids, param="prompt")),))
         if len(texts_and_chunks) < len(parts):
             raise InvalidRequestError(
                 "A prompt is texts and context caches, or token ids: not both.", param="prompt"
@@ -188,8 +191,8 @@ class PromptBuilder:
         return self._prompt(
             texts_and_chunks,
             param="prompt",
-            opening=self.encoder.opening,
-            closing=self.encoder.closing,
+            opening=self.encoder.opening if special_tokens else (),
+            closing=self.encoder.closing if special_tokens else (),
         )
 
     def check_texts(self, texts: Sequence[str], *, param: str) -> None:
@@ -235,7 +238,9 @@ class PromptBuilder:
             raise InvalidRequestError("The prompt is empty: it encodes to no tokens.", param=param)
         return Prompt(tuple(segments))
 
-    def _checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
+    def checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
+        """Return token ids. Raises InvalidRequestError (``param``) for none, and for any outside
+        the vocabulary."""
         if not ids:
             raise InvalidRequestError(
                 "There are no token ids: at least one is needed.", param=param

@@ -140,7 +140,10 @@ class ChatTemplate:
                 with_tool_section(messages, options.tools),
                 replace(options, tools=()),
             )
-        self._check_variables(options)
+        known = {
+            name: value for name, value in options.variables.items() if self.has_variable(name)
+        }
+        options = replace(options, variables=known)
         pieces = _Pieces(messages, documents, options)
         plain = [_plain(message, pieces) for message in messages]
         described = [
@@ -187,15 +190,6 @@ class ChatTemplate:
         """The names that are no variables of the template's own."""
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({"messages", *own, *self._tokenizer.special_tokens_map})
-
-    def _check_variables(self, options: TemplateOptions) -> None:
-        """Check that the template knows its variables. Raises InvalidRequestError."""
-        for name in options.variables:
-            if not self.has_variable(name):
-                raise InvalidRequestError(
-                    f"The model's chat template has no variable {name!r} to be set. Leave it out.",
-                    param="chat_template_kwargs",
-                )
 
     def _render_text(
         self,

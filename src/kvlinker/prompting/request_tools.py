@@ -85,6 +85,8 @@ class RequestTools:
             )
         elif self._offered:
             fields["grammar"] = form.free_grammar(self._offered, tail=tail, several=several)
+        elif limited := form.reasoning_grammar(tail):
+            fields["grammar"] = limited
         return fields
 
     @property

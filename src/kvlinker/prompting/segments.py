@@ -141,7 +141,8 @@ class Prompt:
     def variant(self, chunk: int) -> Chunk:
         """Return ``chunks[chunk]`` as the variant that is computed behind all that stands before it
         here."""
-        return Chunk(self.chunks[chunk].tokens, tuple(self.tokens_before(chunk)))
+        own = self.chunks[chunk]
+        return Chunk(own.tokens, tuple(self.tokens_before(chunk)), salt=own.salt)
 
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """Return the prompt with other chunks in the places of its own, in order."""

@@ -3,8 +3,9 @@ and decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 from kvlinker.base.arguments import names_arguments
@@ -24,6 +25,9 @@ from kvlinker.store import ChunkStore, TierUsage
 PREFILL_TOKENS = 1024
 """The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
 
+FINGERPRINT_CHARACTERS = 12
+"""The characters of the model's fingerprint that answers tell."""
+
 TAIL_TOKENS = 1024
 """The most tokens of a prompt's end that are decoded to find out how an answer begins."""
 
@@ -39,6 +43,12 @@ class ModelCalls:
     policy_manager: PolicyManager
     tokenizer: Any
     sampling_defaults: Mapping[str, Any]
+
+    @property
+    def system_fingerprint(self) -> str:
+        """A name for what answers: kvlinker's version, and the beginning of the model's
+        fingerprint."""
+        return f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
 
     @property
     def max_model_len(self) -> int:
@@ -154,6 +164,13 @@ class ModelCalls:
     def token_text(self, token_id: int) -> str:
         """Decode a token alone."""
         text: str = self.tokenizer.decode([token_id])
+        return text
+
+    def decode_ids(self, token_ids: Sequence[int]) -> str:
+        """Decode token ids, special tokens included. Raises InvalidRequestError (``tokens``) for
+        ids outside the vocabulary."""
+        ids = self.builder.checked_ids(token_ids, param="tokens") if token_ids else ()
+        text: str = self.tokenizer.decode(list(ids))
         return text
 
     def text_of(self, prompt: Prompt) -> str:

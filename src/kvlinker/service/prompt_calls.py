@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import PromptLogprobs
+from kvlinker.base.types.chunks import salt_of
 from kvlinker.base.types.messages import (
     CachedPart,
     ChatMessage,
@@ -179,18 +181,20 @@ class PromptCalls(ModelCalls):
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         keeps: bool = True,
+        salt: str | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a conversation about documents, and choose its policy; a prompt stays
         as it is.
 
-        Texts that become chunks get context caches, unless ``keeps`` is False. Raises
-        InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
-        ContextCacheNotFoundError whose ``param`` is the place of the id.
+        Texts that become chunks get context caches, unless ``keeps`` is False. With a ``salt``,
+        what is reused, but for context caches that are named by id, is of requests with the same
+        one. Raises InvalidRequestError, PolicyError for one that is unknown or lacks its
+        certificate, and ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
-        how = self._reading(policy, implicit, keeps, tenant)
+        how = self._reading(policy, implicit, keeps, tenant, salt)
         if isinstance(messages, Prompt):
-            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
+            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {}, how.salt)
         return self._content.chat(
             parse_messages(messages), how, parse_documents(documents), options
         )
@@ -202,15 +206,23 @@ class PromptCalls(ModelCalls):
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         keeps: bool = True,
+        special_tokens: bool = True,
+        salt: str | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
-        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat``
-        does."""
-        how = self._reading(policy, implicit, keeps, tenant)
+        """Build the prompt of a completion, with or without the ``special_tokens`` that the
+        tokenizer adds, and choose its policy. Raises what ``read_chat`` does."""
+        how = self._reading(policy, implicit, keeps, tenant, salt)
+        how = replace(how, special_tokens=special_tokens)
         return self._content.completion(parse_prompt(prompt), how)
 
     def _reading(
-        self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
+        self,
+        policy: str | Policy | None,
+        implicit: Implicit | str | None,
+        keeps: bool,
+        tenant: str,
+        salt: str | None,
     ) -> ReadOptions:
         """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
         that is unknown or lacks its certificate."""
@@ -218,5 +230,9 @@ class PromptCalls(ModelCalls):
         if named is not None:
             self.policy_manager.check(named)
         return ReadOptions(
-            tenant, named, None if implicit is None else parse_implicit(implicit), keeps
+            tenant,
+            named,
+            None if implicit is None else parse_implicit(implicit),
+            salt_of(salt),
+            keeps=keeps,
         )

@@ -54,6 +54,9 @@ class ReadPrompt:
     caches: Mapping[str, FoundChunk]
     """By id, in the order in which the prompt first has them."""
 
+    salt: str = ""
+    """The request's own salt."""
+
     @property
     def linked(self) -> tuple[LinkedCache, ...]:
         """The context caches, as answers tell of them."""
@@ -81,6 +84,13 @@ class ReadOptions:
     tenant: str
     policy: Policy | None = None
     implicit: Implicit | None = None
+
+    salt: str = ""
+    """The request's own salt: what is found by content, or was computed before, is of requests with
+    the same one."""
+
+    special_tokens: bool = True
+    """False to leave out what the tokenizer adds around a completion's text."""
 
     keeps: bool = True
     """False where no answer is asked for: marked texts become chunks, but no context caches are
@@ -168,13 +178,20 @@ class ContentReader:
     def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
         if isinstance(prompt, TokenIds):
-            return ReadPrompt(self._builder.completion(prompt.ids), self._default(how), {})
+            return ReadPrompt(
+                self._builder.completion(prompt.ids), self._default(how), {}, how.salt
+            )
         places: dict[str, str] = {}
         _note_places(prompt, "prompt", places)
         self._builder.check_texts(_texts(prompt), param="prompt")
         prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
         return self._read(
-            prompt, places, how, lambda chunks: self._builder.completion(_placed(prompt, chunks))
+            prompt,
+            places,
+            how,
+            lambda chunks: self._builder.completion(
+                _placed(prompt, chunks), special_tokens=how.special_tokens
+            ),
         )
 
     def _read(
@@ -189,7 +206,7 @@ class ContentReader:
         named = self._look_up(places, how.tenant)
         named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
         encoded: dict[MarkedText, Chunk] = (
-            {} if self._mode(how) is Implicit.OFF else self._encode(cached)
+            {} if self._mode(how) is Implicit.OFF else self._encode(cached, how.salt)
         )
         marked = self._known(encoded, how)
         chunks = dict(named_chunks)
@@ -217,7 +234,7 @@ class ContentReader:
             how
         )
         uses = [found[part] for part in cached if part in found]
-        return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
+        return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses}, how.salt)
 
     def _mode(self, how: ReadOptions) -> Implicit:
         """Return which texts become chunks: none where all of it would be computed again.
@@ -274,13 +291,15 @@ class ContentReader:
         """Return the messages with the texts marked that are recognised, where that is wanted."""
         if self._mode(how) is not Implicit.AUTO:
             return messages
-        return self._recognizer.mark(messages, tenant=how.tenant, notes=how.keeps)
+        return self._recognizer.mark(messages, tenant=how.tenant, salt=how.salt, notes=how.keeps)
 
-    def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
+    def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
         texts = [part for part in parts if isinstance(part, MarkedText)]
         return {
-            text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None
+            text: chunk
+            for text in texts
+            if (chunk := self._implicit.encode(text.text, salt)) is not None
         }
 
     def _known(

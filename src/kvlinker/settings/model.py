@@ -25,7 +25,8 @@ class ModelSettings(BaseSettings):
         description="Local path or Hugging Face hub id; the shipped model by default.",
     )
     served_model_name: str | None = Field(
-        default=None, description="Name in the API; the model's own by default."
+        default=None,
+        description="Name in the API, or several with commas; the model's own by default.",
     )
     engine: Literal["embedded", "vllm"] = Field(
         default="embedded", description="What runs the model: embedded, vllm."
@@ -73,10 +74,16 @@ class ModelSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """The model's name in the API: a folder's name, or the hub id, unless another is set."""
-        return self.served_model_name or (
-            Path(self.model).name if Path(self.model).is_dir() else self.model
-        )
+        """The model's name in the API, of which it may have several: the first of them."""
+        return self.served_names[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All names of the model in the API: a folder's name, or the hub id, unless others are
+        set."""
+        names = [name.strip() for name in (self.served_model_name or "").split(",")]
+        own = Path(self.model).name if Path(self.model).is_dir() else self.model
+        return tuple(dict.fromkeys(filter(None, names))) or (own,)
 
     @field_validator("weights")
     @classmethod

@@ -219,11 +219,14 @@ class TestTemplates:
         assert "assistanthmyes;" in self.prompt(templated, named, thought)
 
     @pytest.mark.parametrize("name", ["colour", "tokenize", "messages", "bos_token"])
-    def test_variables_that_it_lacks_are_refused(self, templated: Served, name: str) -> None:
-        body = {"messages": QUESTION, "chat_template_kwargs": {name: "x"}}
-        error = templated.post(CHAT, body).json()["error"]
-        assert error["param"] == "chat_template_kwargs"
-        assert name in error["message"]
+    def test_variables_that_it_lacks_mean_nothing(self, templated: Served, name: str) -> None:
+        body = {"messages": QUESTION, "max_tokens": 1}
+        plain = templated.post("/tokenize", {"messages": QUESTION}).json()["tokens"]
+        given = {"chat_template_kwargs": {name: "x"}}
+        assert templated.post("/tokenize", {"messages": QUESTION} | given).json()["tokens"] == plain
+        answer = templated.post(CHAT, body | given)
+        assert answer.status_code == 200
+        assert answer.headers["X-Ignored-Fields"] == f"chat_template_kwargs.{name}"
 
 
 class TestRecommendations:

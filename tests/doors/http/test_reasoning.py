@@ -136,30 +136,6 @@ def test_of_two_efforts_one_counts(ask: Ask) -> None:
     assert told == ("off<think>", "output_config.effort")
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"messages": QUESTION, "reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
-        (
-            MESSAGES,
-            {
-                "messages": QUESTION,
-                "max_tokens": 20,
-                "thinking": {"type": "enabled", "budget_tokens": 9},
-            },
-            "thinking.budget_tokens",
-        ),
-    ],
-)
-def test_a_limit_of_reasoning_that_cannot_be_kept_is_refused(
-    servers: dict[str, tuple[Served, FakeEngine]], path: str, fields: dict[str, Any], param: str
-) -> None:
-    answer = servers["always"][0].post(path, fields)
-    assert answer.status_code == 400
-    assert "cannot be held to 9 tokens" in answer.json()["error"]["message"]
-    assert answer.json()["error"].get("param", param) == param
-
-
 @pytest.mark.parametrize("effort", ["lowest", 3, ""])
 def test_an_unknown_effort_is_refused(
     servers: dict[str, tuple[Served, FakeEngine]], effort: Any

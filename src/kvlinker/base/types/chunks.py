@@ -61,6 +61,9 @@ class Chunk:
     shared: bool = False
     """True if all tenants share its KV."""
 
+    salt: str = ""
+    """The salt of the requests that alone find it by its content; empty for those without one."""
+
     scored: bool = field(default=True, compare=False)
     """False if attention scores are collected with its KV only where the policy that links it needs
     them: a text that a prompt brought is computed while its answer waits."""
@@ -82,16 +85,38 @@ def content_of(tokens: bytes) -> str:
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and
-    token ids.
+    token ids, and its salt.
 
     A shared chunk's tenant is SHARED_TENANT, whoever asks.
     """
     return packed_chunk_key(
         np.asarray(chunk.tokens, dtype="<u4").tobytes(),
         np.asarray(chunk.prefix, dtype="<u4").tobytes(),
-        fingerprint=fingerprint,
+        fingerprint=salted(fingerprint, chunk.salt),
         owner=SHARED_TENANT if chunk.shared else tenant,
     )
+
+
+_SALT = " salt "
+"""Stands between a model's fingerprint and a salt."""
+
+
+def salted(fingerprint: str, salt: str) -> str:
+    """Return a model's fingerprint as chunks with this salt have it: those with another are as far
+    away as those of another model."""
+    return f"{fingerprint}{_SALT}{salt}" if salt else fingerprint
+
+
+def split_salt(fingerprint: str) -> tuple[str, str]:
+    """Return the model's own fingerprint and the salt, empty for none, of what ``salted``
+    returned."""
+    own, _, salt = fingerprint.partition(_SALT)
+    return own, salt
+
+
+def salt_of(text: str | None) -> str:
+    """Return the salt of a request that sends this text along; empty for none."""
+    return "" if not text else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:

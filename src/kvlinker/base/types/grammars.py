@@ -47,6 +47,8 @@ class AnswerGrammar:
         match form:
             case {"type": "text"}:
                 return None
+            case {"type": "json_object", "schema": Mapping() as schema}:
+                return cls.json_schema({"type": "object", **schema}, param=f"{param}.schema")
             case {"type": "json_object"}:
                 return cls.json_object(param=param)
             case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:

@@ -25,7 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, 1000),
 }
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids")
 COLDEST = 1e-5
 """Lower temperatures are greedy: logits divided by less would overflow."""
 
@@ -67,6 +67,15 @@ class SamplingParams:
     """The texts that the answer must not contain, as they are encoded, with or without a space
     before them."""
 
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may come; None for all."""
+
+    skip_special_tokens: bool = True
+    """False to show special tokens in the text."""
+
+    include_stop_str_in_output: bool = False
+    """True to show what ended the answer in its text, too: the stop string, or the token."""
+
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """The numbers, from -100 to 100, that are added to the logits of these tokens."""
 
@@ -93,6 +102,7 @@ class SamplingParams:
             self.presence_penalty or self.frequency_penalty
         )
         forbids = self.grammar is not None or bool(self.bad_words or self.min_tokens)
+        forbids = forbids or self.allowed_token_ids is not None
         return self.greedy and not (penalised or forbids or self.logit_bias)
 
     def __post_init__(self) -> None:
@@ -107,8 +117,13 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} is {texts!r}, but must be texts that are not empty.", param=name
                 )
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(self, name):
+        if self.allowed_token_ids == ():
+            raise InvalidRequestError(
+                "allowed_token_ids is empty: no token could come. Leave it out for all.",
+                param="allowed_token_ids",
+            )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
                 if type(token) is not int or not 0 <= token < TOKEN_IDS:
                     raise InvalidRequestError(
                         f"{token!r} in {name} is no token id, a whole number from 0 to"
@@ -131,8 +146,10 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Check what is no number, and keep it as values that do not change."""
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if not isinstance(value, Iterable):
                 raise InvalidRequestError(
                     f"{name} is {value!r}, but must be a list; leave it out for none.", param=name

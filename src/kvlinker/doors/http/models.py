@@ -56,9 +56,9 @@ class ServedModel:
     tracing: Tracing | None = None
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or
-        absent."""
-        if name not in (None, "default", self.llm.model_name):
+        """Raise ModelNotFoundError unless a request's ``model`` is one of the served names,
+        ``default`` or absent."""
+        if name not in (None, "default", *self.settings.served_names):
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave"
                 " 'model' out.",
@@ -94,20 +94,20 @@ class ModelList(ResponseBody):
 
 @router.get("")
 async def list_models(served: ServedModelParam) -> ModelList:
-    """List the one model that is served."""
-    return ModelList(data=[_model(served)])
+    """List the one model that is served, under each of its names."""
+    return ModelList(data=[_model(served, name) for name in served.settings.served_names])
 
 
 @router.get("/{name:path}", responses=error_responses(404))
 async def read_model(name: str, served: ServedModelParam) -> ModelObject:
     """Describe the model of this name."""
     served.check_model(name)
-    return _model(served)
+    return _model(served, served.llm.model_name if name == "default" else name)
 
 
-def _model(served: ServedModel) -> ModelObject:
+def _model(served: ServedModel, name: str) -> ModelObject:
     return ModelObject(
-        id=served.llm.model_name,
+        id=name,
         created=int(served.llm.created_at),
         max_model_len=served.llm.max_model_len,
     )

@@ -3,6 +3,7 @@ people."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
@@ -26,6 +27,12 @@ class Liveness(ResponseBody):
     """Tells that the server runs."""
 
     status: Literal["alive"] = "alive"
+
+
+class Version(ResponseBody):
+    """The version of kvlinker."""
+
+    version: str
 
 
 class RequestCounts(ResponseBody):
@@ -100,6 +107,18 @@ async def health(served: ServedModelParam, response: Response) -> Health:
         return Health(status="ok")
     response.status_code = 503
     return Health(status="draining" if served.drain.began else "engine failed")
+
+
+@router.get("/ping", responses=_UNHEALTHY)
+async def ping(served: ServedModelParam, response: Response) -> Health:
+    """Tell what ``/health`` does, to those who ask by this name."""
+    return await health(served, response)
+
+
+@router.get("/version")
+async def read_version() -> Version:
+    """Tell the version of kvlinker."""
+    return Version(version=version("kvlinker"))
 
 
 @router.get("/live")

@@ -1,4 +1,5 @@
-"""POST /tokenize: token ids as a request would have them, for budgets and for debugging."""
+"""POST /tokenize and /detokenize: token ids as a request would have them, for budgets and for
+debugging, and the texts of token ids."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NONEMPTY_LIST,
+    JsonObject,
     RequestBody,
     ResponseBody,
     Text,
+    TokenId,
     exactly_one,
     is_given,
     where,
 )
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.sampling import LinkOptions
@@ -38,12 +42,22 @@ router = APIRouter(tags=["models"], route_class=BodyRoute)
 class TokenizeRequest(RequestBody):
     """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a
     chat has them, with ``documents`` and ``tools``. ``link`` says which texts of the latter two
-    become chunks, whose seams the tokens show."""
+    become chunks, whose seams the tokens show. ``add_special_tokens`` is as in a completion for a
+    ``prompt``, and off for the others; a chat template adds its own."""
 
+    place: ClassVar[Place | None] = Place.TOKENIZE
     model_config = exactly_one("text", "prompt", "messages")
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"tools": NONEMPTY_LIST}, is_given("messages")),
+        where(
+            {"add_special_tokens": {"const": True}},
+            {"properties": {"messages": {"type": "null"}}},
+        ),
+        where(
+            {"continue_final_message": {"const": True}},
+            {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
+        ),
         ONE_PROMPT,
     )
 
@@ -54,6 +68,11 @@ class TokenizeRequest(RequestBody):
     documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
     tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
     link: LinkOptions | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
@@ -65,15 +84,38 @@ class TokenizeRequest(RequestBody):
             )
         if self.tools and self.messages is None:
             raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
+        if self.add_special_tokens and self.messages is not None:
+            raise InvalidRequestError(
+                "The chat template adds special tokens: 'add_special_tokens' does not go with"
+                " 'messages'.",
+                param="add_special_tokens",
+            )
         return self
 
 
 class TokenizeAnswer(ResponseBody):
-    """Token ids, how many, and how many prompt and answer may have together."""
+    """Token ids, how many, and how many prompt and answer may have together; ``token_strs`` is what
+    the vocabulary calls them, where that was asked for."""
 
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """Token ids, whose text is asked for."""
+
+    place: ClassVar[Place | None] = Place.DETOKENIZE
+
+    model: Text | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(ResponseBody):
+    """The text of token ids, special tokens included."""
+
+    prompt: str
 
 
 @router.post("/tokenize", response_model=TokenizeAnswer, responses=error_responses(400, 404))
@@ -88,15 +130,29 @@ async def tokenize(
     served.check_model(body.model)
     tokens = await served.encoding.run(request, lambda: _token_ids(served, body, tenant))
     note_tokens(request.scope, len(tokens))
+    llm = served.llm
     answer = TokenizeAnswer(
-        tokens=tokens, count=len(tokens), max_model_len=served.llm.max_model_len
+        tokens=tokens,
+        count=len(tokens),
+        max_model_len=llm.max_model_len,
+        token_strs=llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
     )
     return JSONResponse(answer.model_dump())
 
 
+@router.post("/detokenize", responses=error_responses(400, 404))
+async def detokenize(
+    body: DetokenizeRequest, request: Request, served: ServedModelParam
+) -> DetokenizeAnswer:
+    """Tell the text of token ids, special tokens included."""
+    served.check_model(body.model)
+    text = await served.encoding.run(request, lambda: served.llm.decode_ids(body.tokens))
+    return DetokenizeAnswer(prompt=text)
+
+
 def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[int]:
     llm, link = served.llm, body.link or LinkOptions()
-    if body.text is not None:
+    if body.text is not None and not body.add_special_tokens:
         return list(llm.token_ids(body.text))
     how: dict[str, Any] = {
         "policy": link.policy,
@@ -107,9 +163,16 @@ def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
-        options = TemplateOptions(tools=shown_tools(body.tools))
+        options = TemplateOptions(
+            tools=shown_tools(body.tools),
+            variables=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
         return _ids(llm.read_chat(messages, documents=documents, options=options, **how).prompt)
-    return _ids(llm.read_completion(single_prompt(body.prompt or ""), **how).prompt)
+    given = single_prompt((body.prompt or "") if body.text is None else body.text)
+    how["special_tokens"] = body.add_special_tokens is not False
+    return _ids(llm.read_completion(given, **how).prompt)
 
 
 def _ids(prompt: Prompt) -> list[int]:

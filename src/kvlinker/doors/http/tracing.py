@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTRA = "otel"
-NOT_TRACED = frozenset({"/health", "/live", "/metrics", "/status", "/v1/residency"})
+NOT_TRACED = frozenset({"/health", "/live", "/ping", "/metrics", "/status", "/v1/residency"})
 """Routes that probes, collectors and routers ask all the time."""
 
 STAGES = ("load", "queue", "link", "decode")

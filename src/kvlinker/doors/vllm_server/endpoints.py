@@ -131,7 +131,7 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
             "engine": "vllm",
             "model": model.model,
             "chat_template": load_chat_template(getattr(args, "chat_template", None)),
-            "served_model_name": served[0] if served else None,
+            "served_model_name": ",".join(served) if served else None,
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,

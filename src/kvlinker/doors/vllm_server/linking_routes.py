@@ -80,6 +80,7 @@ class ChatFields(BaseModel):
     documents: list[DocumentBody] | None = None
     link: LinkOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    cache_salt: str | None = None
 
 
 class CompletionFields(BaseModel):
@@ -90,6 +91,7 @@ class CompletionFields(BaseModel):
     prompt: PromptBody
     link: LinkOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    cache_salt: str | None = None
 
 
 class LinkingRoutes:
@@ -133,6 +135,7 @@ class LinkingRoutes:
                 options=options,
                 policy=link.policy,
                 implicit=link.implicit,
+                salt=body.cache_salt,
                 tenant=tenant,
             )
 
@@ -141,9 +144,7 @@ class LinkingRoutes:
             if not found.prompt.chunks:
                 return _Forwarded(self._override, plain)
             _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
-            prepared = await self._prepare(
-                found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt")
-            )
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1)
         plain.pop("documents", None)
         plain["kv_transfer_params"] = {**prepared.params, "prompt_token_ids": prepared.tokens}
         return self._linked(plain, found, prepared, tenant)
@@ -166,7 +167,11 @@ class LinkingRoutes:
 
         def read() -> ReadPrompt:
             return served.llm.read_completion(
-                given, policy=link.policy, implicit=link.implicit, tenant=tenant
+                given,
+                policy=link.policy,
+                implicit=link.implicit,
+                salt=body.cache_salt,
+                tenant=tenant,
             )
 
         with blaming("prompt"):
@@ -179,9 +184,7 @@ class LinkingRoutes:
                 return _Forwarded(self._override, plain)
             scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
             _check_linkable(fields, {**UNLINKABLE, **scored})
-            prepared = await self._prepare(
-                found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt")
-            )
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1)
         plain["prompt"] = prepared.tokens
         plain["kv_transfer_params"] = dict(prepared.params)
         return self._linked(plain, found, prepared, tenant)
@@ -206,12 +209,17 @@ class LinkingRoutes:
         )
 
     async def _prepare(
-        self, read: ReadPrompt, link: LinkOptions, tenant: str, *, n: int, salt: str | None
+        self, read: ReadPrompt, link: LinkOptions, tenant: str, *, n: int
     ) -> PreparedPrompt:
         request = GenerationRequest(
-            read.prompt, read.policy, tenant=tenant, n=n, explains=bool(link.explain)
+            read.prompt,
+            read.policy,
+            tenant=tenant,
+            n=n,
+            salt=read.salt,
+            explains=bool(link.explain),
         )
-        return await asyncio.wrap_future(self._engine.prepare(request, salt=salt))
+        return await asyncio.wrap_future(self._engine.prepare(request))
 
     def _linked(
         self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str

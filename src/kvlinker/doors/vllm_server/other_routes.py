@@ -74,7 +74,7 @@ async def _vllm_app(engine_client: Any, settings: Settings) -> FastAPI:
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     args.model = settings.model
-    args.served_model_name = [settings.served_name]
+    args.served_model_name = list(settings.served_names)
     args.chat_template = settings.chat_template
     args.structured_outputs_config = engine_client.vllm_config.structured_outputs_config
     args.allowed_origins = []  # kvlinker's server answers no other site's pages

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.messages import MARKS
+from kvlinker.doors.http.edge.routing import with_version
 from kvlinker.doors.vllm_server.forwarding import read_body, replayed
 
 OUTER = "kvlinker.outer"
@@ -59,25 +60,33 @@ class RouteOverride(BaseRoute):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if self.app is None or scope["type"] != "http" or _PASSED in scope:
             return Match.NONE, {}
+        asked = self._with_version(scope)
+        if self._is_vllms(asked) and scope["method"] != "POST":
+            return (Match.NONE if asked is scope else Match.FULL), {}
         own = max(
-            (route.matches(scope)[0] for route in self.app.router.routes),
+            (route.matches(asked)[0] for route in self.app.router.routes),
             key=_rank,
             default=Match.NONE,
         )
-        return (Match.NONE if scope["method"] != "POST" and self._is_vllms(scope) else own), {}
+        return own, {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.app is not None
-        if scope["method"] == "POST" and self._is_vllms(scope):
+        scope = self._with_version(scope)
+        if self._is_vllms(scope):
             body = await read_body(receive)
             receive = replayed(body, receive)
-            if not is_linked(body):
+            if scope["method"] != "POST" or not is_linked(body):
                 return await self.pass_on(scope, receive, send)
         return await self.app({**scope, OUTER: scope}, receive, send)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have vLLM's own route answer. ``scope`` is the one that vLLM's application had."""
         await self._outer.router({**scope, _PASSED: True}, receive, send)
+
+    def _with_version(self, scope: Scope) -> Scope:
+        """Return the scope with ``/v1`` where that was left out, unless vLLM has such a route."""
+        return scope if self._is_vllms(scope) else with_version(scope)
 
     def _is_vllms(self, scope: Scope) -> bool:
         return any(

@@ -34,6 +34,9 @@ class GenerationRequest:
     tenant: str = "default"
     n: int = 1
 
+    salt: str = ""
+    """The salt of the requests that alone may reuse what this one computes of its sequence."""
+
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The sequences of tokens that ``sampling.bad_words`` are encoded as."""
 
@@ -47,6 +50,12 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
+
+    @property
+    def sharer(self) -> str:
+        """The name by which sequences are kept apart: those of equal names may reuse each
+        other's KV."""
+        return f"{self.tenant}\0{self.salt}" if self.salt else self.tenant
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """Return the sampling parameters of this choice (0 to n - 1): with a seed, choice i uses

@@ -115,6 +115,9 @@ class RequestLimits:
         self.check_vocabulary(
             np.array(list(sampling.logit_bias), dtype=np.int64), param="logit_bias"
         )
+        self.check_vocabulary(
+            np.array(sampling.allowed_token_ids or (), dtype=np.int64), param="allowed_token_ids"
+        )
         length = len(request.prompt)
         room = self.max_model_len - length
         if room < (0 if request.sampling.max_tokens == 0 else 1):

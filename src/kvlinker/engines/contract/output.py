@@ -82,16 +82,20 @@ class TextStream:
         min_tokens: int = 0,
         shown_tokens: Collection[int] = (),
         call_marks: CallMarks | None = None,
+        skips_special: bool = True,
+        shows_stop: bool = False,
     ) -> None:
         """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens, nor
-        in calls of tools, which begin at ``call_marks``. Special tokens are left out of the text,
-        but for ``shown_tokens``."""
+        in calls of tools, which begin at ``call_marks``; with ``shows_stop``, the text ends behind
+        the one that ends it, else before. With ``skips_special``, special tokens are left out of
+        the text, but for ``shown_tokens``."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
-        self._skips_special = not shown_tokens
+        self._shows_stop = shows_stop
+        self._skips_special = skips_special and not shown_tokens
         self._skipped = (
             _special_tokens(tokenizer).difference(shown_tokens)
-            if shown_tokens
+            if skips_special and shown_tokens
             else frozenset[int]()
         )
         self._stream = DecodeStream(skip_special_tokens=self._skips_special)
@@ -149,7 +153,8 @@ class TextStream:
             found = [(index, stop) for stop in self._stop if (index := before.find(stop)) >= 0]
             if found:
                 index, self.stopped_by = min(found)
-                return text[:index]
+                shown = len(self.stopped_by) if self._shows_stop else 0
+                return text[: index + shown]
             if not self._calling:
                 held = max((overlap(before, stop) for stop in self._stop), default=0)
         certain = len(text) if self._calling else free - held
@@ -200,7 +205,10 @@ class Output:
             min_tokens=sampling.min_tokens,
             shown_tokens=sampling.shown_tokens,
             call_marks=sampling.call_marks,
+            skips_special=sampling.skip_special_tokens,
+            shows_stop=sampling.include_stop_str_in_output,
         )
+        self._shows_stop = sampling.include_stop_str_in_output
 
     def push(
         self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None
@@ -216,7 +224,8 @@ class Output:
             self.first_token = time.perf_counter()
             self._events.publish(FirstToken(self.first_token - self._clock.submitted, self._policy))
         if ends == "stop":
-            return "stop", Delta(self._text.finish(), (token,))
+            shown = self._text.push(token) if self._shows_stop else ""
+            return "stop", Delta(shown + self._text.finish(), (token,))
         text = self._text.push(token)
         if self._text.stopped:
             return "stop", Delta(text, (token,), logprobs)

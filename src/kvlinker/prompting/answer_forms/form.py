@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,18 @@ class AnswerForm:
 
     other_tokens: frozenset[int]
     """The ids of all other tokens that are no plain text, but for the one that ends answers."""
+
+    most_reasoning: int | None = None
+    """The most tokens of reasoning; None for any number."""
+
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """True if the model reasons between tokens of their own, so that it can be made to end."""
+        return self.reasoning is not None and all(mark in self.marks for mark in self.reasoning)
+
+    def limited(self, most_reasoning: int | None) -> AnswerForm:
+        """Return the form of answers that reason in at most so many tokens."""
+        return replace(self, most_reasoning=most_reasoning)
 
     @classmethod
     def of(cls, tokenizer: Any, chat_template: str | None) -> AnswerForm:
@@ -106,6 +118,14 @@ class AnswerForm:
         source = self._rules.free(self._lead(tail), tools, several=several)
         return AnswerGrammar("lark", source, "tools")
 
+    def reasoning_grammar(self, tail: str) -> AnswerGrammar | None:
+        """Return the grammar of answers of any text behind limited reasoning; None where there is
+        no limit, or no reasoning."""
+        lead = self._lead(tail)
+        if self.most_reasoning is None or not lead:
+            return None
+        return AnswerGrammar("lark", self._rules.reasoned(lead), "reasoning")
+
     def framed(
         self, grammar: AnswerGrammar, *, tail: str, tools: Sequence[Tool] = (), several: bool = True
     ) -> AnswerGrammar:
@@ -117,7 +137,9 @@ class AnswerForm:
 
     @cached_property
     def _rules(self) -> FormRules:
-        return FormRules(self.calls, self.reasoning, self.marks, self.other_tokens)
+        return FormRules(
+            self.calls, self.reasoning, self.marks, self.other_tokens, self.most_reasoning
+        )
 
     def _lead(self, tail: str) -> str:
         """Return what comes before the answer proper, by how its prompt ends."""

@@ -28,6 +28,9 @@ class FormRules:
     other_tokens: Collection[int]
     """The ids of all other tokens that are no plain text, which may come in a text."""
 
+    most_reasoning: int | None = None
+    """The most tokens of reasoning, where its end is a token of its own."""
+
     def called(self, lead: str, tools: Sequence[Tool], *, several: bool) -> str:
         """Return the grammar of answers that call one of ``tools``, or ``several`` times some of
         them, behind the rule ``lead``."""
@@ -48,13 +51,16 @@ class FormRules:
             begun.append(f"TEXT {self._literal(trigger)} calls")
         others = f"<[{_ranges(self.other_tokens)}]>"
         parts = f"({others} | TEXT {others})*" if self.other_tokens else ""
-        text = _ANYTHING
-        if self.reasoning is not None:  # what begins like reasoning is reasoning
-            text += f" & ~/(?s:\\s*{_pattern(self.reasoning[0])}.*)/"
         return (
-            f"start: {lead} {parts} (TEXT | {' | '.join(begun)})\nTEXT: {text}\n"
+            f"start: {lead} {parts} (TEXT | {' | '.join(begun)})\nTEXT: {self._text()}\n"
             f"begun[lazy]: TEXT {json.dumps(trigger)}\n{self._lead_rules()}{rules}"
         )
+
+    def reasoned(self, lead: str) -> str:
+        """Return the grammar of answers of any text behind the rule ``lead``."""
+        others = f"<[{_ranges(self.other_tokens)}]>"
+        parts = f"({others} | TEXT {others})*" if self.other_tokens else ""
+        return f"start: {lead} {parts} TEXT\nTEXT: {self._text()}\n{self._lead_rules()}"
 
     def frame(self, lead: str, tools: Sequence[Tool], *, several: bool) -> str:
         """Return the grammar of what stands around ``@answer``, which calls may replace; empty for
@@ -64,6 +70,12 @@ class FormRules:
         answer = "(calls | @answer)" if tools else "@answer"
         rules = self._calls(tools, several=several, lenient=True) if tools else ""
         return f"start: {lead} {answer}\n{self._lead_rules()}{rules}"
+
+    def _text(self) -> str:
+        """Return the terminal of any text; what begins like reasoning is reasoning, and no text."""
+        if self.reasoning is None:
+            return _ANYTHING
+        return f"{_ANYTHING} & ~/(?s:\\s*{_pattern(self.reasoning[0])}.*)/"
 
     def _lead_rules(self) -> str:
         if self.reasoning is None:
@@ -77,7 +89,12 @@ class FormRules:
     def _until(self, rule: str, closing: str) -> str:
         """Return the rule of any text up to ``closing``, and a gap."""
         if closing in self.marks:
-            return f"{rule}: {_ANYTHING} {self._literal(closing)} GAP?\n"
+            most = self.most_reasoning
+            if most == 0:
+                return f"{rule}: {self._literal(closing)} GAP?\n"
+            limit = "" if most is None else f"[max_tokens={most}]"
+            text = f"{rule}_text{limit}: {_ANYTHING}\n"
+            return f"{rule}: {rule}_text {self._literal(closing)} GAP?\n{text}"
         return (
             f"{rule}: {rule}_end GAP?\n{rule}_end[lazy]: ANYTHING {json.dumps(closing)}\nANYTHING:"
             f" {_ANYTHING}\n"

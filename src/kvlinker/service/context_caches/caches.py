@@ -16,7 +16,7 @@ from kvlinker.base.errors import (
     PermissionDeniedError,
 )
 from kvlinker.base.events import ChunkNamed, Events
-from kvlinker.base.types.chunks import Chunk, GenerationContext
+from kvlinker.base.types.chunks import Chunk, GenerationContext, split_salt
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
@@ -193,7 +193,7 @@ class ContextCaches:
     def is_usable(self, cache: ContextCache) -> bool:
         """Return False for a context cache that was made with another model than the one served
         now."""
-        return cache.fingerprint == self._engine.fingerprint
+        return split_salt(cache.fingerprint)[0] == self._engine.fingerprint
 
     def usable(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, ContextCache]:
         """Return the context caches whose chunks may stand in a prompt, by id, in the order given.

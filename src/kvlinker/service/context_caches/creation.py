@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError, WayOut
 from kvlinker.base.events import ChunkNamed, Events, ImplicitEvicted
 from kvlinker.base.futures import gather
-from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key, salted
 from kvlinker.base.types.limits import MAX_CHUNKS
 from kvlinker.base.types.tenants import SHARED_TENANT, UNLIMITED
 from kvlinker.engines.contract.contract import Engine
@@ -137,7 +137,7 @@ class Creation:
             model=self._model,
             chunk=chunk,
             chunk_key=chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=owner),
-            fingerprint=self._engine.fingerprint,
+            fingerprint=salted(self._engine.fingerprint, chunk.salt),
             created_at=created_at,
             expires_at=expires_at,
             kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,

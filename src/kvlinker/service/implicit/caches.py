@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
 from kvlinker.base.events import ChunkNamed, Events, ImplicitText
-from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.chunks import Chunk, salted
 from kvlinker.base.types.messages import MarkedText, TextSource
 from kvlinker.base.types.residency import lines_of, text_name
 from kvlinker.prompting.builder import PromptBuilder
@@ -67,22 +67,22 @@ class ImplicitCaches:
         self._events = events
         self._ttl = ttl
 
-    def encode(self, text: str) -> Chunk | None:
-        """Return the chunk of a text; None where it can be none: it is empty, too long, or spells
-        special tokens that the tokenizer cannot write as text."""
+    def encode(self, text: str, salt: str = "") -> Chunk | None:
+        """Return the chunk of a text in requests with this salt; None where it can be none: it is
+        empty, too long, or spells special tokens that the tokenizer cannot write as text."""
         if not text:
             return None
         try:
-            chunk = replace(self._builder.encode_chunk(text), scored=False)
+            chunk = replace(self._builder.encode_chunk(text), salt=salt, scored=False)
         except InvalidRequestError:
             return None
         fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._caches.longest
         return chunk if fits else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        """Return those of the chunks that have context caches, the tenant's own or shared ones; one
-        whose KV was computed in another context stands for its text, too. There are none while the
-        catalog does not answer."""
+        """Return those of the chunks, which have one salt, that have context caches, the tenant's
+        own or shared ones; one whose KV was computed in another context stands for its text, too.
+        There are none while the catalog does not answer."""
         try:
             return self._found(chunks, tenant)
         except CatalogUnavailableError as error:
@@ -127,8 +127,9 @@ class ImplicitCaches:
     def _found(self, chunks: Sequence[Chunk], tenant: str) -> dict[Chunk, FoundChunk]:
         if not chunks:
             return {}
+        fingerprint = salted(self._caches.fingerprint, chunks[0].salt)
         known = self._catalog.implicit.find(
-            {chunk.content for chunk in chunks}, tenant, self._caches.fingerprint, time.time()
+            {chunk.content for chunk in chunks}, tenant, fingerprint, time.time()
         )
         found = {}
         for chunk in chunks:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvlinker.base.errors import CatalogUnavailableError
+from kvlinker.base.types.chunks import salted
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit.known import KnownTexts, Span
@@ -31,8 +32,8 @@ from kvlinker.service.implicit.windows import WINDOW, WindowHash
 from kvlinker.store import Catalog
 
 MOST_TENANTS = 64
-"""The most tenants whose texts are remembered; of the others, those that asked longest ago are
-forgotten."""
+"""The most tenants, each salt of theirs apart, whose texts are remembered; of the others, those
+that asked longest ago are forgotten."""
 
 MOST_BEGINNINGS = 16_384
 """The most beginnings of prompts, each up to the end of a line, that are remembered of one
@@ -54,40 +55,46 @@ class Recognizer:
         self._fingerprint = fingerprint
         self._windows = WindowHash()
         self._lock = threading.Lock()  # guards the tenants, not what each of them has
-        self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()
+        self._tenants: OrderedDict[tuple[str, str], _TenantTexts] = OrderedDict()
 
     def mark(
-        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, notes: bool = True
+        self,
+        messages: Sequence[ChatMessage[CachedPart]],
+        *,
+        tenant: str,
+        salt: str = "",
+        notes: bool = True,
     ) -> list[ChatMessage[CachedPart]]:
-        """Return the messages with known texts and passages that come again marked, and remember
-        all others.
+        """Return the messages with known texts and passages that come again in requests with this
+        salt marked, and remember all others.
 
         What a prompt has in common with the beginning of an earlier one does not come again by
         that: it is reused as it was computed. Without ``notes``, nothing is remembered.
         """
-        texts = self._texts_of(tenant)
+        texts = self._texts_of(tenant, salt)
         with texts.lock:
             with suppress(CatalogUnavailableError):  # what is known already is recognised
-                self._load(texts, tenant)
+                self._load(texts, tenant, salt)
             reading = _Reading(texts)
             marked = [reading.mark(message) for message in messages]
             if notes:
                 texts.remember(reading)
             return marked
 
-    def _texts_of(self, tenant: str) -> _TenantTexts:
+    def _texts_of(self, tenant: str, salt: str) -> _TenantTexts:
+        asking = (tenant, salt)
         with self._lock:
-            texts = self._tenants.get(tenant) or _TenantTexts(self._windows)
-            self._tenants[tenant] = texts
-            self._tenants.move_to_end(tenant)
+            texts = self._tenants.get(asking) or _TenantTexts(self._windows)
+            self._tenants[asking] = texts
+            self._tenants.move_to_end(asking)
             if len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)
             return texts
 
-    def _load(self, texts: _TenantTexts, tenant: str) -> None:
+    def _load(self, texts: _TenantTexts, tenant: str, salt: str) -> None:
         """Have the tenant's texts know all chunks that the catalog has of it by now."""
         texts.loaded, chunks = self._catalog.implicit.tokens_since(
-            texts.loaded, tenant, self._fingerprint, limit=MOST_LOADED
+            texts.loaded, tenant, salted(self._fingerprint, salt), limit=MOST_LOADED
         )
         for tokens in chunks:
             texts.known.add(self._encoder.decode_data(tokens))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.types.chunks import Chunk, packed_chunk_key
+from kvlinker.base.types.chunks import Chunk, packed_chunk_key, split_salt
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection
@@ -152,6 +152,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
             blobs.unpack(tokens, tokens_of(chunk_key)),
             blobs.unpack(prefix, prefix_of(chunk_key)),
             shared=tenant == SHARED_TENANT,
+            salt=split_salt(fingerprint)[1],
             scored=implicit_ttl is None,
         ),
         chunk_key=chunk_key,

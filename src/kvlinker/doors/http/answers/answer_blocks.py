@@ -3,11 +3,11 @@ APIs that tell answers so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvlinker.base.types.answers import AnswerPiece
+from kvlinker.base.types.answers import AnswerPiece, TokenLogprob
 from kvlinker.prompting.answer_forms.reader import Reader
 
 
@@ -29,6 +29,9 @@ class AnswerBlock:
     is_whole: bool = False
     """True if the model ended the block, by another one behind it or the end of a call."""
 
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of a text's tokens, where they are told."""
+
 
 class BlockStep(NamedTuple):
     """A block begins, goes on by ``text``, or ends."""
@@ -36,18 +39,24 @@ class BlockStep(NamedTuple):
     what: Literal["begin", "go on", "end"]
     block: AnswerBlock
     text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class BlockReader:
     """Reads one answer by a ``Reader``. One block at a time is open."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, *, tells_reasoning: bool = True) -> None:
+        """Without ``tells_reasoning``, reasoning is left out."""
+        self._tells_reasoning = tells_reasoning
         self.blocks: list[AnswerBlock] = []
         self._reader = reader
         self._open: AnswerBlock | None = None
+        self._unread: list[TokenLogprob] = []
 
-    def feed(self, text: str) -> Iterator[BlockStep]:
-        """Take the next piece of the answer, and yield what it does to the blocks."""
+    def feed(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[BlockStep]:
+        """Take the next piece of the answer, with the log probabilities of its tokens, and yield
+        what it does to the blocks."""
+        self._unread += logprobs
         yield from self._steps(self._reader.feed(text))
 
     def finish(self, *, cut: bool) -> Iterator[BlockStep]:
@@ -68,6 +77,8 @@ class BlockReader:
                     yield from self._end()
                 case "arguments":
                     yield from self._go_on(piece.text)
+                case "reasoning" if not self._tells_reasoning:
+                    pass
                 case kind:
                     if self._open is None or self._open.kind != kind:
                         yield from self._begin(AnswerBlock(len(self.blocks), kind))
@@ -82,7 +93,25 @@ class BlockReader:
     def _go_on(self, text: str) -> Iterator[BlockStep]:
         assert self._open is not None, "pieces of a call follow its beginning"
         self._open.text += text
-        yield BlockStep("go on", self._open, text)
+        logprobs = self._logprobs_of(text)
+        if self._open.kind != "content":
+            logprobs = []
+        self._open.logprobs += logprobs
+        yield BlockStep("go on", self._open, text, logprobs)
+
+    def _logprobs_of(self, text: str) -> list[TokenLogprob]:
+        """Return those of the unread tokens that a text is made of, and drop what stands before
+        them, such as marks."""
+        if not self._unread:
+            return []
+        begin = max(0, "".join(entry.text for entry in self._unread).find(text))
+        end, place, found = begin + len(text), 0, []
+        while self._unread and place < end:
+            entry = self._unread.pop(0)
+            place += len(entry.text)
+            if place > begin:
+                found.append(entry)
+        return found
 
     def _end(self, *, is_whole: bool = True) -> Iterator[BlockStep]:
         if self._open is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -47,12 +49,13 @@ class PromptTokensDetails(ResponseBody):
 
 
 class UsageBody(ResponseBody):
-    """The tokens of a request: each prompt counts once, all choices count."""
+    """The tokens of a request: each prompt counts once, all choices count. What is told while an
+    answer is generated is of one choice so far, and has no details yet."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class UsedCacheBody(ResponseBody):
@@ -111,6 +114,17 @@ class AnswerFormat(Protocol):
         ...
 
 
+def answer_head(llm: LLM, kind: str, request_id: str | None) -> dict[str, Any]:
+    """Return the fields that name an answer: its id, of this ``kind`` and with the caller's own in
+    it, its time, and what made it."""
+    return {
+        "id": f"{kind}-{request_id or secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": llm.model_name,
+        "system_fingerprint": llm.system_fingerprint,
+    }
+
+
 def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
     """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events.
     ``ignores``: they may tell of fields without effect."""
@@ -161,7 +175,12 @@ async def respond(
     choices = await begin_choices(served, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
         events = _chunks(
-            served.llm, choices, answer_format, request.scope, include_usage=body.include_usage
+            served.llm,
+            choices,
+            answer_format,
+            request.scope,
+            include_usage=body.include_usage,
+            continuous=body.continuous_usage,
         )
         return EventStream(choices, events, ignored_header(ignored))
     async with choices.cancelled_on_disconnect(request.receive):
@@ -238,14 +257,28 @@ class EventStream(EventSourceResponse):
 
 
 async def _chunks(
-    llm: LLM, choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
+    llm: LLM,
+    choices: Choices,
+    answer_format: AnswerFormat,
+    scope: Scope,
+    *,
+    include_usage: bool,
+    continuous: bool,
 ) -> AsyncIterator[str]:
-    """Yield the chunks of a completion's stream, and its end."""
+    """Yield the chunks of a completion's stream, and its end. ``include_usage``: the last one has
+    the usage; ``continuous``: all tell it so far."""
     link = link_body(choices.prompts.values())
+    lengths = [len(read.prompt) for read in choices.prompts.values()]
+    generated = [0] * len(choices)
 
-    def chunk(choice: BaseModel) -> str:
+    def chunk(index: int, choice: BaseModel) -> str:
         nonlocal link
         added: dict[str, Any] = {"usage": None} if include_usage else {}
+        if continuous:
+            prompt, tokens = lengths[index // choices.n], generated[index]
+            added["usage"] = UsageBody(
+                prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
+            )
         if link is not None:  # the first chunk tells it, and once more one with an explanation
             added["link"], link = link, None
         return _encoded(answer_format.chunk([choice]).model_copy(update=added))
@@ -254,16 +287,18 @@ async def _chunks(
     try:
         for index in range(len(choices)):
             if opening := answer_format.opening(index):
-                yield chunk(opening)
+                yield chunk(index, opening)
         async for index, event in choices.events():
             if isinstance(event, Finished):
                 finished[index] = event.usage
                 link = (
                     await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
                 )
-                yield chunk(answer_format.closing(index, event))
-            elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
-                yield chunk(choice)
+                yield chunk(index, answer_format.closing(index, event))
+            else:
+                generated[index] += len(event.token_ids)
+                if choice := answer_format.delta(index, event):
+                    yield chunk(index, choice)
         usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
         note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
         if include_usage:

@@ -3,8 +3,6 @@ content."""
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -22,19 +20,21 @@ from kvlinker.doors.http.answers.answering import (
     LinkBody,
     PreparedRequest,
     UsageBody,
+    answer_head,
     completion_responses,
-    finite,
     respond,
 )
+from kvlinker.doors.http.answers.token_logprobs import ChatLogprob, logprob_bodies
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
-from kvlinker.doors.http.fields.bodies import JsonObject, ResponseBody, has_entries, is_true, where
-from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.bodies import ResponseBody, has_entries, is_true, where
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.doors.http.fields.reasoning import ReasoningFields
+from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.fields.tools import (
     CALLS,
     CallDeltas,
@@ -55,21 +55,13 @@ from kvlinker.service.answer import finish_reason
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 
-class ChatCompletionRequest(ReasoningFields):
+class ChatCompletionRequest(ReasoningFields, SamplingBody):
     """A conversation to answer. OpenAI's fields that would change the answer and are not supported
     are refused."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = ReasoningFields.refused | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
-        "echo": (False,),
-        "add_special_tokens": (False,),
-    }
+    place: ClassVar[Place | None] = Place.CHAT
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        *DecodingBody.rules,
+        *SamplingBody.rules,
         where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
         where({"tool_choice": {"anyOf": [{"const": "auto"}, CALLS]}}, has_entries("tools")),
         where(
@@ -88,10 +80,6 @@ class ChatCompletionRequest(ReasoningFields):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: JsonObject | None = Field(
-        default=None,
-        description="Variables of the model's chat template, such as `enable_thinking`.",
-    )
 
     @model_validator(mode="after")
     def _check_ending(self) -> ChatCompletionRequest:
@@ -133,16 +121,14 @@ class ChatCompletionRequest(ReasoningFields):
             documents=[document.document() for document in self.documents or ()],
             options=TemplateOptions(
                 tools=tuple(tools),
-                variables={
-                    **self.reasoning_effect(llm).variables,
-                    **(self.chat_template_kwargs or {}),
-                },
+                variables=self.reasoning_effect(llm).variables,
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
             ),
             policy=self.policy,
             implicit=self.implicit,
             keeps=keeps,
+            salt=self.cache_salt,
             tenant=tenant,
         )
 
@@ -155,7 +141,12 @@ class ChatCompletionRequest(ReasoningFields):
             else self.tool_choice
         )
         tools = [tool.tool() for tool in self.tools or ()]
-        return llm.request_tools(tools, choice, several=self.parallel_tool_calls is not False)
+        return llm.request_tools(
+            tools,
+            choice,
+            several=self.parallel_tool_calls is not False,
+            most_reasoning=self.reasoning_effect(llm).limit,
+        )
 
     def asked(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
         """Return the prompt, which shows the tools, and how to answer it. It takes long for long
@@ -175,20 +166,6 @@ class ChatCompletionRequest(ReasoningFields):
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return given
-
-
-class TopLogprob(ResponseBody):
-    """A token and its log probability, in nats; ``bytes`` are its text in UTF-8."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(TopLogprob):
-    """The token that was sampled, and the most likely ones in its place."""
-
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseBody):
@@ -216,6 +193,7 @@ class ChatChoice(ResponseBody):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(ResponseBody):
@@ -224,11 +202,13 @@ class ChatCompletion(ResponseBody):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: UsageBody
     link: LinkBody | None = None
     prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatDelta(ResponseBody):
@@ -247,20 +227,23 @@ class ChatChunkChoice(ResponseBody):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(ResponseBody):
     """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
     but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
-    explanation that was asked for."""
+    explanation that was asked for; ``prompt_token_ids`` are in the first, where they are."""
 
     id: str
     created: int
     model: str
+    system_fingerprint: str
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
     link: LinkBody | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 @router.post(
@@ -274,7 +257,7 @@ async def create_chat_completion(
     """Answer a conversation; message content mixes text and context caches, in any order."""
     served.check_model(body.model)
     request_tools = body.request_tools(served.llm)
-    answer_format = ChatFormat(served.llm, request_tools, logprobs=bool(body.logprobs))
+    answer_format = ChatFormat(served.llm, request_tools, body)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
         build = partial(body.asked, served.llm, request_tools, tenant=tenant)
@@ -287,20 +270,20 @@ async def create_chat_completion(
 class ChatFormat:
     """An ``AnswerFormat``."""
 
-    def __init__(self, llm: LLM, request_tools: RequestTools, *, logprobs: bool) -> None:
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": llm.model_name,
-        }
+    def __init__(self, llm: LLM, request_tools: RequestTools, body: ChatCompletionRequest) -> None:
+        self._head = answer_head(llm, "chatcmpl", body.request_id)
         self._llm = llm
         self._request_tools = request_tools
-        self._logprobs = logprobs
+        self._body = body
+        self._tells_reasoning = body.tells_reasoning
+        self._prompt_ids: list[int] | None = None
         self._readers: dict[int, Reader] = {}
         self._calls: defaultdict[int, CallDeltas] = defaultdict(CallDeltas)
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         (self._prompt,) = prompts
+        if self._body.return_token_ids:
+            self._prompt_ids = self._prompt.tokens.tolist()
 
     def opening(self, index: int) -> ChatChunkChoice:
         return _choice(index, ChatDelta(role="assistant", content=""))
@@ -308,9 +291,10 @@ class ChatFormat:
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
         told = self._told(index, self._reader(index).feed(delta.text))
-        return (
-            _choice(index, told, logprobs=logprobs) if told.model_fields_set or logprobs else None
-        )
+        ids = list(delta.token_ids) if self._body.return_token_ids else None
+        if not (told.model_fields_set or delta.logprobs or ids):
+            return None
+        return _choice(index, told, logprobs=logprobs, token_ids=ids)
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
         told = self._told(index, self._reader(index).finish(cut=finished.reason != "stop"))
@@ -318,8 +302,10 @@ class ChatFormat:
         return _choice(index, told, finish_reason=reason)
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
+        prompt_ids, self._prompt_ids = self._prompt_ids, None
+        told: dict[str, Any] = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
         return ChatCompletionChunk(
-            **self._head, object="chat.completion.chunk", choices=list(choices)
+            **self._head, object="chat.completion.chunk", choices=list(choices), **told
         )
 
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
@@ -327,13 +313,19 @@ class ChatFormat:
         scored = prompt_logprobs_body(
             self._prompt, answers[0].prompt_logprobs, self._llm.token_text
         )
-        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
+        return ChatCompletion(
+            **self._head,
+            choices=choices,
+            usage=usage,
+            prompt_logprobs=scored,
+            prompt_token_ids=self._prompt_ids,
+        )
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
         answered = answer.read_by(self._reader(index))
         message = AssistantMessage(
             content=None if answered.tool_calls and not answered.text else answered.text,
-            reasoning_content=answered.reasoning or None,
+            reasoning_content=(answered.reasoning or None) if self._tells_reasoning else None,
             tool_calls=call_objects(answered.tool_calls) or None,
         )
         return ChatChoice(
@@ -341,6 +333,7 @@ class ChatFormat:
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
             finish_reason=answered.finish_reason,
+            token_ids=list(answer.token_ids) if self._body.return_token_ids else None,
         )
 
     def _reader(self, index: int) -> Reader:
@@ -355,22 +348,21 @@ class ChatFormat:
         said: dict[str, Any] = {
             "content": "".join(piece.text for piece in pieces if piece.kind == "content"),
             "reasoning_content": "".join(
-                piece.text for piece in pieces if piece.kind == "reasoning"
+                piece.text
+                for piece in pieces
+                if piece.kind == "reasoning" and self._tells_reasoning
             ),
             "tool_calls": self._calls[index].of(pieces),
         }
         return ChatDelta(**{name: value for name, value in said.items() if value})
 
     def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        if not self._logprobs:
+        if not self._body.logprobs:
             return None
-        content = [
-            ChatLogprob(
-                **_entry(entry), top_logprobs=[TopLogprob(**_entry(other)) for other in entry.top]
-            )
-            for entry in entries
-        ]
-        return ChatLogprobs(content=content, refusal=None)
+        return ChatLogprobs(
+            content=logprob_bodies(entries, as_ids=bool(self._body.return_tokens_as_token_ids)),
+            refusal=None,
+        )
 
 
 def _choice(
@@ -379,13 +371,9 @@ def _choice(
     *,
     logprobs: ChatLogprobs | None = None,
     finish_reason: str | None = None,
+    token_ids: list[int] | None = None,
 ) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
-
-
-def _entry(entry: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": entry.text,
-        "logprob": finite(entry.logprob),
-        "bytes": list(entry.text.encode()),
-    }
+    told = {} if token_ids is None else {"token_ids": token_ids}
+    return ChatChunkChoice(
+        index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, **told
+    )

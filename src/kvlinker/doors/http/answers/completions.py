@@ -4,8 +4,6 @@ chat template."""
 from __future__ import annotations
 
 import math
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -35,21 +33,24 @@ from kvlinker.doors.http.answers.answering import (
     LinkBody,
     PreparedRequest,
     UsageBody,
+    answer_head,
     completion_responses,
     finite,
     respond,
 )
+from kvlinker.doors.http.answers.token_logprobs import token_name
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody, Text, TokenId
-from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import Part, content_of
 from kvlinker.doors.http.fields.prompt_logprobs import (
     PromptLogprobsBody,
     prompt_logprobs_body,
     scored_tokens,
 )
+from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
@@ -129,18 +130,17 @@ def single_prompt(body: PromptBody) -> CompletionPrompt[CachedPart]:
     return prompts_of(body)[0]
 
 
-class CompletionRequest(DecodingBody):
+class CompletionRequest(SamplingBody):
     """A prompt to continue. Several prompts give n choices each, in order."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
-        "best_of": (1,),
-        "suffix": ("",),
-        "add_special_tokens": (True,),
-    }
+    place: ClassVar[Place | None] = Place.COMPLETIONS
 
     prompt: PromptBody
     max_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    add_special_tokens: bool | None = Field(
+        default=None, description="False to leave out what the tokenizer adds around a text."
+    )
     echo: bool | None = Field(default=None, description="Put the prompt before its continuation.")
 
     @model_validator(mode="after")
@@ -202,6 +202,8 @@ class CompletionChoice(ResponseBody):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     prompt_logprobs: PromptLogprobsBody | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(ResponseBody):
@@ -211,6 +213,7 @@ class Completion(ResponseBody):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageBody
     link: LinkBody | None = None
@@ -225,6 +228,7 @@ class CompletionChunk(ResponseBody):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
     link: LinkBody | None = None
@@ -249,7 +253,12 @@ async def create_completion(
             field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
             with blaming(field):
                 built[field] = served.llm.read_completion(
-                    prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
+                    prompt,
+                    policy=body.policy,
+                    implicit=body.implicit,
+                    special_tokens=body.add_special_tokens is not False,
+                    salt=body.cache_salt,
+                    tenant=tenant,
                 )
         sampling = served.llm.sampling_params(**body.sampling_fields())
         return PreparedRequest(built, sampling, body.explains, body.shows_attention)
@@ -263,12 +272,8 @@ class CompletionFormat:
     def __init__(
         self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]
     ) -> None:
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": llm.model_name,
-        }
+        self._head = answer_head(llm, "cmpl", body.request_id) | {"object": "text_completion"}
+        self._untold = set(range(MAX_CHOICES))  # whose prompts were not told yet
         self._llm = llm
         self._body = body
         self._given = prompts
@@ -281,8 +286,10 @@ class CompletionFormat:
     def opening(self, index: int) -> CompletionChoice | None:
         return self._choice(index, self._echo(index), (), None) if self._body.echo else None
 
-    def delta(self, index: int, delta: Delta) -> CompletionChoice:
-        return self._choice(index, delta.text, delta.logprobs, None)
+    def delta(self, index: int, delta: Delta) -> CompletionChoice | None:
+        if not (delta.text or delta.logprobs or self._body.return_token_ids):
+            return None
+        return self._choice(index, delta.text, delta.logprobs, None, delta.token_ids)
 
     def closing(self, index: int, finished: Finished) -> CompletionChoice:
         return self._choice(index, "", (), finished.reason)
@@ -298,7 +305,7 @@ class CompletionFormat:
             if self._body.echo:
                 text = self._echo(index) + text
                 entries = [*self._prompt_entries(index, scored), *entries]
-            choice = self._choice(index, text, entries, answer.finish_reason)
+            choice = self._choice(index, text, entries, answer.finish_reason, answer.token_ids)
             if (most := self._body.prompt_logprobs) is not None:
                 scores = prompt_logprobs_body(
                     self._prompt(index), scored, self._llm.token_text, most=most
@@ -335,13 +342,25 @@ class CompletionFormat:
         ]
 
     def _choice(
-        self, index: int, text: str, entries: Sequence[TokenLogprob], finish_reason: str | None
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenLogprob],
+        finish_reason: str | None,
+        token_ids: Sequence[int] = (),
     ) -> CompletionChoice:
+        told: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            told["token_ids"] = list(token_ids)
+            if index in self._untold:
+                told["prompt_token_ids"] = self._prompt(index).tokens.tolist()
+                self._untold.discard(index)
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=self._logprobs_body(index, entries),
             finish_reason=finish_reason,
+            **told,
         )
 
     def _logprobs_body(
@@ -351,18 +370,22 @@ class CompletionFormat:
         choice before, over all chunks."""
         if self._body.logprobs is None:
             return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
         offsets = []
         for entry in entries:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(entry.text)
         return CompletionLogprobs(
-            tokens=[entry.text for entry in entries],
+            tokens=[token_name(entry, as_ids=as_ids) for entry in entries],
             token_logprobs=[_json_logprob(entry) for entry in entries],
             top_logprobs=[
                 (
                     None
                     if math.isnan(entry.logprob)
-                    else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                    else {
+                        token_name(one, as_ids=as_ids): finite(one.logprob)
+                        for one in (entry, *entry.top)
+                    }
                 )
                 for entry in entries
             ],

@@ -198,7 +198,10 @@ async def respond_in_dialect(
             (read,) = asked.prompts.values()
             if translation.cuts_max_tokens:
                 asked = asked._replace(sampling=served.llm.fitting(asked.sampling, read.prompt))
-            reader = BlockReader(request_tools.reader(read.prompt))
+            reader = BlockReader(
+                request_tools.reader(read.prompt),
+                tells_reasoning=chat.tells_reasoning,
+            )
             return asked
 
         headers = ignored_header(
@@ -214,7 +217,7 @@ async def respond_in_dialect(
             if isinstance(event, Finished):
                 finished = event
             else:
-                _drain(reader.feed(event.text))
+                _drain(reader.feed(event.text, event.logprobs))
     _drain(reader.finish(cut=finished.reason != "stop"))
     answer.ended(reader.blocks, finished)
     note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
@@ -239,7 +242,7 @@ async def _events(
                 steps = list(reader.finish(cut=output.reason != "stop"))
                 answer.ended(reader.blocks, output)
             else:
-                steps = list(reader.feed(output.text))
+                steps = list(reader.feed(output.text, output.logprobs))
             for step in steps:
                 for event in answer.events_of(step):
                     yield _named(event)

@@ -21,7 +21,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.doors.http.edge.errors import error_response
 from kvlinker.engines.contract.limits import engine_closed
 
-PROBES = frozenset({"/health", "/live"})
+PROBES = frozenset({"/health", "/live", "/ping"})
 """The routes that are answered to the very end."""
 
 FIGURES = frozenset({"/metrics", "/status"})

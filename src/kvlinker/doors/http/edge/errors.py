@@ -357,7 +357,9 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
             meant = complaint.get("ctx", {}).get("meant", "")
             return f"Unknown parameter: {param!r}.{meant}", param, "unknown_parameter"
         case "unsupported_parameter":
-            return f"{param!r} is not supported. Leave it out.", param, "unsupported_parameter"
+            why = complaint.get("ctx", {}).get("why", "")
+            unsupported = f"{param!r} is not supported{why and f': {why}'}. Leave it out."
+            return unsupported, param, "unsupported_parameter"
         case "model_attributes_type" if param is None:
             return "The body must be a JSON object, sent as application/json.", None, "invalid_type"
         case kind:

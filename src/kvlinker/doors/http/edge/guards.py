@@ -19,7 +19,7 @@ from kvlinker.doors.http.edge.errors import (
     add_error_handlers,
 )
 from kvlinker.doors.http.edge.framing import Framing
-from kvlinker.doors.http.edge.routing import HeadRequests
+from kvlinker.doors.http.edge.routing import HeadRequests, ShortPaths
 from kvlinker.settings import Settings
 
 IGNORED_HEADER = "X-Ignored-Fields"
@@ -62,4 +62,5 @@ def add_guards(
         )
     app.add_middleware(Framing)
     app.add_middleware(AccessLog)
+    app.add_middleware(ShortPaths)
     app.add_middleware(RequestIds)

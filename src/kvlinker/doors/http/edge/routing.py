@@ -3,6 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
 
+VERSION = "/v1"
+"""Stands before the paths of other APIs."""
+
+_SHORT = re.compile(
+    r"/(chat/completions|completions|responses|messages|messages/count_tokens|models(/.*)?)",
+    re.DOTALL,
+)
+"""Matches their paths without it."""
+
+TAKEN_QUERY = frozenset({"api-version"})
+"""The query parameters of others that mean nothing on any route."""
+
 _METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+
+class ShortPaths:
+    """ASGI middleware: the routes of other APIs are answered without ``/v1``, too, as clients ask
+    whose base address has none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(with_version(scope), receive, send)
+
+
+def with_version(scope: Scope) -> Scope:
+    """Return the scope of a request with ``/v1`` before its path, where that was left out."""
+    if scope["type"] != "http" or not _SHORT.fullmatch(scope["path"]):
+        return scope
+    path = VERSION + scope["path"]
+    return {**scope, "path": path, "raw_path": VERSION.encode() + scope["raw_path"]}
 
 
 class HeadRequests:
@@ -54,7 +86,7 @@ def allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
 async def refuse_unknown_query(request: Request) -> None:
     """Check the query's parameters against those that the OpenAPI document has of the route, as a
     dependency of all routes. Raises InvalidRequestError for the first unknown one."""
-    if not request.query_params:
+    if not request.query_params.keys() - TAKEN_QUERY:
         return
     operations = request.app.openapi()["paths"].get(request.scope["route"].path_format, {})
     documented = [
@@ -62,7 +94,7 @@ async def refuse_unknown_query(request: Request) -> None:
         for parameter in operations.get(request.method.lower(), {}).get("parameters", ())
         if parameter["in"] == "query"
     ]
-    for name in request.query_params:
+    for name in request.query_params.keys() - TAKEN_QUERY:
         if not any(_is_named(parameter, name) for parameter in documented):
             known = [parameter["name"] for parameter in documented]
             takes = f"This route takes {', '.join(known)}." if known else "This route takes none."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends, Request
@@ -29,6 +30,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
 from kvlinker.base.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
+from kvlinker.doors.http.fields.foreign import ForeignFields, Place, foreign_fields
 
 
 def _require_unicode(text: str) -> str:
@@ -84,12 +86,8 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """OpenAI's fields that do not change the answer here."""
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """OpenAI's fields that would change the answer, with the values at which they have no
-    effect."""
+    place: ClassVar[Place | None] = None
+    """Where the body stands, by which ``foreign`` tells of the fields that it does not serve."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
     """JSON schemas that say how fields go together. They are for the OpenAPI document; validators
@@ -98,55 +96,63 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _meet_foreign_fields(cls, data: Any) -> Any:
+        """Drop the fields that are taken and null ones, and refuse the others that the body does
+        not serve."""
         if not isinstance(data, dict):
             return data
-        for name, harmless in cls.refused.items():
-            if not (
-                data.get(name) is None or any(_is_same(data[name], value) for value in harmless)
-            ):
-                kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
-                error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
+        own, foreign = cls._fields()
+        for name, value in data.items():
+            if value is not None and name not in own and (kind := cls._complaint(name, value)):
+                error = InitErrorDetails(type=kind, loc=(name,), input=value)
                 raise ValidationError.from_exception_data(
                     cls.__name__, [error]
                 )  # with the field's whole path
-        cls._refuse_unknown(data)
-        foreign = cls.ignored | cls.refused.keys()
-        given = ((name, value) for name, value in data.items() if name not in foreign)
         return {
-            name: value for name, value in given if value is not None or name in cls.model_fields
+            name: value
+            for name, value in data.items()
+            if name in own or (value is not None and name not in foreign)
         }
 
     @classmethod
-    def _refuse_unknown(cls, data: dict[str, Any]) -> None:
-        """Refuse a field that there is not, and offer the nearest one that there is."""
+    def _complaint(cls, name: str, value: Any) -> PydanticCustomError | None:
+        """Return what is wrong with a value of a field that is not served; None where it is
+        taken."""
+        own, foreign = cls._fields()
+        if name in foreign:
+            no_ops = foreign[name].no_ops
+            if no_ops is None or any(_is_same(value, no_op) for no_op in no_ops):
+                return None
+            why = {"why": foreign[name].why}
+            return PydanticCustomError("unsupported_parameter", "not supported: {why}", why)
         if cls.model_config.get("extra") != "forbid":
-            return
+            return None
+        meant = {"meant": did_you_mean(str(name), own)}
+        return PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", meant)
+
+    @classmethod
+    @cache
+    def _fields(cls) -> tuple[list[str], dict[str, ForeignFields]]:
+        """Return the names of the fields that are served, and the table's of those that are not."""
         own = [field.alias or name for name, field in cls.model_fields.items()]
-        known = {*own, *cls.ignored, *cls.refused}
-        for name, value in data.items():
-            if name not in known and value is not None:
-                meant = {"meant": did_you_mean(str(name), own)}
-                kind = PydanticCustomError(
-                    "extra_forbidden", "Extra inputs are not permitted", meant
-                )
-                error = InitErrorDetails(type=kind, loc=(name,), input=value)
-                raise ValidationError.from_exception_data(cls.__name__, [error])
+        return own, {} if cls.place is None else foreign_fields(cls.place, own)
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema with the fields that are ignored, the values that are accepted of
-        refused ones, and the rules."""
+        """Return the schema with the fields that are taken, the values that are taken of others,
+        and the rules."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
             resolved["additionalProperties"] = {"type": "null"}
         properties = resolved.setdefault("properties", {})
-        for name in sorted(cls.ignored):
-            properties[name] = {"description": "Ignored: it does not change the answer here."}
-        for name, harmless in sorted(cls.refused.items()):
-            properties[name] = {"enum": [None, *harmless], "description": "Not supported."}
+        for name, fields in sorted(cls._fields()[1].items()):
+            properties[name] = (
+                {"description": f"Taken, and means nothing: {fields.why}."}
+                if fields.no_ops is None
+                else {"enum": [None, *fields.no_ops], "description": f"Not served: {fields.why}."}
+            )
         if cls.rules:
             resolved["allOf"] = list(cls.rules)
         return schema

@@ -1,25 +1,32 @@
-"""Fields of both completion routes that say how an answer is decoded: what is forbidden, likelier,
-or its end.
+"""Fields of all requests that generate and say how an answer is decoded: how its tokens are drawn,
+what is forbidden, likelier, or its end.
 
 They are OpenAI's and vLLM's, and become ``SamplingParams``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, StringConstraints, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
-from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.limits import MOST_BIASED, MOST_ENDINGS
+from kvlinker.base.types.limits import MOST_BIASED, MOST_ENDINGS, MOST_STOPS
 from kvlinker.base.types.sampling import MOST_BIAS
-from kvlinker.doors.http.fields.bodies import TokenId, Unicode, is_true
-from kvlinker.doors.http.fields.sampling import ATTENTION_IS_EXPLAINED, SamplingBody
-from kvlinker.doors.http.fields.structured import (
-    ResponseFormatBody,
-    StructuredOutputsBody,
-    answer_grammar,
-)
+from kvlinker.doors.http.fields.bodies import TokenId, Unicode
+from kvlinker.doors.http.fields.structured import StructuredFields
+
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
+
+_Stop = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+
+_Seed = Annotated[
+    int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
+]
+"""Its bounds are no doubles, which are what an OpenAPI document has."""
 
 _TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
@@ -41,49 +48,42 @@ _NAMES = (
     "min_tokens",
     "stop_token_ids",
     "bad_words",
-    "prompt_logprobs",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
 )
 
 
-class DecodingBody(SamplingBody):
-    """Adds to ``SamplingBody`` what is not needed every day. Absent and null mean the default."""
+class DecodingFields(StructuredFields):
+    """Fields of sampling and stopping. Absent and null mean the default."""
 
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        {
-            "if": is_true("stream"),
-            "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
-            "else": {"properties": {"stream_options": {"type": "null"}}},
-        },
-        ATTENTION_IS_EXPLAINED,
-    )
-
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="-1 and 0 are off.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    seed: _Seed | None = None
+    stop: _Stop | None = None
+    ignore_eos: bool | None = None
     logit_bias: _LogitBias | None = Field(
         default=None, description="By token id, numbers that are added to logits."
     )
     min_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_ENDINGS)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MOST_ENDINGS)] | None = None
-    response_format: ResponseFormatBody | None = None
-    structured_outputs: StructuredOutputsBody | None = None
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=20,
-        description="The alternatives to tell of each prompt token; not with `stream`.",
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        default=None, description="The only tokens that may come."
     )
-
-    @model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> DecodingBody:
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError(
-                "'prompt_logprobs' are not told in streams.", param="prompt_logprobs"
-            )
-        return self
+    skip_special_tokens: bool | None = Field(
+        default=None, description="False to show special tokens in the text."
+    )
+    include_stop_str_in_output: bool | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given, by name, but for ``max_tokens``
-        and ``logprobs``."""
+        """Return the fields of ``SamplingParams`` that are given, by name, but for grammars, limits
+        and log probabilities."""
         given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)
@@ -91,6 +91,4 @@ class DecodingBody(SamplingBody):
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if grammar := answer_grammar(self.response_format, self.structured_outputs):
-            given["grammar"] = grammar
         return given

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvlinker.base.types.limits import MOST_CALLS
 from kvlinker.base.types.messages import CachedPart, ChatMessage
 from kvlinker.doors.http.fields.bodies import RequestBody, Text, is_given, where
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import TextOrParts, content_of
 from kvlinker.doors.http.fields.tools import ToolCallBody
 
@@ -22,13 +23,16 @@ def unless_role(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]
 
 class MessageBody(RequestBody):
     """One turn of a conversation; only an assistant's may have no content. The assistant's
-    ``reasoning_content`` is shown by chat templates that know it. A message of role ``tool`` is the
-    result of the call ``tool_call_id``."""
+    ``reasoning_content``, or ``reasoning``, is shown by chat templates that know it; fields that
+    are not known here are shown by none. A message of role ``tool`` is the result of the call
+    ``tool_call_id``."""
 
+    model_config = ConfigDict(extra="ignore")
+
+    place: ClassVar[Place | None] = Place.MESSAGE
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         unless_role("assistant", is_given("content")),
         unless_role("assistant", {"properties": {"tool_calls": {"enum": [None, []]}}}),
-        unless_role("assistant", {"properties": {"reasoning_content": {"enum": [None, ""]}}}),
         unless_role("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
         where(
             {"role": {"const": "tool"}},
@@ -38,18 +42,12 @@ class MessageBody(RequestBody):
             },
         ),
     )
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "function_call": (),
-        "refusal": ("",),
-        "annotations": ([],),
-        "audio": (),
-    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextOrParts | None = None
     name: Text | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: list[ToolCallBody] | None = Field(default=None, max_length=MOST_CALLS)
     tool_call_id: Text | None = None
 
@@ -59,11 +57,7 @@ class MessageBody(RequestBody):
         """Refuse what belongs to another role, and a result without the id of its call."""
         if not isinstance(data, dict):
             return data
-        for name, role in (
-            ("tool_calls", "assistant"),
-            ("reasoning_content", "assistant"),
-            ("tool_call_id", "tool"),
-        ):
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if data.get(name) and data.get("role", role) != role:
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
                 error: InitErrorDetails = {"type": kind, "loc": (name,), "input": data[name]}
@@ -96,13 +90,14 @@ class MessageBody(RequestBody):
             (self.content,) if isinstance(self.content, str) else content_of(self.content or ())
         )
         role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, content, self.name, self._fields())
+        return ChatMessage(role, content, self.name, self._template_fields())
 
-    def _fields(self) -> Mapping[str, Any]:
+    def _template_fields(self) -> Mapping[str, Any]:
         """Return what else chat templates may show of the message."""
         fields: dict[str, Any] = {}
-        if self.reasoning_content is not None:
-            fields["reasoning_content"] = self.reasoning_content
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if self.role == "assistant" and thoughts is not None:
+            fields |= dict.fromkeys(("reasoning_content", "reasoning"), thoughts)
         if self.tool_calls:
             fields["tool_calls"] = [call.template_call() for call in self.tool_calls]
         if self.tool_call_id is not None:

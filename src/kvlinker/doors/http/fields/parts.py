@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -28,6 +29,7 @@ from kvlinker.base.types.messages import (
     TextSource,
 )
 from kvlinker.doors.http.fields.bodies import RequestBody, Text
+from kvlinker.doors.http.fields.foreign import MEDIA, NO_MEDIA, Place
 from kvlinker.prompting.marks import ttl_seconds
 
 
@@ -82,8 +84,7 @@ class TextPart(MarkableBody):
     """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is
     found by what it says where one of the marks is given."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "index", "logprobs"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "citations": ([],)}
+    place: ClassVar[Place | None] = Place.TEXT_PART
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
@@ -99,10 +100,23 @@ class TextPart(MarkableBody):
 class ContextCachePart(RequestBody):
     """The chunk of a context cache."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "index"})
+    place: ClassVar[Place | None] = Place.CONTEXT_CACHE_PART
 
     type: Literal["context_cache"]
     id: Text
+
+
+def _refuse_media(kind: Any) -> Any:
+    """Refuse a type of part that other models read, and say so in words."""
+    if isinstance(kind, str) and kind in MEDIA:
+        raise PydanticCustomError(
+            "media", "{what} are not supported: {why}", {"what": MEDIA[kind], "why": NO_MEDIA}
+        )
+    return kind
+
+
+RefusesMedia = BeforeValidator(_refuse_media)
+"""Stands in the annotation of the ``type`` of parts that are invalid."""
 
 
 class UnknownPart(BaseModel):
@@ -110,7 +124,7 @@ class UnknownPart(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "context_cache"]
+    type: Annotated[Literal["text", "context_cache"], RefusesMedia]
 
 
 _PART_TAGS = {

@@ -7,13 +7,11 @@ answer's headers.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from kvlinker.base.errors import InvalidRequestError
-from kvlinker.doors.http.fields.bodies import RequestBody
-from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody
 from kvlinker.llm import LLM
 
 SWITCH_VARIABLE = "enable_thinking"
@@ -26,17 +24,48 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 _Summary = Literal["auto", "concise", "detailed"]
+_Display = Literal["summarized", "omitted"]
+"""There are no summaries: reasoning is told as it is, or left out."""
+
+T = TypeVar("T")
 
 
 class ReasoningBody(RequestBody):
-    """How much the model is to reason. Any ``effort`` but ``none`` turns reasoning on, where the
-    chat template can; ``max_tokens`` cannot be kept, so that it is refused for a model that
-    reasons. There are no summaries."""
+    """How much the model is to reason. Any ``effort`` but ``none``, and a limit, turn reasoning on,
+    where the chat template can. ``max_tokens`` ends it. There are no summaries."""
 
     effort: Effort | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     summary: _Summary | None = None
     generate_summary: _Summary | None = None
+
+
+class ThinkingBody(RequestBody):
+    """Says whether the model is to reason; ``disabled`` counts for those that can do without."""
+
+    type: Literal["adaptive", "disabled"]
+    display: _Display | None = None
+
+
+class ThinkingBudget(RequestBody):
+    """Asks for reasoning of so many tokens at most."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1, le=2**31 - 1)
+    display: _Display | None = None
+
+
+_Thinking = Annotated[
+    Annotated[ThinkingBody, Tag("<usual>")] | Annotated[ThinkingBudget, Tag("<enabled>")],
+    Discriminator(
+        lambda value: (
+            "<enabled>"
+            if isinstance(value, ThinkingBudget)
+            or (isinstance(value, dict) and value.get("type") == "enabled")
+            else "<usual>"
+        )
+    ),
+]
 
 
 class ReasoningEffect(NamedTuple):
@@ -45,44 +74,85 @@ class ReasoningEffect(NamedTuple):
     variables: dict[str, Any]
     """The variables that they set in the chat template."""
 
+    limit: int | None
+    """The most tokens of reasoning; None for any number."""
+
     ignored: tuple[str, ...]
     """The paths of those that have no effect."""
 
 
-class ReasoningFields(DecodingBody):
-    """Adds to ``DecodingBody`` how much the model is to reason and to say. What has no effect is
-    told in a header."""
+class ReasoningFields(RequestBody):
+    """Fields of all conversations that say how much the model is to reason and to say. What has no
+    effect is told in a header."""
 
     reasoning_effort: Effort | None = None
     reasoning: ReasoningBody | None = None
+    thinking: _Thinking | None = None
+    thinking_token_budget: int | None = Field(
+        default=None, ge=-1, le=2**31 - 1, description="As `reasoning.max_tokens`; -1 is off."
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description="False to leave reasoning out of the answer."
+    )
     verbosity: Verbosity | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None,
+        description="Variables of the model's chat template, such as `enable_thinking`.",
+    )
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """True where the answer is to have the reasoning in it."""
+        omitted = self.thinking is not None and self.thinking.display == "omitted"
+        return self.include_reasoning is not False and not omitted
 
     def reasoning_effect(self, llm: LLM) -> ReasoningEffect:
-        """Return what the fields do with this model. Of two efforts, that in ``reasoning`` counts.
-
-        Raises InvalidRequestError for a limit of reasoning that the model may exceed.
-        """
+        """Return what the fields do with this model. Of two efforts, or limits, that in
+        ``reasoning`` counts; the template's own variables count before them."""
         asked = self.reasoning or ReasoningBody()
-        reasons = llm.answer_form.reasoning is not None
-        if asked.max_tokens is not None and reasons:
-            raise InvalidRequestError(
-                f"The model reasons, and cannot be held to {asked.max_tokens} tokens of it. Leave"
-                " the limit out, or limit the whole answer.",
-                param="reasoning.max_tokens",
-            )
-        given = {"reasoning.effort": asked.effort, "reasoning_effort": self.reasoning_effort}
-        efforts = {path: effort for path, effort in given.items() if effort is not None}
-        effort = next(iter(efforts.values()), None)
-        values = {SWITCH_VARIABLE: effort != "none", EFFORT_VARIABLE: effort}
-        variables = {
-            name: value
-            for name, value in values.items()
-            if effort and llm.builder.has_variable(name)
+        form = llm.answer_form
+        off = isinstance(self.thinking, ThinkingBody) and self.thinking.type == "disabled"
+        wanted: dict[str, str | None] = {
+            "reasoning.effort": asked.effort,
+            "thinking.type": "none" if off else None,
+            "reasoning_effort": self.reasoning_effort,
         }
-        is_met = bool(variables) or (effort == "none" and not reasons)
-        ignored = [path for path, wanted in efforts.items() if wanted != effort or not is_met]
-        beside = ("max_tokens", "summary", "generate_summary")
+        efforts = _given(wanted)
+        effort = next(iter(efforts.values()), None)
+        budget = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingBudget) else None
+        limits = _given(
+            {
+                "reasoning.max_tokens": asked.max_tokens,
+                "thinking.budget_tokens": budget,
+                "thinking_token_budget": (
+                    None if self.thinking_token_budget == -1 else self.thinking_token_budget
+                ),
+            }
+        )
+        limit = next(iter(limits.values()), None) if form.can_limit_reasoning else None
+        values: dict[str, Any] = {}
+        if effort is not None or limits:
+            values[SWITCH_VARIABLE] = effort != "none"
+        if effort is not None:
+            values[EFFORT_VARIABLE] = effort
+        own = self.chat_template_kwargs or {}
+        variables = {**values, **own}
+        variables = {
+            name: value for name, value in variables.items() if llm.builder.has_variable(name)
+        }
+        is_met = bool(values.keys() & variables.keys()) or (
+            effort == "none" and form.reasoning is None
+        )
+        ignored = [path for path, each in efforts.items() if each != effort or not is_met]
+        ignored += [path for path, each in limits.items() if each != limit]
+        beside = ("summary", "generate_summary")
         ignored += [f"reasoning.{name}" for name in beside if getattr(asked, name) is not None]
+        ignored += [f"chat_template_kwargs.{name}" for name in own if name not in variables]
         if self.verbosity not in (None, "medium"):
             ignored.append("verbosity")
-        return ReasoningEffect(variables, tuple(ignored))
+        return ReasoningEffect(variables, limit, tuple(ignored))
+
+
+def _given(values: dict[str, T | None]) -> dict[str, T]:
+    """Return the values that are not None."""
+    return {path: value for path, value in values.items() if value is not None}

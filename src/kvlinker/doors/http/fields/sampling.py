@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    JsonValue,
-    StringConstraints,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.limits import MAX_CHOICES, MOST_STOPS
+from kvlinker.base.types.limits import MAX_CHOICES
 from kvlinker.doors.http.fields.bodies import RequestBody, Text, Unicode, is_true, where
-
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
-
-_Stop = Annotated[
-    Annotated[StopText, Tag("<text>")]
-    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
-    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
-]
+from kvlinker.doors.http.fields.decoding import DecodingFields
+from kvlinker.doors.http.fields.foreign import Place
+from kvlinker.doors.http.fields.structured import (
+    ResponseFormatBody,
+    StructuredFields,
+    answer_grammar,
+    nothing_else_asks,
+)
 
 
 class LinkOptions(RequestBody):
@@ -38,18 +30,23 @@ class LinkOptions(RequestBody):
     attention: bool | None = None
 
 
-_Seed = Annotated[
-    int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
-]
-"""Its bounds are no doubles, which are what an OpenAPI document has."""
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
+"""What is reused of earlier requests is of those alone that had the same salt."""
+
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256), Unicode]
+"""The caller's own name for a request, which the id of its answer has in it."""
+
+ServiceTier = Literal["auto", "default", "flex"]
 
 
 class StreamOptions(RequestBody):
-    """``include_usage``: end the stream with a chunk that holds the usage."""
+    """``include_usage``: end the stream with a chunk that holds the usage.
+    ``continuous_usage_stats``: have all chunks tell what was used so far."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    place: ClassVar[Place | None] = Place.STREAM_OPTIONS
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 ATTENTION_IS_EXPLAINED = where(
@@ -67,49 +64,66 @@ NOTHING_EXPLAINED: dict[str, JsonValue] = {
 """The rule of routes whose answers tell no explanation."""
 
 
-class SamplingBody(RequestBody):
-    """Fields that chat completions and completions share: sampling, stopping, streaming and
-    linking.
+class SamplingBody(DecodingFields):
+    """Fields that chat completions and completions share. Absent and null mean the default."""
 
-    Absent and null mean the default.
-    """
-
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         {
-            "user",
-            "store",
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "safety_identifier",
-        }
+            "if": is_true("stream"),
+            "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
+            "else": {"properties": {"stream_options": {"type": "null"}}},
+        },
+        ATTENTION_IS_EXPLAINED,
+        *StructuredFields.rules,
+        where(
+            {
+                "response_format": {
+                    "type": "object",
+                    "properties": {"type": {"not": {"const": "text"}}},
+                }
+            },
+            nothing_else_asks(),
+        ),
     )
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "use_beam_search": (False,),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
-        "length_penalty": (1,),
-        "truncate_prompt_tokens": (),
-    }
 
     model: Text | None = None
     link: LinkOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="-1 and 0 are off.")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: _Seed | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    stop: _Stop | None = None
-    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = None
+    response_format: ResponseFormatBody | None = None
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="The alternatives to tell of each prompt token; not with `stream`.",
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of log probabilities are `token_id:5`."
+    )
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> SamplingBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "'prompt_logprobs' are not told in streams.", param="prompt_logprobs"
+            )
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name, but for ``max_tokens``
+        and ``logprobs``."""
+        given = super().sampling_fields()
+        if self.prompt_logprobs is not None:
+            given["prompt_logprobs"] = self.prompt_logprobs
+        if grammar := answer_grammar(self.response_format, self):
+            given["grammar"] = grammar
+        return given
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:
@@ -157,3 +171,8 @@ class SamplingBody(RequestBody):
     def include_usage(self) -> bool:
         """True where a stream is to end with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True where all chunks of a stream are to tell the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     ConfigDict,
@@ -18,6 +18,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.limits import MOST_GRAMMAR_CHOICES
 from kvlinker.doors.http.fields.bodies import (
+    GIVEN,
     JsonObject,
     RequestBody,
     Text,
@@ -26,12 +27,27 @@ from kvlinker.doors.http.fields.bodies import (
     is_true,
     where,
 )
+from kvlinker.doors.http.fields.foreign import Place
 
 _Grammar = Annotated[str, StringConstraints(min_length=1), Unicode]
 _JsonSchema = Annotated[
     Annotated[JsonObject, Tag("<schema>")] | Annotated[_Grammar, Tag("<text>")],
     Discriminator(lambda value: "<schema>" if isinstance(value, dict) else "<text>"),
 ]
+
+
+_Choice = Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_GRAMMAR_CHOICES)]
+
+_ASKING = frozenset(
+    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
+"""The fields of ``StructuredFields``."""
+
+
+def nothing_else_asks(name: str = "") -> dict[str, JsonValue]:
+    """Return a schema of objects in which no field of ``StructuredFields`` asks for a form, but for
+    ``name``."""
+    return {"properties": {other: {"type": "null"} for other in sorted(_ASKING - {name})}}
 
 
 class JsonSchemaBody(RequestBody):
@@ -53,10 +69,17 @@ class ResponseFormatBody(RequestBody):
             {"type": {"not": {"const": "json_schema"}}},
             {"properties": {"json_schema": {"type": "null"}}},
         ),
+        where(
+            {"type": {"not": {"const": "json_object"}}},
+            {"properties": {"schema": {"type": "null"}}},
+        ),
     )
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
+    schema_: JsonObject | None = Field(
+        default=None, alias="schema", description="Of a `json_object`: what it is valid under."
+    )
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormatBody:
@@ -64,6 +87,10 @@ class ResponseFormatBody(RequestBody):
             wrong = "needs" if self.json_schema is None else "takes no"
             raise InvalidRequestError(
                 f"Type {self.type!r} {wrong} 'json_schema'.", param="response_format.json_schema"
+            )
+        if self.schema_ is not None and self.type != "json_object":
+            raise InvalidRequestError(
+                f"Type {self.type!r} takes no 'schema'.", param="response_format.schema"
             )
         return self
 
@@ -78,6 +105,7 @@ class StructuredOutputsBody(RequestBody):
     matches, texts of which it is one, a grammar in the notation of Lark or of GBNF, and any JSON
     object."""
 
+    place: ClassVar[Place | None] = Place.STRUCTURED_OUTPUTS
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -87,19 +115,9 @@ class StructuredOutputsBody(RequestBody):
         }
     )
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "disable_any_whitespace": (False,),
-        "disable_additional_properties": (False,),
-        "disable_fallback": (True, False),
-        "whitespace_pattern": (),
-        "structural_tag": (),
-    }
-
     json_: _JsonSchema | None = Field(default=None, alias="json")
     regex: _Grammar | None = None
-    choice: (
-        Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_GRAMMAR_CHOICES)] | None
-    ) = None
+    choice: _Choice | None = None
     grammar: _Grammar | None = None
     json_object: bool | None = None
 
@@ -116,30 +134,81 @@ class StructuredOutputsBody(RequestBody):
     def answer_grammar(self) -> AnswerGrammar:
         """Return the grammar that the answer is to follow."""
         param = "structured_outputs"
-        if isinstance(self.json_, dict):
-            return AnswerGrammar.json_schema(self.json_, param=f"{param}.json")
-        if self.json_ is not None:
-            return AnswerGrammar("json", self.json_, f"{param}.json")
-        if self.choice is not None:
-            return AnswerGrammar.choice(self.choice, param=f"{param}.choice")
-        if self.regex is not None:
-            return AnswerGrammar("regex", self.regex, f"{param}.regex")
-        if self.grammar is not None:
-            return AnswerGrammar("grammar", self.grammar, f"{param}.grammar")
-        return AnswerGrammar.json_object(param=param)
+        if self.json_object:
+            return AnswerGrammar.json_object(param=param)
+        return _grammar(f"{param}.", self.json_, self.regex, self.choice, self.grammar)
+
+
+class StructuredFields(RequestBody):
+    """The answer's form in vLLM's words, new and old. Only one of them may be given."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = tuple(
+        where({name: GIVEN}, nothing_else_asks(name)) for name in sorted(_ASKING)
+    )
+
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: _JsonSchema | None = None
+    guided_regex: _Grammar | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: _Grammar | None = None
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> StructuredFields:
+        self.structured_form()
+        return self
+
+    def structured_form(self) -> str | None:
+        """Return the name of the field that asks for a form; None where none does. Raises
+        InvalidRequestError for several."""
+        given = [name for name in sorted(_ASKING) if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(
+                f"{given[0]!r} and {given[1]!r} both ask for a form: give one of them.",
+                param=given[1],
+            )
+        return given[0] if given else None
+
+    def structured_grammar(self) -> AnswerGrammar | None:
+        """Return the grammar that the answer is to follow; None where none is asked for."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.answer_grammar()
+        if self.structured_form() is None:
+            return None
+        return _grammar(
+            "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        )
+
+
+def _grammar(
+    prefix: str,
+    json_: dict[str, JsonValue] | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> AnswerGrammar:
+    """Return the grammar of the one of these that is given; ``prefix`` stands before its name in
+    the request."""
+    if isinstance(json_, dict):
+        return AnswerGrammar.json_schema(json_, param=f"{prefix}json")
+    if json_ is not None:
+        return AnswerGrammar("json", json_, f"{prefix}json")
+    if choice is not None:
+        return AnswerGrammar.choice(choice, param=f"{prefix}choice")
+    if regex is not None:
+        return AnswerGrammar("regex", regex, f"{prefix}regex")
+    assert grammar is not None
+    return AnswerGrammar("grammar", grammar, f"{prefix}grammar")
 
 
 def answer_grammar(
-    response_format: ResponseFormatBody | None, structured_outputs: StructuredOutputsBody | None
+    response_format: ResponseFormatBody | None, structured: StructuredFields
 ) -> AnswerGrammar | None:
-    """Return the grammar that a request asks for. Raises InvalidRequestError where both fields ask
-    for one."""
+    """Return the grammar that a request asks for. Raises InvalidRequestError where several fields
+    ask for one."""
     asked = None if response_format is None else response_format.grammar
-    if structured_outputs is None:
-        return asked
-    if asked is not None:
+    form = structured.structured_form()
+    if asked is not None and form is not None:
         raise InvalidRequestError(
-            "'response_format' and 'structured_outputs' both ask for a form: give one of them.",
-            param="structured_outputs",
+            f"'response_format' and {form!r} both ask for a form: give one of them.", param=form
         )
-    return structured_outputs.answer_grammar()
+    return asked or structured.structured_grammar()

@@ -13,6 +13,7 @@ from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.limits import LONGEST_ARGUMENTS
 from kvlinker.base.types.tools import Tool, ToolCall, shown_tool, template_call
 from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, ResponseBody, Text
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkableBody
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
@@ -95,7 +96,7 @@ class CalledFunctionBody(RequestBody):
 class ToolCallBody(RequestBody):
     """A call of the assistant's, earlier in the conversation."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
+    place: ClassVar[Place | None] = Place.CALL
 
     id: Text
     type: Literal["function"] = "function"

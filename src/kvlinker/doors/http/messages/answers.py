@@ -171,8 +171,8 @@ class MessageStreamEvent(
 class MessageAnswer:
     """A ``DialectAnswer``."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._id = f"msg_{secrets.token_hex(12)}"
+    def __init__(self, llm: LLM, request_id: str | None = None) -> None:
+        self._id = f"msg_{request_id or secrets.token_hex(12)}"
         self._model = llm.model_name
 
     def opening(self, read: ReadPrompt) -> Iterable[MessageStart]:

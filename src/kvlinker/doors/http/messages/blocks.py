@@ -10,7 +10,15 @@ from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.base.types.limits import MOST_PARTS
 from kvlinker.doors.http.fields.bodies import JsonObject, NonemptyText, RequestBody, Text
-from kvlinker.doors.http.fields.parts import CacheControl, ContextCachePart, Part, TextOr, TextPart
+from kvlinker.doors.http.fields.foreign import Place
+from kvlinker.doors.http.fields.parts import (
+    CacheControl,
+    ContextCachePart,
+    Part,
+    RefusesMedia,
+    TextOr,
+    TextPart,
+)
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.prompting.sections import document_parts
 
@@ -28,11 +36,7 @@ Texts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
 class ToolUseBlock(RequestBody):
     """A call of the assistant's, earlier in the conversation."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "caller": ({"type": "direct"},),
-        "toolset_name": (),
-    }
+    place: ClassVar[Place | None] = Place.TOOL_USE
 
     type: Literal["tool_use"]
     id: Text
@@ -44,7 +48,7 @@ class ToolResultBlock(RequestBody):
     """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With
     ``cache_control``, those of its texts that have no mark of their own are chunks, too."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
+    place: ClassVar[Place | None] = Place.TOOL_RESULT
 
     type: Literal["tool_result"]
     tool_use_id: NonemptyText
@@ -70,7 +74,7 @@ class ThinkingBlock(RequestBody):
     """The assistant's reasoning, earlier in the conversation; chat templates that know it show
     it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"signature", "cache_control"})
+    place: ClassVar[Place | None] = Place.THINKING
 
     type: Literal["thinking"]
     thinking: Text
@@ -87,13 +91,13 @@ class DocumentTextBody(RequestBody):
 class Citations(RequestBody):
     """Asks for citations of a document, which are not supported."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"enabled": (False,)}
+    place: ClassVar[Place | None] = Place.CITATIONS
 
 
 class DocumentBlock(RequestBody):
     """A document, whose text becomes a chunk behind its title."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("",)}
+    place: ClassVar[Place | None] = Place.DOCUMENT
 
     type: Literal["document"]
     source: DocumentTextBody
@@ -117,7 +121,10 @@ class UnknownBlock(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "context_cache", "tool_use", "tool_result", "thinking", "document"]
+    type: Annotated[
+        Literal["text", "context_cache", "tool_use", "tool_result", "thinking", "document"],
+        RefusesMedia,
+    ]
 
 
 _TAGS = ("text", "context_cache", "tool_use", "tool_result", "thinking", "document")

@@ -11,14 +11,17 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, Text, has_entries, where
+from kvlinker.doors.http.fields.decoding import StopText
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import unless_role
 from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody
-from kvlinker.doors.http.fields.reasoning import Effort, ReasoningBody
+from kvlinker.doors.http.fields.reasoning import Effort, ReasoningFields
 from kvlinker.doors.http.fields.sampling import (
     ATTENTION_IS_EXPLAINED,
     NOTHING_EXPLAINED,
+    CacheSalt,
     LinkOptions,
-    StopText,
+    RequestId,
 )
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.doors.http.messages.blocks import (
@@ -74,12 +77,7 @@ class MessageTool(MarkableBody):
     arguments are enforced to be valid whenever it is called. With ``cache_control``, its definition
     is a chunk where the prompt shows it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "input_examples": ([],),
-    }
+    place: ClassVar[Place | None] = Place.MESSAGES_TOOL
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -122,32 +120,6 @@ _ToolChoice = Annotated[
 ]
 
 
-class ThinkingBody(RequestBody):
-    """Says whether the model is to reason; ``disabled`` counts for those that can do without."""
-
-    type: Literal["adaptive", "disabled"]
-    display: Literal["summarized"] | None = None
-
-
-class ThinkingBudget(RequestBody):
-    """Asks for reasoning of so many tokens at most, which cannot be kept: it is refused for a model
-    that reasons."""
-
-    type: Literal["enabled"]
-    budget_tokens: int = Field(ge=1, le=2**31 - 1)
-    display: Literal["summarized"] | None = None
-
-
-_Thinking = Annotated[
-    Annotated[ThinkingBody, Tag("<usual>")] | Annotated[ThinkingBudget, Tag("<enabled>")],
-    Discriminator(
-        lambda value: (
-            "<enabled>" if isinstance(value, dict) and value.get("type") == "enabled" else "<usual>"
-        )
-    ),
-]
-
-
 class OutputFormat(RequestBody):
     """A JSON schema that the answer is to be valid under."""
 
@@ -174,14 +146,10 @@ _TOOLS_ARE_THERE = where(
 )
 
 
-class CountTokensRequest(RequestBody):
+class CountTokensRequest(ReasoningFields):
     """A conversation whose tokens are to be counted."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context_management": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-    }
+    place: ClassVar[Place | None] = Place.COUNT_TOKENS
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         _TOOLS_ARE_THERE,
         ATTENTION_IS_EXPLAINED,
@@ -192,13 +160,13 @@ class CountTokensRequest(RequestBody):
     system: Texts | None = None
     tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(
         default=None,
         description="Means nothing: what begins as an earlier prompt did is reused in any case.",
     )
     link: LinkOptions | None = None
+    cache_salt: CacheSalt | None = None
 
     def translated(self) -> Translation:
         """Return the chat request."""
@@ -206,13 +174,11 @@ class CountTokensRequest(RequestBody):
             fields={
                 "response_format.json_schema": "output_config.format",
                 "stop": "stop_sequences",
-                "reasoning.effort": "thinking.type",
-                "reasoning.max_tokens": "thinking.budget_tokens",
-                "reasoning_effort": "output_config.effort",
             },
             cuts_max_tokens=True,
         )
-        made.values |= {"model": self.model, "link": self.link}
+        names = (*ReasoningFields.model_fields, "model", "link", "cache_salt")
+        made.values |= {name: getattr(self, name) for name in names}
         if self.system:
             made.add_message("system")
             made.add_content(self.system, origin="system")
@@ -226,13 +192,10 @@ class CountTokensRequest(RequestBody):
         if self.tool_choice is not None:
             made.values["tool_choice"] = _chat_choice(self.tool_choice)
             made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        match self.thinking:
-            case ThinkingBudget(budget_tokens=most):
-                made.values["reasoning"] = ReasoningBody(max_tokens=most)
-            case ThinkingBody(type="disabled"):
-                made.values["reasoning"] = ReasoningBody(effort="none")
         if self.output_config is not None:
-            made.values["reasoning_effort"] = self.output_config.effort
+            if self.output_config.effort is not None:
+                made.values["reasoning_effort"] = self.output_config.effort
+                made.fields["reasoning_effort"] = "output_config.effort"
             if self.output_config.format is not None:
                 schema = {"schema": self.output_config.format.schema_}
                 made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -243,13 +206,10 @@ class MessagesRequest(CountTokensRequest):
     """A conversation to answer. Fields that would change the answer and are not supported are
     refused."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "diagnostics"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {
-        "container": (),
-        "inference_geo": (),
-    }
+    place: ClassVar[Place | None] = Place.MESSAGES
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_TOOLS_ARE_THERE, NOTHING_EXPLAINED)
 
+    request_id: RequestId | None = None
     max_tokens: int = Field(ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)

@@ -51,7 +51,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results
     of tools."""
-    answer = MessageAnswer(served.llm)
+    answer = MessageAnswer(served.llm, body.request_id)
     return await respond_in_dialect(served, request, body.translated(), answer, tenant=tenant)
 
 

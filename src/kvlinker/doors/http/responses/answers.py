@@ -14,6 +14,7 @@ from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
 from kvlinker.doors.http.answers.answering import created_tokens, link_body
+from kvlinker.doors.http.answers.token_logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
 from kvlinker.doors.http.responses.events import (
     AnyEvent,
@@ -56,7 +57,7 @@ class ResponseAnswer:
     def __init__(self, llm: LLM, body: ResponsesRequest) -> None:
         self._llm = llm
         self._body = body
-        self._id = f"resp_{secrets.token_hex(12)}"
+        self._id = f"resp_{body.request_id or secrets.token_hex(12)}"
         self._created_at = int(time.time())
         self._ids: dict[int, str] = {}
         self._numbers = 0
@@ -85,7 +86,7 @@ class ResponseAnswer:
                 if block.kind != "call":
                     yield self._part("response.content_part.added", block, place)
             case "go on":
-                yield self._more(block, step.text, place)
+                yield self._more(step, place)
             case "end":
                 yield self._done(block, place)
                 if block.kind != "call":
@@ -127,9 +128,9 @@ class ResponseAnswer:
     def _item_id(self, block: AnswerBlock) -> str:
         return self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
 
-    def _more(self, block: AnswerBlock, text: str, place: dict[str, Any]) -> AnyEvent:
-        place = place | self._number()
-        match block.kind:
+    def _more(self, step: BlockStep, place: dict[str, Any]) -> AnyEvent:
+        place, text = place | self._number(), step.text
+        match step.block.kind:
             case "call":
                 return ArgumentsDelta(
                     type="response.function_call_arguments.delta", delta=text, **place
@@ -139,7 +140,11 @@ class ResponseAnswer:
                     type="response.reasoning_text.delta", content_index=0, delta=text, **place
                 )
         return OutputTextDelta(
-            type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place
+            type="response.output_text.delta",
+            content_index=0,
+            delta=text,
+            logprobs=logprob_bodies(step.logprobs),
+            **place,
         )
 
     def _done(self, block: AnswerBlock, place: dict[str, Any]) -> AnyEvent:
@@ -156,7 +161,11 @@ class ResponseAnswer:
                 type="response.reasoning_text.done", content_index=0, text=block.text, **place
             )
         return OutputTextDone(
-            type="response.output_text.done", content_index=0, text=block.text, logprobs=[], **place
+            type="response.output_text.done",
+            content_index=0,
+            text=block.text,
+            logprobs=logprob_bodies(block.logprobs),
+            **place,
         )
 
     def _part(
@@ -165,8 +174,8 @@ class ResponseAnswer:
         block: AnswerBlock,
         place: dict[str, Any],
     ) -> ContentPartEvent:
-        text = "" if kind == "response.content_part.added" else block.text
-        part = _reasoning(text) if block.kind == "reasoning" else _text(text)
+        shown = AnswerBlock(block.index, block.kind) if kind.endswith("added") else block
+        part = _reasoning(shown.text) if block.kind == "reasoning" else _text(shown)
         return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
 
     def _item(
@@ -190,13 +199,13 @@ class ResponseAnswer:
             return ReasoningOutput(
                 type="reasoning", id=item_id, status=status, summary=[], content=thoughts
             )
-        texts = [] if begins else [_text(block.text)]
+        texts = [] if begins else [_text(block)]
         return MessageOutput(
             type="message", id=item_id, role="assistant", status=status, content=texts
         )
 
     def _response(self, status: Status) -> ResponseObject:
-        body, params = self._body, self._llm.sampling_params(**self._body.sampling_fields())
+        body, params = self._body, self._llm.sampling_params(**self._body.told_sampling())
         link = link_body([self._read])
         return ResponseObject(
             id=self._id,
@@ -248,8 +257,13 @@ class ResponseAnswer:
         )
 
 
-def _text(text: str) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+def _text(block: AnswerBlock) -> OutputText:
+    return OutputText(
+        type="output_text",
+        text=block.text,
+        annotations=[],
+        logprobs=logprob_bodies(block.logprobs),
+    )
 
 
 def _reasoning(text: str) -> ReasoningTextBody:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, RootModel
+from pydantic import Field, RootModel
 
+from kvlinker.doors.http.answers.token_logprobs import ChatLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.responses.objects import OutputItem, PartBody, ResponseObject
 
@@ -58,7 +59,7 @@ class OutputTextDelta(ItemEvent):
     type: Literal["response.output_text.delta"]
     content_index: int
     delta: str
-    logprobs: list[JsonValue]
+    logprobs: list[ChatLogprob]
 
 
 class OutputTextDone(ItemEvent):
@@ -67,7 +68,7 @@ class OutputTextDone(ItemEvent):
     type: Literal["response.output_text.done"]
     content_index: int
     text: str
-    logprobs: list[JsonValue]
+    logprobs: list[ChatLogprob]
 
 
 class ReasoningTextDelta(ItemEvent):

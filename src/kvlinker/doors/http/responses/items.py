@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 from kvlinker.base.types.limits import MOST_PARTS
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, Text
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import TextOrParts
 from kvlinker.doors.http.fields.tools import FunctionName
 
@@ -18,7 +19,7 @@ from kvlinker.doors.http.fields.tools import FunctionName
 class MessageItem(RequestBody):
     """One turn of a conversation."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    place: ClassVar[Place | None] = Place.MESSAGE_ITEM
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -28,13 +29,7 @@ class MessageItem(RequestBody):
 class FunctionCallItem(RequestBody):
     """A call of the assistant's, earlier in the conversation."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "namespace": (),
-        "async": (False,),
-        "async_": (False,),
-        "caller": ({"type": "direct"},),
-    }
+    place: ClassVar[Place | None] = Place.CALL_ITEM
 
     type: Literal["function_call"]
     call_id: Text
@@ -45,8 +40,7 @@ class FunctionCallItem(RequestBody):
 class FunctionCallOutputItem(RequestBody):
     """The result of a call."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},)}
+    place: ClassVar[Place | None] = Place.RESULT_ITEM
 
     type: Literal["function_call_output"]
     call_id: NonemptyText
@@ -64,8 +58,7 @@ class ReasoningItem(RequestBody):
     """The assistant's reasoning, earlier in the conversation; chat templates that know it show
     it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"encrypted_content": ("",)}
+    place: ClassVar[Place | None] = Place.REASONING_ITEM
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = Field(default=None, max_length=MOST_PARTS)

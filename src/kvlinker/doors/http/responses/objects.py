@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from kvlinker.doors.http.answers.answering import LinkBody
+from kvlinker.doors.http.answers.token_logprobs import ChatLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -18,7 +19,7 @@ class OutputText(ResponseBody):
     type: Literal["output_text"]
     text: str
     annotations: list[JsonValue]
-    logprobs: list[JsonValue]
+    logprobs: list[ChatLogprob]
 
 
 class ReasoningTextBody(ResponseBody):

@@ -17,9 +17,18 @@ from kvlinker.doors.http.fields.bodies import (
     has_entries,
     where,
 )
+from kvlinker.doors.http.fields.decoding import DecodingFields
+from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkableBody, TextOr
-from kvlinker.doors.http.fields.reasoning import ReasoningBody, Verbosity
-from kvlinker.doors.http.fields.sampling import NOTHING_EXPLAINED, LinkOptions, StreamOptions
+from kvlinker.doors.http.fields.reasoning import ReasoningBody, ReasoningFields, Verbosity
+from kvlinker.doors.http.fields.sampling import (
+    NOTHING_EXPLAINED,
+    CacheSalt,
+    LinkOptions,
+    RequestId,
+    ServiceTier,
+    StreamOptions,
+)
 from kvlinker.doors.http.fields.tools import CALLS, FunctionName
 from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
 
@@ -29,7 +38,7 @@ class ResponseTool(MarkableBody):
     arguments are enforced to be valid whenever it is called. With one of the marks, its definition
     is a chunk where the prompt shows it."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+    place: ClassVar[Place | None] = Place.RESPONSES_TOOL
 
     type: Literal["function"]
     name: FunctionName
@@ -89,55 +98,55 @@ class TextBody(RequestBody):
     format: _Format | None = None
 
 
-class ResponsesRequest(RequestBody):
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What an answer may tell beside: only the first is of answers that there are."""
+
+
+class ResponsesRequest(ReasoningFields, DecodingFields):
     """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer
     and are not supported are refused."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prompt_cache_options",
-        }
-        | {"max_tool_calls"}
-    )
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "store": (False,),
-        "previous_response_id": (),
-        "conversation": (),
-        "background": (False,),
-        "prompt": (),
-        "include": ([], ["reasoning.encrypted_content"]),
-        "truncation": ("disabled",),
-        "top_logprobs": (0,),
-        "context_management": ([],),
-        "moderation": (),
-    }
+    place: ClassVar[Place | None] = Place.RESPONSES
+
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"tool_choice": CALLS}, has_entries("tools")),
         NOTHING_EXPLAINED,
+        *DecodingFields.rules,
     )
 
     model: Text | None = None
     input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[ResponseTool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
-    reasoning: ReasoningBody | None = None
+    include: list[Included] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     link: LinkOptions | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
 
-    def sampling_fields(self) -> dict[str, Any]:
+    @property
+    def tells_logprobs(self) -> bool:
+        """True where the answer is to tell how likely its text's tokens were."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+    def told_sampling(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that answers tell of, as far as they are
         given."""
         return {
@@ -174,23 +183,26 @@ class ResponsesRequest(RequestBody):
                 "max_tokens": "max_output_tokens",
                 "response_format": "text.format",
                 "response_format.json_schema": "text.format",
-                "verbosity": "text.verbosity",
             }
         )
         names = (
+            *DecodingFields.model_fields,
+            *ReasoningFields.model_fields,
             "model",
             "link",
-            "temperature",
-            "top_p",
             "parallel_tool_calls",
-            "reasoning",
             "stream",
             "service_tier",
+            "cache_salt",
         )
         made.values |= {name: getattr(self, name) for name in names} | {
             "max_tokens": self.max_output_tokens
         }
-        made.values["verbosity"] = self.text.verbosity if self.text else None
+        if self.tells_logprobs:
+            made.values |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text and self.text.verbosity:
+            made.values["verbosity"] = self.text.verbosity
+            made.fields["verbosity"] = "text.verbosity"
         if self.instructions is not None:
             made.add_message("system")
             made.add_content(self.instructions, origin="instructions")

@@ -107,15 +107,20 @@ class PromptLoader:
         return Link.begin(
             wanted.prompt,
             wanted.policy,
-            library=None if self._variants is None else self._variants.of(wanted.tenant),
+            library=(
+                None if self._variants is None or wanted.salt else self._variants.of(wanted.tenant)
+            ),
             forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
-            reuse=partial(self._reuse, wanted.tenant) if request.reuses else no_reuse,
+            reuse=partial(self._reuse, wanted) if request.reuses else no_reuse,
         )
 
-    def _reuse(self, tenant: str, prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
-        """Return the beginning of the prompt that was computed before in the same way."""
-        keys = self._keys(prompt.chunks, tenant)
-        return self._scheduler.find_prefix(tenant, prompt, keys, policy)
+    def _reuse(
+        self, request: GenerationRequest, prompt: Prompt, policy: Policy
+    ) -> ReusedPrefix | None:
+        """Return the beginning of the request's prompt that was computed before in the same
+        way."""
+        keys = self._keys(prompt.chunks, request.tenant)
+        return self._scheduler.find_prefix(request.sharer, prompt, keys, policy)
 
     def _restore(self, link: Link) -> list[Future[KV | None]]:
         """Load what the link reuses from disk."""
@@ -206,7 +211,7 @@ class PromptLoader:
             len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None
         ):
             self._restored(tokens)
-        if link.policy.needs.variants and not request.explains:
+        if link.policy.needs.variants and not request.explains and not request.request.salt:
             self._offer(link.prompt, request.request.tenant)
 
     def _fail(self, request: PromptRequest, error: BaseException | None) -> None:

@@ -59,6 +59,9 @@ class Sampler:
         ``params.min_tokens``; ``bad_words`` are the sequences of tokens that never come."""
         self._logprobs = params.logprobs
         self._greedy = params.greedy
+        self._allowed = (
+            None if params.allowed_token_ids is None else torch.tensor(params.allowed_token_ids)
+        )
         self._processors = LogitsProcessorList()
         self._warpers = LogitsProcessorList()
         if params.logit_bias:
@@ -102,11 +105,14 @@ class Sampler:
         scores = self._processors(history, logits[None])
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
+        if self._allowed is not None:
+            kept = scores[:, self._allowed]
+            scores = torch.full_like(scores, -torch.inf).index_copy(1, self._allowed, kept)
         best = scores.argmax()
         if scores[0, best] == -torch.inf:
             raise InvalidRequestError(
                 "No token is left to choose: what the request forbids is all that could come."
-                " Change 'bad_words', 'min_tokens' or the grammar."
+                " Change 'bad_words', 'allowed_token_ids', 'min_tokens' or the grammar."
             )
         if self._greedy:
             return int(best)

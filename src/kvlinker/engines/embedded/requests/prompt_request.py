@@ -166,7 +166,7 @@ class PromptRequest(Request):
     def _path(self, link: Link) -> SequencePath | None:
         """Return what the KV of the linked prompt depends on; None if it is not kept."""
         assert link.plan is not None
-        return linked_path(self.request.tenant, link.plan, self._keys) if self.reuses else None
+        return linked_path(self.request.sharer, link.plan, self._keys) if self.reuses else None
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);

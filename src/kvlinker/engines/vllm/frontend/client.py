@@ -307,6 +307,9 @@ def _vllm_sampling(
         stop_token_ids=list(sampling.stop_token_ids),
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=None
+        if sampling.allowed_token_ids is None
+        else list(sampling.allowed_token_ids),
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=None if structured is None else StructuredOutputsParams(**structured),

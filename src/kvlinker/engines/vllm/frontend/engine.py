@@ -143,18 +143,15 @@ class VLLMEngine:
         self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
 
-    def prepare(
-        self, request: GenerationRequest, *, salt: str | None = None
-    ) -> Future[PreparedPrompt]:
-        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the
-        request's own.
+    def prepare(self, request: GenerationRequest) -> Future[PreparedPrompt]:
+        """Link the prompt of a request that vLLM's own handlers are to answer.
 
         Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it
         is linked once. Raises PolicyError, ContextLengthError or EngineClosedError at once; later
         errors are the future's.
         """
         self._checked(request)
-        return self._client.run(self._translated(self._prepare(request, salt)))
+        return self._client.run(self._translated(self._prepare(request)))
 
     def note_uses(self, prepared: PreparedPrompt, tenant: str) -> None:
         """Note in the store how a prepared prompt used its chunks."""
@@ -279,7 +276,7 @@ class VLLMEngine:
                 request.request.sampling_of(choice.index),
                 max_tokens=request.max_tokens,
                 transfer=linked.transfer_again if linked_before else linked.transfer,
-                salt=linked.salt(request.request.tenant),
+                salt=linked.salt(request.request.sharer),
             )
             async with contextlib.aclosing(outputs):
                 async for new in outputs:
@@ -318,10 +315,10 @@ class VLLMEngine:
             request.fail(engine_closed())
         request.cancel()
 
-    async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
+    async def _prepare(self, request: GenerationRequest) -> PreparedPrompt:
         linked = await self._linker.refine(await self._linker.link(request))
         transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
-        salt = linked.salt(request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
+        salt = linked.salt(request.sharer)
         outcome = None
         if request.n > 1:
             outcome = await self._client.run_prompt(tokens, transfer, salt)

@@ -1,0 +1,95 @@
+"""Writes the table of fields in ``docs/api.md`` from what bodies check themselves by.
+
+Run ``python -m kvlinker.doors.http.field_table docs/api.md`` after a change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from kvlinker.doors.http.answers.chat import ChatCompletionRequest
+from kvlinker.doors.http.answers.completions import CompletionRequest
+from kvlinker.doors.http.fields.bodies import RequestBody
+from kvlinker.doors.http.fields.foreign import ELSEWHERE, FIELDS, NOTES, ForeignFields, Place
+from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
+from kvlinker.doors.http.responses.requests import ResponsesRequest
+from kvlinker.doors.http.tokenize import DetokenizeRequest, TokenizeRequest
+
+BODIES: Mapping[Place, type[RequestBody]] = {
+    Place.CHAT: ChatCompletionRequest,
+    Place.COMPLETIONS: CompletionRequest,
+    Place.RESPONSES: ResponsesRequest,
+    Place.MESSAGES: MessagesRequest,
+    Place.COUNT_TOKENS: CountTokensRequest,
+    Place.TOKENIZE: TokenizeRequest,
+    Place.DETOKENIZE: DetokenizeRequest,
+}
+"""The bodies of the routes that other servers have, too."""
+
+BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
+"""Stand around the table on its page."""
+
+_HEAD = "| field | where | here | why |\n|---|---|---|---|\n"
+
+
+def field_table() -> str:
+    """Return the table in Markdown: what is served, taken and refused, in this order."""
+    taken = [fields for fields in FIELDS if fields.no_ops is None]
+    refused = [fields for fields in (*FIELDS, *ELSEWHERE) if fields.no_ops is not None]
+    rows = [*_served(), *map(_taken, taken), *map(_refused, refused)]
+    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table as it is now. Raises ValueError for one without its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"The page has no {BEGIN.strip()} and {END.strip()} around a table.")
+    return f"{before}{BEGIN}\n{field_table()}\n{end}{after}"
+
+
+def _served() -> Iterator[tuple[str, ...]]:
+    """Yield a row for the fields of each set of routes."""
+    routes: defaultdict[str, list[Place]] = defaultdict(list)
+    for place, body in BODIES.items():
+        for name, field in body.model_fields.items():
+            routes[field.alias or name].append(place)
+    names: defaultdict[tuple[str, tuple[Place, ...]], list[str]] = defaultdict(list)
+    for name, places in routes.items():
+        names[NOTES.get(name, ""), tuple(places)].append(name)
+    for (note, together), found in names.items():
+        yield _names(found), _list(together), "served", note
+
+
+def _taken(fields: ForeignFields) -> tuple[str, ...]:
+    return _names(fields.names), _places(fields), "taken", fields.why
+
+
+def _refused(fields: ForeignFields) -> tuple[str, ...]:
+    no_ops = " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops or ())
+    verdict = f"taken if {no_ops}, else refused" if no_ops else "refused"
+    return _names(fields.names), _places(fields), verdict, fields.why
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _places(fields: ForeignFields) -> str:
+    if fields in ELSEWHERE:
+        return "routes that do not serve it"
+    return _list(place for place in Place if place in fields.places)
+
+
+def _list(places: Iterable[Place]) -> str:
+    return ", ".join(place.value for place in places)
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")

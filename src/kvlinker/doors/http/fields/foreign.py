@@ -1,0 +1,299 @@
+"""The one table of what becomes of fields that other servers know and this one has no use for:
+taken, for they cannot change the answer here, or refused by name.
+
+Bodies check themselves by it (``kvlinker.doors.http.fields.bodies``), and ``docs/api.md`` shows it
+beside the fields that are served (``kvlinker.doors.http.field_table``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Place(StrEnum):
+    """Where a field stands: in the body of a route, or in an object inside some."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+
+    MESSAGE = "a message"
+    TEXT_PART = "a text part"
+    CONTEXT_CACHE_PART = "a `context_cache` part"
+    CALL = "a call"
+    STREAM_OPTIONS = "`stream_options`"
+    STRUCTURED_OUTPUTS = "`structured_outputs`"
+    RESPONSES_TOOL = "a tool (responses)"
+    MESSAGES_TOOL = "a tool (messages)"
+    TOOL_USE = "`tool_use`"
+    TOOL_RESULT = "`tool_result`"
+    THINKING = "`thinking` blocks"
+    DOCUMENT = "`document`"
+    CITATIONS = "`citations` of a document"
+    MESSAGE_ITEM = "`message` items"
+    CALL_ITEM = "`function_call` items"
+    RESULT_ITEM = "`function_call_output` items"
+    REASONING_ITEM = "`reasoning` items"
+
+
+_ROUTES = frozenset({Place.CHAT, Place.COMPLETIONS, Place.RESPONSES, Place.MESSAGES})
+ROUTES = _ROUTES | {Place.COUNT_TOKENS, Place.TOKENIZE}
+_OPENAI = _ROUTES - {Place.MESSAGES}
+_TOKENS = frozenset({Place.TOKENIZE, Place.DETOKENIZE})
+_TEXT = frozenset({Place.CHAT, Place.COMPLETIONS})
+_ANTHROPIC = frozenset({Place.MESSAGES, Place.COUNT_TOKENS})
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFields:
+    """Tells what becomes of fields, and why. Null is taken of all of them."""
+
+    names: tuple[str, ...]
+    places: frozenset[Place]
+    why: str
+
+    no_ops: tuple[Any, ...] | None = None
+    """The values at which refused fields have no effect; None for fields that are taken, whatever
+    their values."""
+
+
+def _taken(names: str, places: frozenset[Place] | Place, why: str) -> ForeignFields:
+    return ForeignFields(tuple(names.split()), _as_set(places), why)
+
+
+def _refused(names: str, places: frozenset[Place] | Place, why: str, *no_ops: Any) -> ForeignFields:
+    return ForeignFields(tuple(names.split()), _as_set(places), why, no_ops)
+
+
+def _as_set(places: frozenset[Place] | Place) -> frozenset[Place]:
+    return frozenset({places}) if isinstance(places, Place) else places
+
+
+NOTHING_IS_KEPT = "nothing is kept between requests; send the whole conversation"
+NO_MEDIA = "the model reads text alone"
+_NO_MORE_TOOLS = "only functions are called, all of which are offered and called directly"
+
+FIELDS: tuple[ForeignFields, ...] = (
+    _taken(
+        "user safety_identifier session_id priority",
+        _OPENAI,
+        "for operators and their statistics: requests are served in order",
+    ),
+    _taken("metadata", _TEXT, "for operators and their statistics"),
+    _taken(
+        "prompt_cache_key prompt_cache_retention prompt_cache_options",
+        _OPENAI,
+        "what began as an earlier prompt did is reused in any case",
+    ),
+    _taken("store", _OPENAI, "nothing is stored: responses say `store: false`"),
+    _taken("prediction", Place.CHAT, "a guess at the answer makes it faster at most"),
+    _taken("stream_interval", _TEXT, "pieces of streams come as they are generated"),
+    _taken("length_penalty", _TEXT, "counts for beams alone"),
+    _taken("spaces_between_special_tokens", _TEXT, "the tokenizers here add none"),
+    _taken("truncation_side", _TEXT, "nothing is truncated"),
+    _taken(
+        "media_io_kwargs mm_processor_kwargs mm_payload return_mm_kwargs",
+        _ROUTES,
+        NO_MEDIA,
+    ),
+    _taken(
+        "return_token_offsets routed_experts_prompt_start",
+        _TEXT,
+        "details of what answers here do not tell",
+    ),
+    _taken(
+        "reasoning reasoning_effort thinking thinking_token_budget include_reasoning verbosity"
+        " chat_template_kwargs",
+        Place.COMPLETIONS,
+        "completions have no chat template",
+    ),
+    _taken("max_tool_calls", Place.RESPONSES, "limits built-in tools, of which there are none"),
+    _taken(
+        "metadata user safety_identifier priority session_id diagnostics",
+        Place.MESSAGES,
+        "for operators and their statistics",
+    ),
+    _taken(
+        "betas billing_policy fallback_credit_token user_profile_id workspace_id",
+        _ANTHROPIC,
+        "for Anthropic's own accounts",
+    ),
+    _taken("media_io_kwargs mm_processor_kwargs mm_payload", _TOKENS, NO_MEDIA),
+    _taken("include_obfuscation", Place.STREAM_OPTIONS, "events are not padded"),
+    _taken("refusal annotations", Place.MESSAGE, "no chat template shows them"),
+    _taken("id index logprobs", Place.TEXT_PART, "come from an earlier answer"),
+    _taken("cache_control index", Place.CONTEXT_CACHE_PART, "it is a chunk in any case"),
+    _taken("index", Place.CALL, "comes from an earlier answer"),
+    _taken("eager_input_streaming", Place.MESSAGES_TOOL, "arguments come as they are generated"),
+    _taken("cache_control", Place.TOOL_USE, "what began as an earlier prompt did is reused"),
+    _taken("signature cache_control", Place.THINKING, "reasoning is sent and shown as it is"),
+    _taken("id status phase", Place.MESSAGE_ITEM, "come from an earlier answer"),
+    _taken(
+        "id status",
+        frozenset({Place.CALL_ITEM, Place.RESULT_ITEM}),
+        "come from an earlier answer",
+    ),
+    _taken("id status summary", Place.REASONING_ITEM, "there are no summaries"),
+    _refused("use_beam_search", _TEXT, "answers are sampled token by token", False),
+    _refused("best_of", _ROUTES, "every choice is returned: ask for `n`", 1),
+    _refused("suffix", Place.COMPLETIONS, "models here write forward", ""),
+    _refused("prompt_embeds", Place.COMPLETIONS, "prompts are text or token ids"),
+    _refused(
+        "truncate_prompt_tokens",
+        _TEXT,
+        "prompts are answered whole; shorten it, so that you know what is left",
+    ),
+    _refused("logprob_token_ids", _TEXT, "give `logprobs` or `top_logprobs`", []),
+    _refused("watermarking repetition_detection", _ROUTES, "vLLM's own ways of sampling", False),
+    _refused("return_prompt_text", Place.CHAT, "give `return_token_ids`", False),
+    _refused(
+        "vllm_xargs kv_transfer_params ec_transfer_params", _ROUTES, "vLLM's own extensions", {}
+    ),
+    _refused(
+        "chat_template",
+        frozenset({Place.CHAT, Place.TOKENIZE}),
+        "chunks are placed by the server's own template",
+    ),
+    _refused("echo add_special_tokens", Place.CHAT, "the chat template makes the prompt", False),
+    _refused("functions", Place.CHAT, "replaced by `tools`", []),
+    _refused("function_call", Place.CHAT, "replaced by `tool_choice`", "none", "auto"),
+    _refused("function_call", Place.MESSAGE, "replaced by `tool_calls`"),
+    _refused("modalities", Place.CHAT, "answers are text", ["text"]),
+    _refused("audio", frozenset({Place.CHAT, Place.MESSAGE}), NO_MEDIA),
+    _refused("web_search_options", Place.CHAT, "the server searches nothing"),
+    _refused("moderation", frozenset({Place.CHAT, Place.RESPONSES}), "nothing is moderated here"),
+    _refused(
+        "previous_response_id conversation previous_input_messages",
+        Place.RESPONSES,
+        NOTHING_IS_KEPT,
+    ),
+    _refused("background", Place.RESPONSES, "nothing is kept that could be fetched later", False),
+    _refused("prompt", Place.RESPONSES, "there are no stored prompts; give `input`"),
+    _refused("truncation", Place.RESPONSES, "prompts are answered whole", "disabled"),
+    _refused("context_management", Place.RESPONSES, "prompts are answered whole", []),
+    _refused("image", Place.RESPONSES, NO_MEDIA),
+    _refused("access_programs", Place.RESPONSES, "OpenAI's own"),
+    _refused("enable_response_messages", Place.RESPONSES, "the answer has no such form", False),
+    _refused("context_management", _ANTHROPIC, "prompts are answered whole"),
+    _refused("compaction thread", _ANTHROPIC, NOTHING_IS_KEPT),
+    _refused("mcp_servers", _ANTHROPIC, "only functions are called", []),
+    _refused("speed", _ANTHROPIC, "all requests are served alike", "standard"),
+    _refused("container inference_geo", Place.MESSAGES, "the server runs nothing elsewhere"),
+    _refused("fallbacks", Place.MESSAGES, "one model is served", []),
+    _refused("annotations citations", Place.TEXT_PART, "sources are not cited", []),
+    _refused("encrypted_content", Place.REASONING_ITEM, "send reasoning as `content`", ""),
+    _refused("context", Place.DOCUMENT, "write it into the text", ""),
+    _refused("enabled", Place.CITATIONS, "sources are not cited", False),
+    _refused(
+        "disable_any_whitespace disable_additional_properties",
+        Place.STRUCTURED_OUTPUTS,
+        "say it in the schema",
+        False,
+    ),
+    _refused("disable_fallback", Place.STRUCTURED_OUTPUTS, "there is one backend", True, False),
+    _refused(
+        "whitespace_pattern structural_tag", Place.STRUCTURED_OUTPUTS, "not kept by the backend"
+    ),
+    _refused("allowed_callers", Place.MESSAGES_TOOL, _NO_MORE_TOOLS, ["direct"]),
+    _refused("input_examples", Place.MESSAGES_TOOL, "write them into the `description`", []),
+    _refused(
+        "defer_loading",
+        frozenset({Place.MESSAGES_TOOL, Place.RESPONSES_TOOL}),
+        _NO_MORE_TOOLS,
+        False,
+    ),
+    _refused(
+        "toolset_name", frozenset({Place.TOOL_USE, Place.TOOL_RESULT}), "there are no toolsets"
+    ),
+    _refused(
+        "caller",
+        frozenset({Place.TOOL_USE, Place.CALL_ITEM, Place.RESULT_ITEM}),
+        _NO_MORE_TOOLS,
+        {"type": "direct"},
+    ),
+    _refused("namespace", Place.CALL_ITEM, _NO_MORE_TOOLS),
+    _refused("async async_", Place.CALL_ITEM, _NO_MORE_TOOLS, False),
+)
+
+_OF_OTHER_ROUTES = "a field of other routes"
+
+ELSEWHERE: tuple[ForeignFields, ...] = tuple(
+    _refused(names, ROUTES, _OF_OTHER_ROUTES, *no_ops)
+    for names, no_ops in (
+        (
+            "echo logprobs ignore_eos include_stop_str_in_output return_token_ids"
+            " return_tokens_as_token_ids continue_final_message use_beam_search stream store"
+            " background enable_response_messages return_prompt_text return_token_strs",
+            (False,),
+        ),
+        (
+            "skip_special_tokens add_generation_prompt parallel_tool_calls include_reasoning",
+            (True,),
+        ),
+        ("n best_of repetition_penalty", (1,)),
+        ("min_p min_tokens top_logprobs presence_penalty frequency_penalty", (0,)),
+        ("top_k", (0, -1)),
+        (
+            "stop stop_sequences stop_token_ids bad_words tools documents functions include"
+            " mcp_servers logit_bias chat_template_kwargs vllm_xargs kv_transfer_params"
+            " ec_transfer_params suffix",
+            ([], {}, ""),
+        ),
+        ("tool_choice function_call", ("none", "auto")),
+        ("response_format", ({"type": "text"},)),
+        ("truncation", ("disabled",)),
+        ("modalities", (["text"],)),
+    )
+)
+"""Fields of OpenAI's, Anthropic's or vLLM's on the routes that have them not, with the values at
+which they mean nothing."""
+
+NOTES = {
+    **dict.fromkeys(
+        (
+            "reasoning_effort",
+            "reasoning",
+            "thinking",
+            "thinking_token_budget",
+            "verbosity",
+            "chat_template_kwargs",
+        ),
+        "as far as the model can; `X-Ignored-Fields` names the others",
+    ),
+    "cache_salt": "nothing is reused of requests with another one, but for what is named by id",
+    "request_id": "a part of the answer's `id`",
+    "include": "`message.output_text.logprobs`; the others mean nothing here",
+}
+"""By name, what is to be said of fields that are served."""
+
+MEDIA = {
+    "image": "Images",
+    "image_url": "Images",
+    "input_image": "Images",
+    "image_embeds": "Images",
+    "input_audio": "Audio files",
+    "audio_url": "Audio files",
+    "audio_embeds": "Audio files",
+    "video_url": "Videos",
+    "file": "Files",
+    "input_file": "Files",
+}
+"""By type of a part that is refused, what its error calls it."""
+
+
+def foreign_fields(place: Place, own: Collection[str]) -> dict[str, ForeignFields]:
+    """Return, by name, the fields that a body at ``place`` does not serve, and yet knows; ``own``
+    are those that it serves."""
+    found = {name: fields for fields in FIELDS if place in fields.places for name in fields.names}
+    for fields in ELSEWHERE if place in ROUTES else ():
+        for name in fields.names:
+            if name not in own:
+                found.setdefault(name, fields)
+    return found
