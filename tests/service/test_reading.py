@@ -61,7 +61,7 @@ class Implicits:
     def __init__(self) -> None:
         self.entered: list[str] = []
 
-    def encode(self, text: str) -> Chunk | None:
+    def encode(self, text: str, salt: str = "") -> Chunk | None:
         return Chunk(tuple(map(ord, text))) if text else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
@@ -125,7 +125,7 @@ class Builder:
         name: str = tool["function"]["name"]
         return None if name == "hidden" else name
 
-    def completion(self, prompt: Any) -> Any:
+    def completion(self, prompt: Any, *, special_tokens: bool = True) -> Any:
         return prompt
 
     def check_texts(self, texts: Sequence[str], *, param: str) -> None:
@@ -141,7 +141,7 @@ class Finder:
         self.noted: list[bool] = []
         self.openings: list[Any] = []
 
-    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
+    def mark(self, messages: Any, *, tenant: str, salt: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)
         self.openings.append(messages[0])

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from jsonschema import Draft202012Validator
 
+from kvlinker.doors.http.edge.routing import with_version
 from kvlinker.doors.http.pages import PAGE_PATHS
 
 DOCUMENT = "/openapi.json"
@@ -77,6 +78,7 @@ class Contract:
 
     def _operation(self, request: httpx.Request) -> Mapping[str, Any] | None:
         path = request.url.path
+        path = with_version({"type": "http", "path": path, "raw_path": b""})["path"]
         operations = self.document["paths"].get(path)
         if operations is None:
             patterns = {

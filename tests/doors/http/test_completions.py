@@ -30,6 +30,8 @@ def test_text_is_what_python_gives(served: Served) -> None:
             "logprobs": None,
             "finish_reason": "length",
             "prompt_logprobs": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
         }
     ]
     assert (body["object"], body["model"]) == ("text_completion", MODEL_NAME)

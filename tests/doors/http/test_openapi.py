@@ -21,6 +21,7 @@ MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 CACHES = "/v1/context_caches"
 HELLO = [{"role": "user", "content": "Hello"}]
+UNHEALTHY = {("/health", "503"), ("/ping", "503")}
 METHODS = {"get", "post", "patch", "delete"}
 
 

@@ -3,6 +3,7 @@ told."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -36,16 +37,15 @@ def servers(
 ) -> Iterator[dict[str, tuple[Served, FakeEngine]]]:
     """A server for each template, with its engine."""
     with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
 
         def started(template: str) -> tuple[Served, FakeEngine]:
             engine = FakeEngine()
             engine.script = ["Hello."]
-            patch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
             settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
-            return stack.enter_context(
-                serving(LLM.from_model(tiny_model(), settings), settings)
-            ), engine
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
+                llm = LLM.from_model(tiny_model(), settings)
+            return stack.enter_context(serving(llm, settings)), engine
 
         yield {name: started(template) for name, template in TEMPLATES.items()}
 
@@ -150,3 +150,103 @@ def test_responses_repeat_what_was_asked(servers: dict[str, tuple[Served, FakeEn
         servers["never"][0].post(RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
     )
     assert answer["reasoning"] == {"effort": "low", "summary": None}
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server on the real engine, whose model begins each answer with reasoning."""
+    template = TEMPLATE.replace("<|start|>", "<|im_start|>") + "<think>\n{# <tool_call> #}"
+    settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
+    model = tiny_model(marks=("<think>", "</think>"))
+    with serving(LLM.from_model(model, settings), settings) as running:
+        yield running
+
+
+LIMITS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"reasoning": {"max_tokens": 5}}),
+    (CHAT, {"thinking_token_budget": 5}),
+    (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    (RESPONSES, {"reasoning": {"max_tokens": 5}}),
+]
+LONGEST_TOKEN = 12
+"""The characters of the tokenizer's longest token, and more."""
+
+
+@pytest.mark.parametrize(("path", "fields"), LIMITS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_of_reasoning_are_kept(
+    thinking: Served, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    (cat,) = thinking.llm.token_ids(" cat")
+    close = thinking.llm.tokenizer.convert_tokens_to_ids("</think>")
+    body = {
+        "input" if path == RESPONSES else "messages": QUESTION,
+        "allowed_token_ids": [cat, close],
+        "logit_bias": {str(close): -100},  # it would not end by itself
+        "max_output_tokens" if path == RESPONSES else "max_tokens": 12,
+        "stream": stream,
+    }
+    if path == MESSAGES:  # which knows of no such tokens
+        body = {name: body[name] for name in ("messages", "max_tokens", "stream")}
+    answer = thinking.post(path, body | fields)
+    assert answer.status_code == 200, answer.text
+    assert HEADER not in answer.headers
+    thought, said = told(path, answer.text) if stream else parts(path, answer.json())
+    if path == MESSAGES:
+        assert len(thought) <= 5 * LONGEST_TOKEN
+    else:
+        assert (thought, said) == (("cat" + " cat" * 4), "cat" + " cat" * 5)
+
+
+def parts(path: str, answer: dict[str, Any]) -> tuple[str, str]:
+    """Reasoning and text of a whole answer."""
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        return message["reasoning_content"] or "", message["content"]
+    blocks = answer["content"] if path == MESSAGES else answer["output"]
+    texts = [
+        block.get("thinking") or block.get("text") or block["content"][0]["text"]
+        for block in blocks
+    ]
+    return "".join(texts[:-1]), texts[-1]
+
+
+def told(path: str, events: str) -> tuple[str, str]:
+    """Reasoning and text of a stream."""
+    thought = said = ""
+    for line in events.splitlines():
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            deltas = (
+                [choice["delta"] for choice in event.get("choices", ())] or [event["delta"]]
+                if "choices" in event or isinstance(event.get("delta"), dict)
+                else []
+            )
+            for delta in deltas:
+                thought += delta.get("reasoning_content") or delta.get("thinking") or ""
+                said += delta.get("content") or delta.get("text") or ""
+            if event.get("type") == "response.reasoning_text.delta":
+                thought += event["delta"]
+            if event.get("type") == "response.output_text.delta":
+                said += event["delta"]
+    return thought, said
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"include_reasoning": False}),
+        (RESPONSES, {"include_reasoning": False}),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"}}),
+    ],
+)
+def test_reasoning_is_left_out_where_it_is_not_wanted(
+    thinking: Served, path: str, fields: dict[str, Any]
+) -> None:
+    limits = {} if path == MESSAGES else {"reasoning": {"max_tokens": 5}}
+    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 20}
+    turn = {"input" if path == RESPONSES else "messages": QUESTION}
+    answer = thinking.post(path, {**turn, **limits, **length, **fields}).json()
+    assert parts(path, answer)[0] == ""
+    assert parts(path, answer)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from importlib.metadata import version
 from typing import Any
 
 import openai
@@ -61,7 +62,10 @@ def test_a_bug_half_way_ends_the_stream_by_an_error(
 def test_events_are_compact_json_on_one_line(faked: Served) -> None:
     text = faked.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "stream": True}).text
     same = re.sub(r'"id":"chatcmpl-\w{24}","created":\d+', "HEAD", text)
-    model = '"model":"tiny","object":"chat.completion.chunk"'
+    model = (
+        '"model":"tiny","system_fingerprint":"kvlinker-'
+        + f'{version("kvlinker")}-fake","object":"chat.completion.chunk"'
+    )
     end = '"logprobs":null,"finish_reason":'
     assert same == "".join(
         f"data: {event}\n\n"

@@ -15,14 +15,26 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvlinker.doors.http.app import create_app
+from kvlinker.doors.http.field_table import BODIES
+from kvlinker.doors.http.fields.foreign import Place, foreign_fields
 from kvlinker.doors.vllm_server.other_routes import add_other_routes
 from kvlinker.service.answer import Answer
 from kvlinker.settings import Settings
@@ -33,6 +45,23 @@ from tests.doors.http.test_decoding import (  # noqa: F401
     test_bad_words_do_not_come,
     test_logit_bias_forces_and_forbids,
     test_min_tokens_and_stop_tokens,
+)
+from tests.doors.http.test_served_fields import (  # noqa: F401
+    test_a_salt_keeps_beginnings_apart,
+    test_a_salt_keeps_chunks_that_are_found_by_content_apart,
+    test_a_stop_string_is_shown_where_it_is_wanted,
+    test_allowed_tokens_alone_come,
+    test_forms_in_older_words_are_kept,
+    test_ids_are_texts_again,
+    test_probes_and_the_version_are_told,
+    test_reasoning_ends_by_its_grammar,
+    test_responses_sample_as_chat_completions_do,
+    test_responses_tell_log_probabilities,
+    test_special_tokens_are_shown_where_they_are_wanted,
+    test_the_clients_types_hold_strictly,
+    test_token_ids_are_told_whole_and_in_streams,
+    test_tokens_of_log_probabilities_may_be_ids,
+    test_usage_is_told_all_along,
 )
 from tests.doors.http.test_structured import (  # noqa: F401
     client,
@@ -62,6 +91,12 @@ MARKED: Any = {
     "text": "The cat sat on the mat. " * 6,
     "cache_control": {"type": "ephemeral"},
 }
+
+
+@pytest.fixture
+def reusing(served: Served) -> Served:
+    """vLLM's prefix cache is on."""
+    return served
 
 
 def test_required_calls_are_valid(served: Served, client: openai.OpenAI) -> None:  # noqa: F811
@@ -176,9 +211,7 @@ def other(served: Served, vllm_settings: Settings) -> Iterator[httpx.Client]:
 
 
 def test_vllms_other_routes_are_served(other: httpx.Client) -> None:
-    assert other.get("/version").json()["version"]
-    tokens = other.post("/tokenize", json={"text": "a cat"}).json()["tokens"]
-    assert other.post("/detokenize", json={"tokens": tokens}).json()["prompt"].endswith("a cat")
+    assert other.get("/load").json()
     body = {"messages": QUESTION, "max_tokens": 3, "temperature": 0}
     assert other.post("/invocations", json=body).json()["usage"]["completion_tokens"] <= 3
     assert other.post("/invocations", json=body | {"stream": True}).text.endswith(
@@ -191,13 +224,31 @@ def test_vllms_other_routes_are_served(other: httpx.Client) -> None:
 
 
 def test_vllms_other_routes_are_for_admins(other: httpx.Client) -> None:
-    for path in ("/version", "/load"):
-        refused = other.get(path, headers={"Authorization": "Bearer user"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
-        assert other.get(path, headers={"Authorization": "Bearer nobody"}).status_code == 401
+    refused = other.get("/load", headers={"Authorization": "Bearer user"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert other.get("/load", headers={"Authorization": "Bearer nobody"}).status_code == 401
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "request_type"),
+    [
+        (Place.CHAT, ChatCompletionRequest),
+        (Place.COMPLETIONS, CompletionRequest),
+        (Place.RESPONSES, ResponsesRequest),
+        (Place.MESSAGES, AnthropicMessagesRequest),
+        (Place.COUNT_TOKENS, AnthropicCountTokensRequest),
+        (Place.TOKENIZE, TokenizeCompletionRequest),
+        (Place.TOKENIZE, TokenizeChatRequest),
+        (Place.DETOKENIZE, DetokenizeRequest),
+    ],
+)
+def test_every_field_of_vllms_is_known(place: Place, request_type: Any) -> None:
+    body = BODIES[place]
+    known = {*body.model_fields, *foreign_fields(place, body.model_fields)}
+    assert request_type.model_fields.keys() - known == set()
 
 
 def test_every_field_of_vllms_stands_on_the_page() -> None:

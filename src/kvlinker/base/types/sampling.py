@@ -209,6 +209,9 @@ class SamplingFields(TypedDict, total=False):
     min_tokens: int
     stop_token_ids: Sequence[int]
     bad_words: str | Sequence[str]
+    allowed_token_ids: Sequence[int] | None
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
     logit_bias: Mapping[int, float]
     prompt_logprobs: int | None
     shown_tokens: frozenset[int]
