@@ -44,6 +44,7 @@ from kvlinker.service.content import (
     parse_tools,
 )
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
+from kvlinker.service.context_caches.building import Building
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.prompt_calls import (
@@ -167,8 +168,11 @@ class LLM(ContextCacheCalls, PromptCalls):
             events=self.events,
             quotas=settings.quotas,
             implicit_caches=settings.implicit_caches,
+            builds=settings.role == "build",
         )
         started.callback(self.caches.close)
+        self.building = Building(self.engine, self.catalog, self.store)
+        started.callback(self.building.close)
         self.residency = Residency(self.store, kv_bytes_per_token=self.engine.kv_bytes_per_token)
         self.events.subscribe(self.residency.listen)
         self.policy_manager = PolicyManager(

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvlinker.base.futures import gather, or_else, resolved
+from kvlinker.base.futures import gather, or_else, resolved, then
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -101,3 +101,38 @@ def test_results_are_not_kept_alive():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_one_future_after_another() -> None:
+    first, second = Future[int](), Future[str]()
+    asked: list[int] = []
+
+    def go_on(value: int) -> Future[str]:
+        asked.append(value)
+        return second
+
+    joined = then(first, go_on)
+    first.set_result(3)
+    assert (asked, joined.done()) == ([3], False)
+    second.set_result("done")
+    assert joined.result() == "done"
+
+
+@pytest.mark.parametrize("at", ["first", "between", "second"])
+def test_a_failure_on_the_way_is_the_joined_ones(at: str) -> None:
+    first, second = Future[int](), Future[int]()
+
+    def go_on(value: int) -> Future[int]:
+        if at == "between":
+            raise ValueError(at)
+        return second
+
+    joined = then(first, go_on)
+    if at == "first":
+        first.set_exception(ValueError(at))
+    else:
+        first.set_result(1)
+    if at == "second":
+        second.set_exception(ValueError(at))
+    with pytest.raises(ValueError, match=at):
+        joined.result()

@@ -50,6 +50,28 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
     return joined
 
 
+def then(found: Future[T], go_on: Callable[[T], Future[R]]) -> Future[R]:
+    """Return a future of what ``go_on`` comes to, which is called with the result of ``found`` in
+    the thread that completes it; or of the failure of either."""
+    joined: Future[R] = Future()
+
+    def pass_on(other: Future[R]) -> None:
+        error = other.exception()
+        if error is None:
+            joined.set_result(other.result())
+        else:
+            joined.set_exception(error)
+
+    def begin(found: Future[T]) -> None:
+        try:
+            go_on(found.result()).add_done_callback(pass_on)
+        except Exception as error:
+            joined.set_exception(error)
+
+    found.add_done_callback(begin)
+    return joined
+
+
 def or_else(
     found: Future[T | None],
     otherwise: Callable[[T | None], Future[T]],
@@ -61,24 +83,8 @@ def or_else(
 
     Both run in the thread that completes ``found``.
     """
-    joined: Future[T] = Future()
 
-    def pass_on(other: Future[T]) -> None:
-        error = other.exception()
-        if error is None:
-            joined.set_result(other.result())
-        else:
-            joined.set_exception(error)
+    def decide(value: T | None) -> Future[T]:
+        return otherwise(value) if value is None or not accepts(value) else resolved(value)
 
-    def decide(found: Future[T | None]) -> None:
-        try:
-            value = found.result()
-            if value is None or not accepts(value):
-                otherwise(value).add_done_callback(pass_on)
-            else:
-                joined.set_result(value)
-        except Exception as error:
-            joined.set_exception(error)
-
-    found.add_done_callback(decide)
-    return joined
+    return then(found, decide)

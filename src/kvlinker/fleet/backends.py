@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Seen:
     """How a server was when it was last asked: ``reason`` tells why it gets no requests, and is
-    None where it does; ``pid`` is None until it has told it."""
+    None where it does; ``pid`` is None until it has told it. ``role`` is the setting."""
 
     state: ReplicaState = "starting"
     reason: str | None = "was not asked yet"
     pid: int | None = None
+    role: str = "both"
 
 
 def always(urls: Iterable[str]) -> Find:
@@ -202,7 +203,9 @@ class Backends:
         )
         seconds = told["seconds_per_token"]
         self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
-        self.seen[replica] = replace(self.seen[replica], pid=int(told["pid"]))
+        self.seen[replica] = replace(
+            self.seen[replica], pid=int(told["pid"]), role=str(told["role"])
+        )
         return self._router.report(
             replica,
             report,

@@ -61,6 +61,10 @@ _GENERATING = frozenset(
 )
 """The routes whose requests may be sent again, since they leave nothing behind but caches."""
 
+_BUILDING = frozenset(("/v1/context_caches", "/v1/chunks/build"))
+"""The routes whose requests go to builders. What one of them may have done before it was lost is
+done again: nobody was told of it, and the KV is the same."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -122,7 +126,11 @@ class Proxy:
     ) -> None:
         """Have a request answered by the first replica that can."""
         tried: Counter[str] = Counter()
-        while tried.total() < MOST_TRIES and (decision := self._choose(prompt, tried)) is not None:
+        builds = request.method == "POST" and request.url.path in _BUILDING
+        while tried.total() < MOST_TRIES:
+            decision = self._choose(prompt, tried, builds=builds)
+            if decision is None:
+                break
             tried[decision.replica] += 1
             try:
                 if await self._pass_on(decision, request, body, send):
@@ -131,14 +139,24 @@ class Proxy:
                 self._router.ended(decision)
         await _refuse(_nobody(bool(tried)), request, send)
 
-    def _choose(self, prompt: PromptOutline, tried: Counter[str]) -> Decision | None:
+    def _choose(
+        self, prompt: PromptOutline, tried: Counter[str], *, builds: bool
+    ) -> Decision | None:
         """Choose among the replicas that were not tried, or else were tried once: one that is ready
-        may just have closed a connection that was idle for long."""
+        may just have closed a connection that was idle for long. What ``builds`` chunks goes to
+        builders, where there are some, and nothing else does."""
         now = time.monotonic()
         twice = {replica for replica, times in tried.items() if times > 1}
-        return self._router.choose(prompt, now, without=tried) or self._router.choose(
-            prompt, now, without=twice
-        )
+        builders = self._builders()
+        others = self._backends.seen.keys() - builders
+        chosen: Decision | None = None
+        for left_out in (others, builders) if builds else (builders,):
+            for done in (tried.keys(), twice):
+                chosen = chosen or self._router.choose(prompt, now, without=left_out | done)
+        return chosen
+
+    def _builders(self) -> set[str]:
+        return {name for name, seen in self._backends.seen.items() if seen.role == "build"}
 
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
         """Pass a request on to a replica; returns False where another one may answer it."""
@@ -170,7 +188,9 @@ class Proxy:
             return True
         except httpx.HTTPError:
             await self._backends.ask(decision.replica)
-            if request.method != "GET" and request.url.path not in _GENERATING:
+            if request.method != "GET" and not (
+                request.url.path in _GENERATING or decision.replica in self._builders()
+            ):
                 error = ReplicaLostError("The replica ended before it answered. Try again.")
                 await _refuse(error, request, send)
                 return True

@@ -16,6 +16,7 @@ from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import load_model
+from kvlinker.service.builders import Builders
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
 
@@ -84,6 +85,7 @@ class EmbeddedSource:
             settings=settings,
             variants=variants,
             speeds=speeds,
+            elsewhere=Builders.of(settings, store, token_bytes=self._loaded.kv_bytes_per_token),
         )
 
 

@@ -68,6 +68,9 @@ class Options(TypedDict, total=False):
     tenant_quota_pinned_bytes: Size | None
     encryption_key: str | None
     search: Literal["auto", "on", "off"] | None
+    role: Literal["both", "build", "serve"] | None
+    builders: str | Sequence[str] | None
+    build_tokens: int | None
     audit: float | str | None
     audit_tokens: int | None
     audit_log: str | Path | None

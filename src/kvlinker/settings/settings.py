@@ -17,6 +17,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 from kvlinker.settings.audit import AuditSettings
 from kvlinker.settings.engine import EngineSettings
+from kvlinker.settings.fleet import FleetSettings
 from kvlinker.settings.linking import LinkingSettings
 from kvlinker.settings.model import ModelSettings
 from kvlinker.settings.server import ServerSettings
@@ -27,7 +28,13 @@ CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 
 
 class Settings(
-    ServerSettings, AuditSettings, StorageSettings, EngineSettings, LinkingSettings, ModelSettings
+    ServerSettings,
+    AuditSettings,
+    FleetSettings,
+    StorageSettings,
+    EngineSettings,
+    LinkingSettings,
+    ModelSettings,
 ):
     """Everything that can be configured. Sizes take units, such as ``4GiB``.
 

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.doors.http import (
     audit,
+    building,
     context_caches,
     link,
     models,
@@ -120,6 +121,7 @@ def create_app(
     )
     resources = (
         audit,
+        building,
         chat,
         completions,
         messages,

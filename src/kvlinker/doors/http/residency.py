@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
@@ -44,7 +44,7 @@ class ResidencyBody(ResponseBody):
     ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
     measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
     keys, ``recognises`` whether passages of plain texts become chunks (``implicit`` is ``auto``),
-    and ``pid`` is the server's process.
+    ``role`` whether it builds chunks for others or answers, and ``pid`` is the server's process.
     """
 
     epoch: str
@@ -58,6 +58,7 @@ class ResidencyBody(ResponseBody):
     seconds_per_token: float | None
     keyed: bool
     recognises: bool
+    role: Literal["both", "build", "serve"]
     pid: int
 
 
@@ -93,5 +94,6 @@ def residency(
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
         recognises=served.settings.implicit == "auto",
+        role=served.settings.role,
         pid=os.getpid(),
     )

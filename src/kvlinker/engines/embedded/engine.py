@@ -21,6 +21,7 @@ from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
+from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.contract.limits import RequestLimits
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
@@ -94,15 +95,17 @@ class EmbeddedEngine:
         settings: Settings,
         variants: VariantLibrary | None = None,
         speeds: Speeds | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast
-        the model computes."""
+        the model computes. ``elsewhere`` computes chunks for this engine, which closes it."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
         self._store = store
         self._events = events
         self._cost = loaded.cost
+        self._elsewhere = elsewhere
         store.keep_resident_as(loaded.resident_form)
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window)
@@ -162,6 +165,7 @@ class EmbeddedEngine:
             variants=variants,
             offer=_ignore if builder is None else builder.offer,
             prefixes=prefixes,
+            elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
         )
         computing = store.throttle.computing if on_host else nullcontext
@@ -273,6 +277,8 @@ class EmbeddedEngine:
         return self._throughput.prefill_seconds(tokens)
 
     def close(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         self._loop.close()
         self._grammars.close()
         self._loaders.shutdown()

@@ -73,11 +73,13 @@ class ContextCaches:
         events: Events,
         quotas: Quotas = NO_QUOTAS,
         implicit_caches: int | None = None,
+        builds: bool = False,
     ) -> None:
         """Finish the deletions that the last process on this catalog was in the midst of.
 
         ``implicit_caches``: the most implicit context caches that a tenant has at a time, of which
         those that were used longest ago make room for others; None for no limit.
+        ``builds``: what is created is for other servers, and in the shared tiers when it is told.
         """
         self._model = model
         self._events = events
@@ -96,6 +98,7 @@ class ContextCaches:
             limits=self._limits,
             maintenance=self._maintenance,
             events=events,
+            shares=store.flush if builds else None,
         )
         self.sweep()
 

@@ -4,7 +4,7 @@ the catalog."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -40,7 +40,10 @@ class Creation:
         limits: Limits,
         maintenance: Maintenance,
         events: Events,
+        shares: Callable[[], object] | None = None,
     ) -> None:
+        """``shares`` brings what was computed to other servers, and is called before they learn of
+        it."""
         self._model = model
         self._builder = builder
         self._engine = engine
@@ -49,6 +52,7 @@ class Creation:
         self._limits = limits
         self._maintenance = maintenance
         self._events = events
+        self._shares = shares
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
 
     def begin(
@@ -184,6 +188,8 @@ class Creation:
         try:
             try:
                 computed.result()
+                if self._shares is not None:
+                    self._shares()
                 room = self._catalog.add(records, self._limits, now=time.time())
             finally:
                 self._maintenance.spare_no_longer(keys)

@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.databases.interface import Database
-from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
+from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted, prefix_of
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
@@ -301,6 +302,18 @@ class Catalog:
             "SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {}
         )
         return frozenset(key for (key,) in rows)
+
+    def chunk(self, chunk_key: str) -> tuple[Chunk, str, str] | None:
+        """Return a chunk with its owner and its model's fingerprint; None where no context cache
+        holds it, or its token ids were changed from outside."""
+        rows = self._database.query(
+            f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key = :key", {"key": chunk_key}
+        )
+        for _, fingerprint, owner, _, prefix in rows:
+            for tokens in read_tokens(rows, self._blobs).values():
+                before = self._blobs.unpack(prefix, prefix_of(chunk_key))
+                return Chunk(tokens, before, shared=owner == SHARED_TENANT), owner, fingerprint
+        return None
 
     def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
         """Return the token ids of up to ``limit`` of the model's chunks that are not in the search

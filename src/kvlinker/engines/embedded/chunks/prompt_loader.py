@@ -9,10 +9,11 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.futures import gather, or_else, resolved
+from kvlinker.base.futures import gather, or_else, resolved, then
 from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
@@ -29,6 +30,7 @@ from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
 from kvlinker.store import ChunkStore
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.bandwidths import LoadTime
+from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.prefixes import SpilledPrefixes
 
 logger = logging.getLogger(__name__)
@@ -49,12 +51,14 @@ class PromptLoader:
         variants: VariantLibrary | None,
         offer: Callable[[Prompt, str], object],
         prefixes: SpilledPrefixes | None = None,
+        elsewhere: Elsewhere | None = None,
         restored: Callable[[int], object] = lambda tokens: None,
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
         computing takes. ``offer`` is given prompts, with their tenants, some of whose ``variants``
         may be missing. ``prefixes`` has what the pool gave up; ``restored`` is told how many
-        tokens' KV came back from there."""
+        tokens' KV came back from there. ``elsewhere`` is asked for chunks before they are computed
+        here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._layers = len(loaded.layers)
@@ -65,6 +69,7 @@ class PromptLoader:
         self._variants = variants
         self._offer = offer
         self._prefixes = prefixes
+        self._elsewhere = elsewhere
         self._restored = restored
 
     def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
@@ -158,7 +163,7 @@ class PromptLoader:
         return [
             or_else(
                 kv,
-                partial(self._build, request, link, key, chunk),
+                partial(self._obtain, request, link, key, chunk),
                 accepts=partial(self._is_enough, link),
             )
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
@@ -170,6 +175,25 @@ class PromptLoader:
         return kv.scores is not None or not (
             link.policy.needs.scores and self._builder.collects_scores
         )
+
+    def _obtain(
+        self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
+    ) -> Future[KV]:
+        """Have a chunk computed that the store lacks: elsewhere and loaded, where that pays, else
+        here. Raises what ``_build`` does."""
+        build = partial(self._build, request, link, key, chunk)
+        if self._elsewhere is None or stored is not None or request.resident_only:
+            return build(stored)
+        _check_wanted(request)
+        seconds = self._throughput.prefill_seconds(len(chunk))
+        asked = self._elsewhere.ask(key, len(chunk), seconds)
+        if asked is None:
+            return build(None)
+
+        def load(there: bool) -> Future[KV | None]:
+            return self._store.load([key], Urgency())[0] if there else resolved(None)
+
+        return or_else(then(asked, load), build, accepts=partial(self._is_enough, link))
 
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None

@@ -1,0 +1,20 @@
+"""What an engine asks of other machines: to compute chunks that it lacks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+
+class Elsewhere(Protocol):
+    """Has chunks computed elsewhere, into a tier that this engine's store shares."""
+
+    def ask(self, key: str, tokens: int, seconds: float | None) -> Future[bool] | None:
+        """Ask for the KV of the chunk ``key`` of so many tokens, which takes about so many
+        ``seconds`` to compute here (None: not measured). Returns a future of whether it is there
+        now, which is done in a limited time and never fails; None where asking does not pay."""
+        ...
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        ...

@@ -1,0 +1,120 @@
+"""Asks builders, which are other servers, for the KV of chunks that this one lacks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+
+import httpx
+
+from kvlinker.settings import Settings
+from kvlinker.store import ChunkStore
+
+LEAST_PATIENCE = 1.0
+"""The seconds after which a builder is given up, at least."""
+
+PATIENCE = 3.0
+"""How many times as long as computing a chunk here may take asking for it."""
+
+UNMEASURED_SECONDS = 10.0
+"""The patience as long as it was not measured what computing takes here."""
+
+AWAY_SECONDS = 5.0
+"""The seconds for which a builder that does not answer is not asked."""
+
+MOST_ASKED = 16
+"""The most chunks that are asked for at a time; more are computed here."""
+
+logger = logging.getLogger(__name__)
+
+
+class Builders:
+    """Is ``Elsewhere``. Each chunk is asked for at one builder, the same for all servers, so that
+    it is computed once. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        store: ChunkStore,
+        *,
+        token_bytes: int,
+        least_tokens: int,
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``urls`` are builders' addresses, who take ``api_key``, an admin's. Chunks of fewer than
+        ``least_tokens`` are not asked for; one token's KV has ``token_bytes``."""
+        self._urls = tuple(urls)
+        self._store = store
+        self._token_bytes = token_bytes
+        self._least_tokens = least_tokens
+        self._clock = clock
+        self._away_until: dict[str, float] = {}
+        self._places = threading.Semaphore(MOST_ASKED)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(headers=headers, trust_env=False)
+        self._threads = ThreadPoolExecutor(MOST_ASKED, "kvlinker-builders")
+
+    @classmethod
+    def of(cls, settings: Settings, store: ChunkStore, *, token_bytes: int) -> Builders | None:
+        """Make what the settings say; None where they name no builders, or this is one."""
+        if not settings.builders or settings.role == "build":
+            return None
+        return cls(
+            settings.builders,
+            store,
+            token_bytes=token_bytes,
+            least_tokens=settings.build_tokens,
+            api_key=next(iter(settings.admin_keys), None),
+        )
+
+    def ask(self, key: str, tokens: int, seconds: float | None) -> Future[bool] | None:
+        shared = next((tier for tier in self._store.slower_tiers() if tier.shared), None)
+        if tokens < self._least_tokens or shared is None:
+            return None
+        if seconds is not None and not self._store.bandwidths.worth_loading(
+            shared.name, tokens * self._token_bytes, seconds
+        ):
+            return None
+        now = self._clock()
+        urls = [url for url in self._urls if self._away_until.get(url, 0.0) <= now]
+        if not urls or not self._places.acquire(blocking=False):
+            return None
+        patience = UNMEASURED_SECONDS if seconds is None else PATIENCE * seconds
+        urls.sort(key=lambda url: sha256(f"{url} {key}".encode()).digest())
+        try:
+            return self._threads.submit(self._ask, key, urls, now + max(LEAST_PATIENCE, patience))
+        except RuntimeError:  # it is closed
+            return None
+
+    def close(self) -> None:
+        self._client.close()  # which ends what is asked
+        self._threads.shutdown()
+
+    def _ask(self, key: str, urls: Sequence[str], deadline: float) -> bool:
+        """Ask one builder after the other, while there is time; returns whether one has done it."""
+        try:
+            for url in urls:
+                left = deadline - self._clock()
+                if left <= 0:
+                    return False
+                try:
+                    answer = self._client.post(
+                        f"{url}/v1/chunks/build", json={"key": key}, timeout=left
+                    )
+                except httpx.ReadTimeout:  # it computes, and others would take as long
+                    return False
+                except (httpx.HTTPError, RuntimeError) as error:
+                    logger.info("The builder %s is not asked for a while: %r", url, error)
+                    self._away_until[url] = self._clock() + AWAY_SECONDS
+                    continue
+                if answer.is_success:
+                    return True
+                logger.info("The builder %s answers %d.", url, answer.status_code)
+            return False
+        finally:
+            self._places.release()

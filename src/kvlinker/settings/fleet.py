@@ -1,0 +1,40 @@
+"""Defines the settings of a server among others: what it does for them, and they for it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings
+
+from kvlinker.settings.values import CommaSeparated
+
+
+class FleetSettings(BaseSettings):
+    """What a server computes for others, and whom it asks to compute for it."""
+
+    role: Literal["both", "build", "serve"] = Field(
+        default="both",
+        description=(
+            "build: compute chunks for other servers, and get no answers to give from a router;"
+            " serve: compute none for others."
+        ),
+    )
+    builders: CommaSeparated = Field(
+        default=(),
+        description=(
+            "Addresses of builders, or of a router before them, that are asked for missing chunks,"
+            " with commas between: http://10.0.0.7:8000."
+        ),
+    )
+    build_tokens: int = Field(
+        default=256, ge=1, description="The fewest tokens of a chunk that builders are asked for."
+    )
+
+    @field_validator("builders")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no address: write http://HOST:PORT")
+        return tuple(url.rstrip("/") for url in value)

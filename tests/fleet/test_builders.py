@@ -1,0 +1,189 @@
+"""Builders compute for other servers, which load what they built: processes of their own, over one
+catalog and one Redis."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.postgres_server import PostgresServer
+from tests.redis_server import RedisServer, free_port
+from tests.waiting import PATIENCE, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builders")]
+
+KVLINKER = str(Path(sys.executable).with_name("kvlinker"))
+CHAT = "/v1/chat/completions"
+TEXTS = [
+    " ".join(f"Person {n}-{line} lives in town {n * line}." for line in range(40))
+    for n in range(1, 5)
+]
+
+
+class Processes:
+    """Servers of the model in the box, each with a state directory of its own."""
+
+    def __init__(self, folder: Path, postgres: PostgresServer, redis: RedisServer) -> None:
+        self._folder = folder
+        self._catalog, self._redis = postgres.new_database(), redis.url
+        self._stack = ExitStack()
+        self._count = 0
+
+    def start(self, *options: str, command: str = "serve") -> tuple[httpx.Client, Any]:
+        """Start a server, and return its client once it answers, and its process."""
+        self._count += 1
+        port = free_port()
+        shared: tuple[str, ...] = ()
+        if command == "serve":
+            shared = (
+                *("--state-dir", str(self._folder / str(self._count))),
+                *("--catalog-url", self._catalog, "--redis-url", self._redis, "--threads", "1"),
+                *("--disk-space", "0", "--host-memory", "256MiB", "--kv-slots", "8192"),
+            )
+        process = subprocess.Popen(
+            [KVLINKER, command, "--port", str(port), *shared, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=(self._folder / f"{self._count}.log").open("w"),
+        )
+        self._stack.callback(process.wait, PATIENCE)
+        self._stack.callback(process.kill)
+        client = self._stack.enter_context(
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
+        )
+
+        def answers() -> bool:
+            assert process.poll() is None, (self._folder / f"{self._count}.log").read_text()
+            try:
+                return client.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(answers)
+        return client, process
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def processes(
+    tmp_path: Path, postgres_server: PostgresServer, redis_server: RedisServer
+) -> Iterator[Processes]:
+    made = Processes(tmp_path, postgres_server, redis_server)
+    yield made
+    made.close()
+
+
+def asked(*ids: str, **fields: Any) -> dict[str, Any]:
+    parts = [{"type": "context_cache", "id": each} for each in ids]
+    content = [*parts, {"type": "text", "text": "Who lives in town 12?"}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 4,
+        "temperature": 0,
+        **fields,
+    }
+
+
+def lookups(server: httpx.Client) -> dict[tuple[str, str], float]:
+    """How often chunks were looked up, by result and tier."""
+    return {
+        (sample.labels["result"], sample.labels["tier"]): sample.value
+        for family in text_string_to_metric_families(server.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "kvlinker:chunk_lookups_total"
+    }
+
+
+def url(server: httpx.Client) -> str:
+    return str(server.base_url).rstrip("/")
+
+
+def test_a_corpus_of_a_builder_is_served_by_a_server_that_never_computed_it(
+    processes: Processes, tmp_path: Path
+) -> None:
+    builder, _ = processes.start("--role", "build")
+    server, _ = processes.start("--role", "serve", "--slo-tpot", "1000")
+    router, _ = processes.start(
+        *("--backend", url(builder), "--backend", url(server)), command="router"
+    )
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number, text in enumerate(TEXTS):
+        (corpus / f"{number}.txt").write_text(text)
+    ingested = subprocess.run(
+        [KVLINKER, "ingest", str(corpus), "--url", url(router)], capture_output=True, text=True
+    )
+    assert ingested.returncode == 0, ingested.stderr
+    ids = [each["id"] for each in router.get("/v1/context_caches").json()["data"]]
+    assert len(ids) >= len(TEXTS)
+    answer = router.post(CHAT, json=asked(*ids[:3]))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvlinker-replica"] == urlsplit(url(server)).netloc
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert lookups(server)["hit", "redis"] == 3
+    assert ("miss", "none") not in lookups(server)
+    for _ in range(4):
+        assert (
+            router.post(CHAT, json=asked()).headers["x-kvlinker-replica"]
+            == urlsplit(url(server)).netloc
+        )
+    made = router.post("/v1/context_caches", json={"chunks": ["One more."]})
+    assert made.headers["x-kvlinker-replica"] == urlsplit(url(builder)).netloc
+
+
+def test_a_server_that_misses_a_chunk_asks_a_builder(processes: Processes) -> None:
+    builder, process = processes.start("--role", "build")
+    server, _ = processes.start("--builders", url(builder), "--build-tokens", "64")
+    long, short = {"text": TEXTS[0]}, {"text": "It is short."}
+    answer = server.post(CHAT, json=asked(documents=[long, short])).json()
+    assert [each["created"] for each in answer["link"]["context_caches"]] == [True, True]
+    assert lookups(server)["hit", "redis"] == 1
+    assert lookups(builder) == {}
+    straight, _ = processes.start()
+    assert (
+        answer["choices"]
+        == straight.post(CHAT, json=asked(documents=[long, short])).json()["choices"]
+    )
+    process.send_signal(signal.SIGSTOP)  # it takes requests, and answers none
+    try:
+        answer = server.post(CHAT, json=asked(documents=[{"text": TEXTS[1]}]))
+        assert answer.status_code == 200
+    finally:
+        process.kill()
+    answer = server.post(CHAT, json=asked(documents=[{"text": TEXTS[2]}]))
+    assert answer.status_code == 200
+    assert lookups(server)["hit", "redis"] == 1, "computed here"
+
+
+def test_a_builder_that_is_killed_costs_time_and_no_error(processes: Processes) -> None:
+    builders = [processes.start("--role", "build") for _ in range(2)]
+    server, _ = processes.start("--role", "serve")
+    backends = [word for each, _ in builders for word in ("--backend", url(each))]
+    router, _ = processes.start(*backends, "--backend", url(server), command="router")
+    names = {urlsplit(url(each)).netloc for each, _ in builders}
+    made: list[httpx.Response] = []
+    for number in range(12):
+        if number == 4:
+            builders[0][1].kill()
+        if number == 8:
+            builders[1][1].kill()
+        body = {"chunks": [f"Part {number} {part}. {TEXTS[part]}" for part in range(3)]}
+        made.append(router.post("/v1/context_caches", json=body))
+    assert [answer.status_code for answer in made] == [200] * 12
+    replicas = [answer.headers["x-kvlinker-replica"] for answer in made]
+    assert set(replicas[:8]) <= names
+    assert set(replicas[8:]) == {urlsplit(url(server)).netloc}
+    ids = [answer.json()["data"][0]["id"] for answer in made]
+    for each in ids:
+        assert router.post(CHAT, json=asked(each)).status_code == 200
