@@ -267,6 +267,21 @@ def test_a_replica_that_leaves_is_forgotten_with_its_last_request() -> None:
     assert (other.replica, other.resident, other.wait) == ("r2", 0, 0.0)
 
 
+def test_answers_under_way_count() -> None:
+    """Though they have their first byte: a new replica, of which nothing was measured yet, gets the
+    next ones."""
+    router = routers(set())
+    for _ in range(6):
+        decision = router.choose(outline("new", tokens=20), 0.0)
+        assert decision is not None
+        router.began(decision, 0.01)
+    router.add("r1")
+    router.set_ready("r1", True)
+    empty = ResidencyReport("e", 1, True, {}, ())
+    router.report("r1", empty, running=0, waiting=0, seconds_per_token=None)
+    assert chosen(router, outline("other", tokens=20)) == "r1"
+
+
 def test_equal_costs_are_spread() -> None:
     router = routers(set(), set(), set(), set())
     sent = [chosen(router, PromptOutline()) for _ in range(40)]

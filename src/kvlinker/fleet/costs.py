@@ -18,7 +18,8 @@ UNMEASURED_SHARE = 0.5
 to compute it."""
 
 FIRST_SECONDS_PER_TOKEN = 2e-4
-"""The time to compute a token until a replica has told its own."""
+"""The time to compute a token until some replica has told its own; one that has not is taken to be
+like the others."""
 
 Seconds = NDArray[np.float64]
 
@@ -40,6 +41,7 @@ class PromptCosts:
     def __init__(self) -> None:
         self._index = ResidencyIndex()
         self._per_token = np.zeros(0)  # seconds of computing, by replica
+        self._measured = np.zeros(0, dtype=bool)
         self._tiers: dict[tuple[str, str | None], int] = {(MEMORY, None): MEMORY_TIER}
         self._load = np.zeros((1, 0))  # seconds per token, by tier and replica
 
@@ -47,14 +49,16 @@ class PromptCosts:
         """Know a replica by the next number, or by one that was used before."""
         if replica == len(self._per_token):
             self._per_token = np.append(self._per_token, 0.0)
+            self._measured = np.append(self._measured, False)
             self._load = np.hstack([self._load, np.zeros((len(self._load), 1))])
-        self._per_token[replica] = FIRST_SECONDS_PER_TOKEN
+        self._compute(replica, None)
         self._load[:, replica] = np.inf
         self._load[MEMORY_TIER, replica] = 0.0
 
     def forget(self, replica: int) -> None:
         """Forget everything that a replica loses when it ends."""
         self._index.forget(replica)
+        self._measured[replica] = False
 
     def resident(self, replica: int) -> int:
         """Return how many chunks a replica has told to be in its memory."""
@@ -81,14 +85,21 @@ class PromptCosts:
             for key, chunk in report.chunks.items()
         }
         self._index.report(replica, chunks, report.gone, whole=report.whole)
-        if seconds_per_token is not None:
-            self._per_token[replica] = seconds_per_token
+        self._compute(replica, seconds_per_token)
         self._load[MEMORY_TIER + 1 :, replica] = np.inf
         for tier, cost in tiers.items():
             seconds = cost.seconds_per_token
             if seconds is None:
                 seconds = UNMEASURED_SHARE * self._per_token[replica]
             self._load[self._tiers[tier, cost.place], replica] = seconds
+
+    def _compute(self, replica: int, seconds_per_token: float | None) -> None:
+        """Note what a replica takes to compute a token, or that it was not measured yet."""
+        self._measured[replica] = seconds_per_token is not None
+        if seconds_per_token is None:
+            others = self._per_token[self._measured]
+            seconds_per_token = float(others.mean()) if len(others) else FIRST_SECONDS_PER_TOKEN
+        self._per_token[replica] = seconds_per_token
 
     def of(self, prompt: PromptOutline, now: float) -> PromptCost:
         """Return what a prompt takes on each replica."""

@@ -32,6 +32,10 @@ LEAST_SECONDS = 1e-3
 SMOOTHING = 0.1
 """The share of the last request in the mean of what requests take."""
 
+BUSY_SECONDS = 1e-3
+"""What each answer under way adds to the time of a new request's first token: every step computes
+for all of them."""
+
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
 
@@ -71,11 +75,9 @@ class Replica:
     chunks: int = 0
     """Those in its memory."""
 
-    open: int = 0
-    """This router's requests under way."""
-
     counted: int = 0
-    """Those of them that the next report may count: open when it was asked for, or begun since."""
+    """This router's requests that the next report may count: under way when it was asked for, or
+    begun since."""
 
     leaving: bool = False
     """True if it is forgotten when the last of this router's requests has ended."""
@@ -99,6 +101,7 @@ class Router:
         self._ready = np.zeros(0, dtype=bool)
         self._own_wait = np.zeros(0)  # seconds of this router's requests without a first byte
         self._others = np.zeros(0)  # requests of others
+        self._open = np.zeros(0, dtype=np.int64)  # this router's requests under way
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -130,8 +133,7 @@ class Router:
 
     def asked(self, replica: str) -> None:
         """Note that a replica is asked for a report now."""
-        view = self._replicas[replica]
-        view.counted = view.open
+        self._replicas[replica].counted = int(self._open[self._numbers[replica]])
 
     def report(
         self,
@@ -185,7 +187,7 @@ class Router:
         least = wait[possible].min()
         long = SATURATION * needed.computed + self._seconds
         cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * needed.seconds
-        cost += self._random.random(len(cost)) * _CHANCE_SECONDS
+        cost += self._open * BUSY_SECONDS + self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
         self._requests += 1
         decision = Decision(
@@ -210,7 +212,7 @@ class Router:
     def ended(self, decision: Decision) -> None:
         """Note that a request has ended, however it did."""
         self._settle(decision)
-        self._replicas[decision.replica].open -= 1
+        self._open[self._numbers[decision.replica]] -= 1
         self._forget_if_gone(decision.replica)
 
     def _new_number(self) -> int:
@@ -218,21 +220,20 @@ class Router:
         self._ready = np.append(self._ready, False)
         self._own_wait = np.append(self._own_wait, 0.0)
         self._others = np.append(self._others, 0.0)
+        self._open = np.append(self._open, 0)
         return len(self._ids) - 1
 
     def _forget_if_gone(self, replica: str) -> None:
-        view = self._replicas[replica]
-        if view.leaving and not view.open:
-            number = self._numbers.pop(replica)
-            del self._replicas[replica]
+        number = self._numbers[replica]
+        if self._replicas[replica].leaving and not self._open[number]:
+            del self._replicas[replica], self._numbers[replica]
             self._costs.forget(number)
             self._unused.append(number)
 
     def _take(self, decision: Decision, number: int) -> None:
         """Count a request to its replica."""
-        view = self._replicas[decision.replica]
-        view.open += 1
-        view.counted += 1
+        self._open[number] += 1
+        self._replicas[decision.replica].counted += 1
         self._pending[decision.request] = decision.expected + self._seconds
         self._own_wait[number] += self._pending[decision.request]
 
