@@ -56,11 +56,16 @@ class RequestTools:
         called."""
         return tuple(map(shown_tool, self._offered))
 
+    @property
+    def enforces_calls(self) -> bool:
+        """True if answers have to call tools: beside reasoning, they have no text."""
+        return bool(self._offered) and self._choice != "auto"
+
     def reader(self, prompt: Prompt) -> Reader:
         """Return a reader for one answer to ``prompt``."""
         if not self._reads:
             return PlainReader()
-        return self._form.reader(self._tail_of(prompt), self.tools, only_calls=self._enforces_calls)
+        return self._form.reader(self._tail_of(prompt), self.tools, only_calls=self.enforces_calls)
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to
@@ -70,7 +75,7 @@ class RequestTools:
             return fields
         form, tail, several = self._form, self._tail_of(prompt), self._several
         fields["shown_tokens"] = form.shown_tokens
-        if self._enforces_calls:
+        if self.enforces_calls:
             named = self._named
             called = [tool for tool in self._offered if named in (None, function_of(tool)["name"])]
             fields["grammar"] = form.calls_grammar(
@@ -88,11 +93,6 @@ class RequestTools:
         elif limited := form.reasoning_grammar(tail):
             fields["grammar"] = limited
         return fields
-
-    @property
-    def _enforces_calls(self) -> bool:
-        """True if answers have to call tools."""
-        return bool(self._offered) and self._choice != "auto"
 
     @property
     def _reads(self) -> bool:

@@ -212,10 +212,11 @@ class ChatCompletion(ResponseBody):
 
 
 class ChatDelta(ResponseBody):
-    """New output of a choice; its first delta has the role, its last one nothing."""
+    """New output of a choice; its first delta has the role, its last one nothing. ``content`` is
+    null in the first delta of an answer that has calls alone."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field(default=[])
 
@@ -286,7 +287,8 @@ class ChatFormat:
             self._prompt_ids = self._prompt.tokens.tolist()
 
     def opening(self, index: int) -> ChatChunkChoice:
-        return _choice(index, ChatDelta(role="assistant", content=""))
+        content = None if self._request_tools.enforces_calls else ""
+        return _choice(index, ChatDelta(role="assistant", content=content))
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
