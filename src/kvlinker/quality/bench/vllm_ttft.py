@@ -47,13 +47,9 @@ COLUMNS = (
     "busy_ttft_ms",
 )
 SPARE_TOKENS = 1024
-SMALL_STEP = 256
-"""The tokens of a step of vLLM's in the case that spares neighbours by small steps instead of by
-linking."""
-
-AGAIN, REORDERED, SMALL_STEPS = "full, again", "full, reordered", f"full, steps of {SMALL_STEP}"
-"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, with the same
-chunks in another order before it, and a smaller ``max_num_batched_tokens``."""
+AGAIN, REORDERED = "full, again", "full, reordered"
+"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, and with the same
+chunks in another order before it."""
 
 HOST_MEMORY = 8 << 30
 WORKER_TIERS = ("host", "disk")
@@ -89,7 +85,7 @@ def run_vllm_ttft(
     With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache
     empty.
 
-    Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps.
+    Beside ``full`` stands what vLLM offers without linking: its prefix cache.
     ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first
     token, ``busy_ttft_ms`` how long that takes, ``idle_itl_ms`` the median of a neighbour that is
     alone. vLLM's prefix cache is emptied before each prompt, for they are repeated. Raises
@@ -130,52 +126,7 @@ def run_vllm_ttft(
                 )
                 for name in competitors
             ]
-    if "full" in policies:
-        rows += _small_steps(subject, settings, workloads, rows, repeat=repeat, progress=progress)
     return rows
-
-
-def _small_steps(
-    subject: MeasuredModel,
-    settings: Settings,
-    workloads: Sequence[Workload],
-    rows: Sequence[Row],
-    *,
-    repeat: int,
-    progress: Progress,
-) -> list[Row]:
-    """Measure full prefills in small steps, in a vLLM of its own, and compare them with the
-    ``full`` of ``rows``."""
-    options = settings.vllm_options | {"max_num_batched_tokens": SMALL_STEP}
-    small = settings.model_copy(update={"vllm_options": options})
-    made = []
-    progress(f"starting vLLM with steps of {SMALL_STEP} tokens")
-    with _vllm(
-        subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS, "host"
-    ) as llm:
-        for workload in workloads:
-            prompt = workload.prompt(subject.loaded.vocabulary)
-            alone = in_turn(
-                {SMALL_STEPS: partial(_alone, llm, prompt, "full")},
-                repeat=repeat,
-                what=str,
-                progress=progress,
-            )
-            (gaps,) = _gaps(llm, prompt, ["full"], repeat, progress).values()
-            (full,) = (
-                row
-                for row in rows
-                if row["policy"] == "full" and row["context_tokens"] == len(prompt)
-            )
-            medians = {
-                "full": full["ttft_ms"] / 1e3,
-                SMALL_STEPS: statistics.median(one.seconds for one in alone[SMALL_STEPS]),
-            }
-            recomputed = full["recomputed_tokens"]
-            made.append(
-                _row(workload, SMALL_STEPS, medians, tier="host", recomputed=recomputed, gaps=gaps)
-            )
-    return made
 
 
 @contextmanager
