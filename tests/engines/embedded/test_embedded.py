@@ -41,11 +41,19 @@ def same(outcome, expected):
     np.testing.assert_allclose(outcome.logprobs, expected.logprobs, atol=3e-5)
 
 
+ANSWERS: dict[tuple[str, int], list[Outcome]] = {}
+"""What each of the requests gets alone, by family and length: the same for all tests."""
+
+
 def alone(bench, family, max_tokens):
-    made = bench(family, max_step_tokens=4096, kv_slots=8192)
-    for prompt, _ in requests():
-        made.cache(prompt)
-    return [made.answer(prompt, policy, max_tokens=max_tokens) for prompt, policy in requests()]
+    if (family, max_tokens) not in ANSWERS:
+        made = bench(family, max_step_tokens=4096, kv_slots=8192)
+        for prompt, _ in requests():
+            made.cache(prompt)
+        ANSWERS[family, max_tokens] = [
+            made.answer(prompt, policy, max_tokens=max_tokens) for prompt, policy in requests()
+        ]
+    return ANSWERS[family, max_tokens]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +82,7 @@ def test_a_full_pool_preempts_and_resumes(bench, family):
     assert made.engine.current_load().slots_used == 0
 
 
-@pytest.mark.parametrize("milliseconds", [1e-3, 5, 1e4])
+@pytest.mark.parametrize("milliseconds", [1e-3, pytest.param(5, marks=pytest.mark.slow), 1e4])
 def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds):
     expected = alone(bench, "llama", 12)
     made = bench(max_step_tokens=256, kv_slots=8192, slo_tpot=milliseconds)
