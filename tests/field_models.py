@@ -35,6 +35,16 @@ PHI4_ROPE = {
     "long_factor": [1.0 + index for index in range(6)],
     "original_max_position_embeddings": 4096,
 }
+DEEPSEEK_V3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -74,6 +84,12 @@ PHI4 = (
 OLMO2 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{%"
     " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+DEEPSEEK_V3 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + m.content + '<｜end▁of▁sentence｜>' }}{% elif m.role == 'user' %}"
+    "{{ '<｜User｜>' + m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
 
 
@@ -220,6 +236,28 @@ FIELD_MODELS = {
         },
         OLMO2,
         ("<|endoftext|>",),
+    ),
+    "DeepSeek V3": FieldModel(
+        "deepseek_v3",
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "rope_parameters": DEEPSEEK_V3_ROPE,
+            "max_position_embeddings": 163_840,
+        },
+        DEEPSEEK_V3,
+        ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     ),
 }
 """Of each model, what linking depends on; ``docs/models.md`` lists them."""

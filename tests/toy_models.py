@@ -29,6 +29,20 @@ BASE = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 HEADS_OF_16 = {"head_dim": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -45,6 +59,7 @@ YARN_ROPE = {
     "original_max_position_embeddings": 512,
 }
 
+MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 DYNAMIC_ROPE = {
     "rope_type": "dynamic",
     "rope_theta": 10000.0,
@@ -84,6 +99,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-sinks": ("gpt_oss", {**HEADS_OF_16, "sliding_window": WINDOW, "num_local_experts": 4}),
     "mixtral-moe": ("mixtral", {"num_local_experts": 4}),
     "cohere2-interleaved-nope": ("cohere2", {"sliding_window": WINDOW, "num_hidden_layers": 5}),
+    "deepseek_v3-latents-interleaved": ("deepseek_v3", LATENT | {"rope_parameters": MSCALE_ROPE}),
+    "deepseek_v2-latents-interleaved": ("deepseek_v2", LATENT | {"q_lora_rank": None}),
+    "minicpm3-latents": ("minicpm3", LATENT),
+    "longcat-latents-interleaved": (
+        "longcat_flash",
+        LATENT
+        | {"num_layers": 2, "num_hidden_layers": 4, "moe_topk": 2}
+        | {"zero_expert_num": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
+        | {"head_dim": 8},
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
-from tests.toy_models import BASE, YARN_ROPE
+from tests.toy_models import BASE, LATENT, YARN_ROPE
 
 
 def checked(folder: Path, kind: str, **changes: Any) -> Result:
@@ -38,3 +39,20 @@ def test_a_model_whose_context_is_bounded(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "can be linked, in contexts of up to 512 tokens." in result.output
     assert "further on" in result.output
+    assert re.search(r"A token's KV takes [\d,]+ bytes \(\w+\)\.", result.output)
+
+
+def test_a_model_with_latents(tmp_path: Path) -> None:
+    result = checked(tmp_path, "deepseek_v3", **(BASE | LATENT))
+    assert result.exit_code == 0, result.output
+    kept = {"float32": "480 bytes as latents, 1,728", "bfloat16": "240 bytes as latents, 864"}
+    told = [f"takes {sizes} as keys and values ({dtype})." for dtype, sizes in kept.items()]
+    assert any(each in result.output for each in told), result.output
+
+
+def test_a_model_with_an_indexer(tmp_path: Path) -> None:
+    sizes = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+    result = checked(tmp_path, "deepseek_v32", **(BASE | LATENT | sizes))
+    assert result.exit_code == 1
+    assert "an indexer of its own picks the tokens that its queries see" in result.stderr
+    assert "Traceback" not in result.output

@@ -36,8 +36,9 @@ def check(
     with failures():
         check_model(settings)
 
+    from kvlinker.engines.contract.cost import kv_bytes_per_token
     from kvlinker.engines.contract.model_files import read_model
-    from kvlinker.engines.embedded.model.anatomy import context_window
+    from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():
@@ -65,6 +66,11 @@ def check(
             "Its configuration says more, but further on it computes something else for the same"
             " text."
         )
+    layers, dtype = trace_layers(transformer), transformer.dtype
+    kept = kv_bytes_per_token(layers, dtype)
+    expanded = sum(layer.expanded_values_per_token for layer in layers) * dtype.itemsize
+    latents = f" as latents, {expanded:,} as keys and values" if expanded != kept else ""
+    typer.echo(f"A token's KV takes {kept:,} bytes{latents} ({str(dtype).removeprefix('torch.')}).")
 
 
 @settings_options("engine")

@@ -22,11 +22,44 @@ class LayerKV:
     key: torch.Tensor
     value: torch.Tensor
 
+    @classmethod
+    def of_joined(cls, joined: torch.Tensor, key_dim: int) -> LayerKV:
+        """Return key and value that are the first ``key_dim`` and the last dimensions of one
+        tensor."""
+        return cls(joined[..., :key_dim], joined[..., key_dim:])
+
+    @property
+    def is_joined(self) -> bool:
+        """Tells whether key and value lie in one tensor, each token's beside each other."""
+        key, value = self.key, self.value
+        return (
+            key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            and value.storage_offset() == key.storage_offset() + key.shape[-1]
+            and key.stride() == value.stride()
+        )
+
+    @property
+    def joined(self) -> torch.Tensor:
+        """Key and value in one tensor [kv_heads, tokens, key_dim + value_dim]: where they lie, or
+        copies."""
+        key, value = self.key, self.value
+        if self.is_joined:
+            return key.as_strided((*key.shape[:-1], key.shape[-1] + value.shape[-1]), key.stride())
+        return torch.cat([key, value], dim=-1)
+
+    def to(self, device: torch.device) -> LayerKV:
+        """Return the layer on the device, itself where it is there, joined where it is joined."""
+        if self.key.device == device:
+            return self
+        if self.is_joined:
+            return LayerKV.of_joined(self.joined.to(device), self.key.shape[-1])
+        return LayerKV(self.key.to(device), self.value.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """The KV of all layers of one chunk. Its tensors are contiguous, never modified after creation,
-    and on the CPU, except for what the device tier gives.
+    """The KV of all layers of one chunk. Its tensors are never modified after creation, and on the
+    CPU, except for what the device tier gives.
 
     ``scores`` is what attention showed while the KV was computed, if that was collected.
     """

@@ -76,6 +76,7 @@ class Reference:
         self.model = reference_model(family, **changes)
         self.prompt = prompt
         self.layers = self.model.config.num_hidden_layers
+        self.parts = "vk" if "latents" in family else "kv"  # a latent is the cache's key
         self.inexact = np.zeros(len(prompt), dtype=bool)
         self.cached = np.zeros(len(prompt), dtype=bool)
         tokens = prompt.tokens.tolist()
@@ -122,7 +123,7 @@ class Reference:
         now = self.run(selected)
         found = np.zeros(len(self.prompt))
         for part, new, old in zip(
-            "kv", (now.keys[layer], now.values[layer]), self.placed[layer], strict=True
+            self.parts, (now.keys[layer], now.values[layer]), self.placed[layer], strict=True
         ):
             if part in parts:
                 found += ((new - old) ** 2).sum(dim=(0, 2)).double().numpy()

@@ -13,8 +13,9 @@ from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.engines.embedded.conftest import linked_prompt
 
 
-def test_answers_are_the_same_from_the_device(bench):
-    made = bench(device=lambda events: DeviceTier(1 << 28, torch.device("cpu"), events))
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3-latents-interleaved"])
+def test_answers_are_the_same_from_the_device(bench, family):
+    made = bench(family, device=lambda events: DeviceTier(1 << 28, torch.device("cpu"), events))
     seen = []
     made.events.subscribe(
         lambda event: seen.append(event.tier) if isinstance(event, ChunkLookup) else None

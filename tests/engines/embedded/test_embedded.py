@@ -19,7 +19,15 @@ from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.engines.embedded.conftest import Outcome, full_forward, linked_prompt, random_tokens
 from tests.waiting import PATIENCE, wait_until
 
-FAMILIES = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "mistral-window"]
+FAMILIES = [
+    "llama",
+    "gemma3",
+    "gpt_oss-sinks",
+    "mixtral-moe",
+    "mistral-window",
+    "deepseek_v3-latents-interleaved",
+    "longcat-latents-interleaved",
+]
 
 
 def requests():
@@ -66,7 +74,15 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
     assert made.engine.current_load().slots_used == 0
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "deepseek_v3-latents-interleaved",
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("longcat-latents-interleaved", marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_pool_preempts_and_resumes(bench, family):
     """Prompts of 610 tokens wait together for 400 slots; as many as fit outgrow them."""
     expected = alone(bench, family, 100)

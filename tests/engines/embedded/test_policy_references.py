@@ -27,6 +27,8 @@ MODELS = {
     "mixtral-moe": {"num_hidden_layers": 4},
     "gpt_neox-partial": {"num_hidden_layers": 5},
     "cohere2-interleaved-nope": {},
+    "deepseek_v3-latents-interleaved": {"num_hidden_layers": 5},
+    "longcat-latents-interleaved": {"num_layers": 3, "num_hidden_layers": 6},
 }
 PROMPTS = {
     "header and fresh text between": linked_prompt(31, 57, 19, 40, header=5, middle=3),
@@ -36,7 +38,7 @@ PROMPTS = {
 STEPS = 3
 
 
-QUICK_MODELS = ("llama", "gpt_oss-sinks")
+QUICK_MODELS = ("llama", "gpt_oss-sinks", "deepseek_v3-latents-interleaved")
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ def on_disk(folder, codec, events):
     return [DiskTier(folder, 1 << 28, events, codec=find_codec(codec))]
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3-latents-interleaved"])
 @pytest.mark.parametrize("codec", known_codecs())
-def test_answers_survive_the_codec(bench, tmp_path, codec):
-    first = bench(slower=partial(on_disk, tmp_path, codec))
+def test_answers_survive_the_codec(bench, tmp_path, codec, family):
+    first = bench(family, slower=partial(on_disk, tmp_path, codec))
     first.cache(PROMPT)
     first.store.flush()
     exact = first.answer(PROMPT, "naive")
-    second = bench(slower=partial(on_disk, tmp_path, codec))
+    second = bench(family, slower=partial(on_disk, tmp_path, codec))
     stored = second.answer(PROMPT, "naive", max_tokens=1)
     assert stored.logprobs[0] == pytest.approx(
         exact.logprobs[0], abs=OFF_BY[codec.removesuffix("+zstd")]

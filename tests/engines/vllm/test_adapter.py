@@ -37,8 +37,8 @@ def config(*, speculative_config=None, lora_config=None, model=(), **parallel):
     """The parts of vLLM's configuration that decide whether anything can be linked."""
     sizes = ("pipeline", "decode_context", "prefill_context", "data")
     defaults = {f"{name}_parallel_size": 1 for name in sizes}
-    plain = {"is_moe": False, "is_hybrid": False, "is_attention_free": False, "max_model_len": 512}
-    names = {"architecture": "SomeModel", "hf_text_config": SimpleNamespace()}
+    plain = {"is_moe": False, "is_hybrid": False, "is_attention_free": False, "use_mla": False}
+    names = {"architecture": "SomeModel", "hf_text_config": SimpleNamespace(), "max_model_len": 512}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(defaults | parallel)),
         model_config=SimpleNamespace(**(plain | names | dict(model))),
@@ -69,6 +69,7 @@ def config(*, speculative_config=None, lora_config=None, model=(), **parallel):
         ),
         ({"lora_config": True}, "leave enable_lora out"),
         ({"model": {"is_hybrid": True}}, "Layers of SomeModel keep a state"),
+        ({"model": {"use_mla": True}}, "SomeModel keeps latents .*--engine embedded"),
         ({"model": {"is_attention_free": True}}, "Layers of SomeModel keep a state"),
         (
             {"model": {"hf_text_config": SCALED, "max_model_len": 513}},

@@ -27,6 +27,11 @@ class AttentionShape:
         """The number of values in one token's KV in this layer."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def operations_per_pair(self) -> int:
+        """The floating point operations per query and key that it sees."""
+        return 2 * self.query_heads * (self.key_dim + self.value_dim)
+
 
 def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> int:
     """Count the bytes of one token's KV over all layers."""
@@ -53,9 +58,7 @@ class CostModel:
     def __init__(self, weights: int, layers: Sequence[AttentionShape]) -> None:
         """``weights`` is the number of weights, as ``count_weights`` counts them."""
         self._per_token = 2 * weights / len(layers)
-        self._per_key = [
-            2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers
-        ]
+        self._per_key = [layer.operations_per_pair for layer in layers]
 
     @property
     def per_token(self) -> float:

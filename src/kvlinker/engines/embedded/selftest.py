@@ -32,10 +32,10 @@ from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
+from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
 from kvlinker.engines.embedded.model.oracle import Oracle
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.engines.embedded.model.rotary import RotatedKeys
 from kvlinker.linking.plan import Range
 from kvlinker.store.chunk_kv import ChunkKV, changed
 
@@ -177,7 +177,7 @@ class _Subject:
     def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
         """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
         place."""
-        form = RotatedKeys(tuple(shape.rotary for shape in self.layers))
+        form = RotatedKeys(tuple(self.layers))
         shared = tuple(
             SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens)
             for (begin, _), kv in chunks.items()

@@ -10,7 +10,7 @@ import torch
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -46,10 +46,7 @@ class DeviceTier(HostTier):
         if kv.nbytes > self.budget_bytes:
             return None
         try:
-            layers = tuple(
-                LayerKV(layer.key.to(self._device), layer.value.to(self._device))
-                for layer in kv.layers
-            )
+            layers = tuple(layer.to(self._device) for layer in kv.layers)
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None

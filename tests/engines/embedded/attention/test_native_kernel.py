@@ -110,6 +110,13 @@ def test_any_sequences(kernel, seed, variant, group, kv_heads, key_dim, value_di
     check(kernel, random_scene(seed, Shape(**dims | variant), dtype=torch.bfloat16, most=160))
 
 
+def test_as_wide_as_latents(kernel, threads):
+    shape = Shape(1, group=16, key_dim=576, value_dim=576, pairing="interleaved", rotated=64)
+    chunks = [100, 37]
+    prompt = linked([0, 1, 0], chunks, before=5, behind=30, recompute=9)
+    check(kernel, make_scene(chunks, [prompt], shape, dtype=torch.bfloat16))
+
+
 def test_a_key_of_two_dimensions(kernel):
     check(kernel, random_scene(0, Shape(key_dim=2, value_dim=2), dtype=torch.bfloat16))
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlinker.engines.embedded.attention import torch_kernels
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention, merge
 from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
@@ -87,6 +88,15 @@ def test_bf16(variant):
     assert (
         difference.abs() <= scene.expected(magnitude=True) / 64 + 1e-6
     ).all()  # a result is rounded at each merge
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_many_query_heads_of_one_key_head(variant, monkeypatch):
+    """As of latents: there are too many for a row of a mask each."""
+    monkeypatch.setattr(torch_kernels, "MOST_FOLDED", 300)
+    chunks = [50, 37]
+    prompt = linked([0, 1, 0], chunks, before=5, behind=30, recompute=9)
+    check(make_scene(chunks, [prompt], Shape(**SMALL | {"kv_heads": 1, "group": 32} | variant)))
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -26,6 +26,7 @@ FAMILIES = [
     "mixtral-moe",
     "gpt_neox-partial",
     "mistral-window",
+    "deepseek_v3-latents-interleaved",
 ]
 assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
 

@@ -105,7 +105,9 @@ def prompt_of(*chunks, header=4, fresh=9):
 FIRST, SECOND, THIRD, FOURTH = chunk(1, 31), chunk(2, 40), chunk(3, 25), chunk(4, 33)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "deepseek_v3-latents-interleaved"]
+)
 @pytest.mark.parametrize("policy", ["cachecraft-1", "prefix", "set-prefix"])
 def test_a_prompt_that_comes_again_is_linked_exactly(variant_bench, family, policy):
     made = variant_bench(family=family)

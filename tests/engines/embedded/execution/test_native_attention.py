@@ -22,7 +22,17 @@ def kernel():
         pytest.skip(f"no native attention: {error}")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-softcap", "gpt_oss-sinks"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mistral-window",
+        "gemma2-softcap",
+        "gpt_oss-sinks",
+        "deepseek_v3-latents-interleaved",
+        "minicpm3-latents",
+    ],
+)
 def test_models_answer_as_with_torch(kernel, native_anew, family):
     loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
     tokens = np.random.default_rng(0).integers(3, 256, 200)

@@ -65,6 +65,7 @@ def assert_alike(outcome, cold):
         ("llama", "naive"),
         ("gemma3", "full"),
         ("gpt_oss-sinks", "full"),
+        ("deepseek_v3-latents-interleaved", "legolink-4"),
     ],
 )
 def test_a_conversation_goes_on_from_disk(bench, spilling, family, policy):

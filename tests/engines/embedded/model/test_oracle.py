@@ -17,6 +17,9 @@ FAMILIES = [
     "gpt_oss-sinks",
     "cohere2-interleaved-nope",
     "yarn",
+    "deepseek_v3-latents-interleaved",
+    "deepseek_v2-latents-interleaved",
+    "longcat-latents-interleaved",
 ]
 BEHIND = 11
 

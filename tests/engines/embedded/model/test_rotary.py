@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvlinker.engines.embedded.model.anatomy import trace_layers
-from kvlinker.engines.embedded.model.rotary import Rotary, RotatedKeys
+from kvlinker.engines.embedded.model.loaded import RotatedKeys
+from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.store import LayerKV
 from tests.engines.embedded.toy_rotary import (
     FUNCTIONS,
@@ -128,7 +129,7 @@ def test_tables_that_depend_on_more_than_differences_are_found_out(module):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_resident_form_is_undone(family):
     layers = trace_layers(tiny_model(family))
-    form = RotatedKeys(tuple(layer.rotary for layer in layers))
+    form = RotatedKeys(layers)
     generator = torch.Generator().manual_seed(1)
     for index, shape in enumerate(layers):
         kv = LayerKV(
@@ -136,8 +137,12 @@ def test_the_resident_form_is_undone(family):
             torch.randn(shape.kv_heads, 40, shape.value_dim, generator=generator),
         )
         resident = form.resident(index, kv)
-        assert resident.value is kv.value
-        assert (resident.key is kv.key) == (shape.rotary is None)
+        if shape.latents is None:
+            assert resident.value is kv.value
+            assert (resident.key is kv.key) == (shape.rotary is None)
+        else:
+            assert torch.equal(resident.value, kv.value)
+            assert resident.joined.data_ptr() == resident.key.data_ptr()
         torch.testing.assert_close(form.computed(index, resident).key, kv.key, atol=1e-5, rtol=1e-5)
         if shape.rotary is not None:
             assert (resident.key[:, 1:] - kv.key[:, 1:]).abs().max() > 0.1

@@ -27,7 +27,9 @@ def prompt_tokens_computed(made):
     return counted
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "deepseek_v3-latents-interleaved"]
+)
 def test_greedy_choices_are_what_the_model_says(bench, family):
     made = bench(family, max_step_tokens=17)
     tokens, logprobs = full_forward(family, PROMPT, 4)

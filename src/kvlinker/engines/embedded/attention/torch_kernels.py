@@ -20,6 +20,10 @@ Partial = tuple[Tensor, Tensor]
 """Attention over some of the keys: output [heads, queries, value_dim] and log-sum-exp [heads,
 queries]."""
 
+MOST_FOLDED = 4096
+"""The most queries of all heads that share a key head which have rows of a mask each; more of them
+share one mask."""
+
 MASK_ALIGNMENT = 8
 """Keys to a multiple of which the rows of a mask lie apart, as CUDA's kernels want it."""
 
@@ -119,6 +123,11 @@ class PreparedCall:
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def masked(self) -> bool:
+        """Tells whether the queries see different keys, by a mask."""
+        return self._hidden is not None
+
     def rotated(self, query: Tensor, rotary: Rotary | None) -> Tensor:
         """Return this call's part of the batch's ``query`` [heads, queries, key_dim], rotated and
         contiguous."""
@@ -196,12 +205,13 @@ def _attend(
     """Attention of ``query`` [heads, queries, key_dim] over a call's keys, without sinks."""
     heads, queries, key_dim = query.shape
     copies = heads // len(key)
-    if call.causal:
+    if not plain and (call.causal or (call.masked and copies * queries > MOST_FOLDED)):
         # Query heads that share a key head are copies in a batch: kernels know which query is
         # which.
         grouped = query.view(len(key), copies, queries, key_dim).transpose(0, 1)
         keys, values = (tensor[None].expand(copies, -1, -1, -1) for tensor in (key, value))
-        output, lse = _kernel(grouped, keys, values, options.scale, causal=True)
+        shared = call.mask(1, query.dtype)
+        output, lse = _kernel(grouped, keys, values, options.scale, mask=shared, causal=call.causal)
         return output.transpose(0, 1).reshape(heads, queries, -1), lse.transpose(0, 1).reshape(
             heads, queries
         )

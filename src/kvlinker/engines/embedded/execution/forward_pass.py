@@ -91,10 +91,16 @@ class ForwardPass:
 
         self._enter(batch)
 
+    @property
+    def attentions(self) -> int:
+        """The number of attention layers."""
+        return len(self._layers)
+
     def enter_layer(
-        self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]
+        self, indices: range, hidden: Tensor, compute: Callable[[Tensor], object]
     ) -> Tensor:
-        """Return the layer's input [1, tokens, width] without the tokens that leave before it.
+        """Return the input [1, tokens, width] of the decoder layer that has the attention layers
+        ``indices``, without the tokens that leave before it.
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything:
         where all tokens are computed and few are kept, it is worth computing the layer's keys and
@@ -103,7 +109,8 @@ class ForwardPass:
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
-        hidden = self._without_late(index, hidden)
+        for index in indices:
+            hidden = self._without_late(index, hidden)
         self._asked = {
             id(refinement)
             for refinement, _, _ in self._batch.refinements()
@@ -116,7 +123,7 @@ class ForwardPass:
             def ahead(rows: slice) -> tuple[Tensor, Tensor]:
                 return self._peek(rows, hidden, compute)
 
-            kept = self._refine(index, ahead, at_entry=True)
+            kept = self._refine(indices[0], ahead, at_entry=True)
         return hidden if kept is None else self._narrowed(hidden, kept)
 
     def rotary(
@@ -189,27 +196,34 @@ class ForwardPass:
     ) -> Tensor:
         """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are
         dropped in this layer."""
-        tokens = query.shape[1]
+        shape = self._layers[index]
+        tokens, earlier = query.shape[1], self._unnarrowed
+        if earlier is not None:  # dropped by an attention before this one in the same decoder layer
+            query, key, value = query[:, earlier], key[:, earlier], value[:, earlier]
         for run, rows in self._batch.rows():
             if run.capture is not None:
                 run.capture.record(index, run.start, key[:, rows], value[:, rows])
         with self._timed("select"):
             kept = self._refine(index, lambda rows: (key[:, rows], value[:, rows]), at_entry=False)
+        self._asked = set()
         if kept is not None:
-            self._unnarrowed = kept
+            self._unnarrowed = kept if earlier is None else earlier[kept]
             query, key, value = query[:, kept], key[:, kept], value[:, kept]
         views, plan = self._plan(index)
         pool = self._pool.keys[index], self._pool.values[index]
-        self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
+        self._kernel.write(plan, key, value, self._slots, shape.rotary, pool)
         segments = self._segments(index)
+        if shape.latents is not None:
+            query = shape.latents.absorbed(query)
         with self._timed("select"):
             self._show(index, views, query, segments, options)
-        output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        self._kernel.attend(
-            plan, query, segments, self._layers[index].rotary, options, output=output
-        )
-        if kept is not None:
-            return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
+        output = query.new_empty(query.shape[1], query.shape[0], segments[0][1].shape[2])
+        self._kernel.attend(plan, query, segments, shape.rotary, options, output=output)
+        if shape.latents is not None:
+            output = shape.latents.expanded(output)
+        if self._unnarrowed is not None:
+            whole = output.new_zeros(tokens, *output.shape[1:])
+            return whole.index_copy_(0, self._unnarrowed, output)
         return output
 
     def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
@@ -242,15 +256,14 @@ class ForwardPass:
 
     def _segments(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return key and value of all segments in this layer: the shared chunks, then spans of the
-        pool."""
-        segments = []
-        for kv in self._chunks.values():
-            layer = _layer(kv, index)
-            segments.append((layer.key.to(self._device), layer.value.to(self._device)))
+        pool. Latents are part of both, behind the shared key."""
+        layers = [_layer(kv, index).to(self._device) for kv in self._chunks.values()]
         key, value = self._pool.keys[index], self._pool.values[index]
         for slot, size in self._spans:
-            segments.append((key[:, slot : slot + size], value[:, slot : slot + size]))
-        return segments
+            layers.append(LayerKV(key[:, slot : slot + size], value[:, slot : slot + size]))
+        if self._layers[index].latents is not None:
+            return [(joined, joined) for joined in (each.joined for each in layers)]
+        return [(each.key, each.value) for each in layers]
 
     def _show(
         self,

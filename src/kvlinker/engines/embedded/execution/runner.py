@@ -108,7 +108,7 @@ def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
     """Let tokens leave the hidden states before every decoder layer."""
 
     def enter(
-        index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        indices: range, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if active_interceptor() is not forward:
             return args, kwargs  # another engine's thread runs the same model
@@ -125,12 +125,16 @@ def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
             return layer.forward(*changed_args, **changed_kwargs)
 
         return with_input(
-            forward.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute)
+            forward.enter_layer(indices, args[0] if args else kwargs["hidden_states"], compute)
         )
 
+    layers = decoder_layers(model)
+    each = forward.attentions // len(layers)  # some decoder layers have two
     handles = [
-        layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
-        for index, layer in enumerate(decoder_layers(model))
+        layer.register_forward_pre_hook(
+            partial(enter, range(index * each, (index + 1) * each)), with_kwargs=True
+        )
+        for index, layer in enumerate(layers)
     ]
     try:
         yield

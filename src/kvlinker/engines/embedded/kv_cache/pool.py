@@ -124,7 +124,7 @@ def _size(span: SlotSpan) -> int:
 
 class KVPool:
     """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim]
-    each.
+    each, where they are latents with the shared key side by side.
 
     A span of slots is a strided view that attention reads without a copy.
     """
@@ -136,8 +136,16 @@ class KVPool:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
-            self.keys.append(_zeros((layer.kv_heads, slots, layer.key_dim), dtype, device))
-            self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
+            if layer.latents is None:
+                key, value = (
+                    _zeros((layer.kv_heads, slots, dim), dtype, device)
+                    for dim in (layer.key_dim, layer.value_dim)
+                )
+            else:
+                joined = _zeros((1, slots, layer.key_dim + layer.value_dim), dtype, device)
+                key, value = joined[..., : layer.key_dim], joined[..., layer.key_dim :]
+            self.keys.append(key)
+            self.values.append(value)
 
     def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
         """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of

@@ -15,15 +15,19 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.engines.contract.cost import AttentionShape
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
+    EXPANSION,
     RotaryFunction,
     attention_of,
+    cos_and_sin,
     intercepted,
     prepare,
 )
+from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model.obstacles import (
     EXHAUSTED,
     LOOKED_AT,
     Obstacle,
+    has_indexer,
     holds_state,
     obstacle_of,
     refusal,
@@ -42,10 +46,28 @@ scaled."""
 
 @dataclass(frozen=True, slots=True)
 class LayerShape(AttentionShape):
-    """Describes one layer's attention, and how its keys are rotated; None where it has no rotary
-    embedding."""
+    """Describes one layer's attention.
+
+    Where it keeps latents, its key is the one that all heads share, its value the latent.
+    """
 
     rotary: Rotary | None
+    """How its keys are rotated; None where it has no rotary embedding."""
+
+    latents: Latents | None = None
+    """How it attends to latents; None where it keeps keys and values."""
+
+    @property
+    def expanded_values_per_token(self) -> int:
+        """The number of values that one token's KV would have here if it were not latents."""
+        latents = self.latents
+        return self.values_per_token if latents is None else latents.expanded_values_per_token
+
+    @property
+    def operations_per_pair(self) -> int:
+        if self.latents is not None:
+            return self.latents.operations_per_pair
+        return super(LayerShape, self).operations_per_pair
 
 
 def trace_layers(model: Any) -> tuple[LayerShape, ...]:
@@ -75,6 +97,8 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
         raise refusal(model, obstacle_of(model, otherwise)) from error
     if stateful:
         raise refusal(model, Obstacle.STATE)
+    if has_indexer(model):
+        raise refusal(model, Obstacle.SELECTION)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(tracer.layers) != list(range(expected)):
         raise refusal(
@@ -107,9 +131,12 @@ def context_window(model: Any) -> int:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the model's decoder layers, in order."""
-    wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    wanted = set(range(model.config.get_text_config().num_hidden_layers))  # type: ignore
     return next(
-        part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted
+        part
+        for part in model.modules()
+        if isinstance(part, nn.ModuleList)
+        and {getattr(each, "layer_idx", None) for each in part.modules()} - {None} == wanted
     )
 
 
@@ -133,9 +160,9 @@ class _Tracer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: tuple[Tensor, ...],
+        output: Any,
     ) -> None:
-        self._tables.append((output[0], module, args, kwargs))
+        self._tables.append((cos_and_sin(output)[0], module, args, kwargs))
 
     def rotary(
         self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
@@ -160,15 +187,18 @@ class _Tracer:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
             raise LookupError(f"{type(module).__name__} does not say which layer it belongs to")
+        latents = Latents.of(module, query, key) if hasattr(module, EXPANSION) else None
         self.layers[index] = LayerShape(
             query_heads=query.shape[1],
             kv_heads=key.shape[1],
             key_dim=key.shape[-1],
             value_dim=value.shape[-1],
             rotary=self._pending,
+            latents=latents,
         )
         self._pending = None
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        width = value.shape[-1] if latents is None else latents.value_dim
+        return query.new_zeros(1, query.shape[2], query.shape[1], width)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Steps into an unmodified transformers model at two places: rotary embedding and attention.
+"""Steps into an unmodified transformers model at three places: rotary embedding, attention, and the
+expansion of latents.
 
-Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` is wrapped once, process-wide,
-and an attention function is registered under ``ATTENTION_NAME``. Both act only while an interceptor
-is active in the current context; models that other code runs in the same process are not affected.
+Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` and every attention's
+``expand_kv(latent, key)`` are wrapped once, process-wide, and an attention function is registered
+under ``ATTENTION_NAME``. They act only while an interceptor is active in the current context;
+models that other code runs in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION_NAME = "kvlinker"
-ROTARY_FUNCTION = "apply_rotary_pos_emb"
+ROTARY_FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
+
+EXPANSION = "expand_kv"
+"""The method by which attention with latents makes keys and values of them."""
 
 RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 """Takes (query, key, cos, sin, …) and returns the first two with rotary embedding."""
@@ -41,6 +47,9 @@ class Interceptor(Protocol):
     ) -> Tensor:
         """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens,
         heads, head_dim].
+
+        Where attention expands latents, ``key`` is the part of the key that all heads share, and
+        ``value`` the latent, of one head each.
 
         ``options`` are what the model hands to its attention function: scaling, sliding_window,
         softcap, s_aux, ….
@@ -68,20 +77,40 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Wrap the rotary functions of all modeling modules that ``model`` is made of. Idempotent.
+    """Wrap the rotary functions of all modeling modules that ``model`` is made of, and what expands
+    latents. Idempotent.
 
     Functions of another form stay as they are.
     """
-    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
-        if hasattr(module, ROTARY_FUNCTION):
-            _wrap_rotary(module)
+    kinds = {type(part) for part in model.modules()}
+    for module in {sys.modules[kind.__module__] for kind in kinds}:
+        for name in ROTARY_FUNCTIONS:
+            if hasattr(module, name):
+                _wrap_rotary(module, name)
+    for kind in kinds:
+        if hasattr(kind, EXPANSION):
+            _wrap_expansion(kind)
 
 
-def _wrap_rotary(module: ModuleType) -> None:
-    original: RotaryFunction = getattr(module, ROTARY_FUNCTION)
-    if hasattr(original, "__kvlinker__") or not _has_known_form(original):
+def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of what a rotary embedding's module makes: the two, or complex numbers."""
+    if isinstance(tables, Tensor):
+        return tables.real, tables.imag
+    return tables[0], tables[1]
+
+
+def _wrap_rotary(module: ModuleType, name: str) -> None:
+    original: RotaryFunction = getattr(module, name)
+    if hasattr(original, "__kvlinker__"):
         return
+    wanted = _tables_wanted(original)
+    if wanted == ("cos", "sin"):
+        _replace(module, name, _rotary_of_cos_and_sin(original))
+    elif wanted == ("freqs_cis",):
+        _replace(module, name, _rotary_of_complex(original))
 
+
+def _rotary_of_cos_and_sin(original: RotaryFunction) -> RotaryFunction:
     @wraps(original)
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
@@ -92,18 +121,53 @@ def _wrap_rotary(module: ModuleType) -> None:
         interceptor.rotary(original, q, k, cos, sin)
         return q, k
 
-    apply_rotary_pos_emb.__kvlinker__ = True  # type: ignore[attr-defined]
-    setattr(module, ROTARY_FUNCTION, apply_rotary_pos_emb)
+    return apply_rotary_pos_emb
 
 
-def _has_known_form(function: RotaryFunction) -> bool:
-    """Tell if a function wants queries, keys, cos and sin, in this order."""
+def _rotary_of_complex(original: RotaryFunction) -> RotaryFunction:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return original(q, k, torch.complex(cos, sin))
+
+    @wraps(original)
+    def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        interceptor = _active.get()
+        if interceptor is None:
+            return original(xq, xk, freqs_cis)
+        interceptor.rotary(apply, xq, xk, *cos_and_sin(freqs_cis))
+        return xq, xk
+
+    return apply_rotary_emb
+
+
+def _tables_wanted(function: RotaryFunction) -> tuple[str, ...]:
+    """Return the names of the first two arguments behind queries and keys that a function needs."""
     wanted = [
         name
         for name, each in signature(function).parameters.items()
         if each.default is Parameter.empty
     ]
-    return len(wanted) >= 4 and wanted[2:4] == ["cos", "sin"]
+    return tuple(wanted[2:4])
+
+
+def _wrap_expansion(kind: type[nn.Module]) -> None:
+    """Have attention hand on the latent, and the key that all heads share, as they are."""
+    original = getattr(kind, EXPANSION)
+    if hasattr(original, "__kvlinker__"):
+        return
+
+    @wraps(original)
+    def expand_kv(module: nn.Module, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if _active.get() is None:
+            expanded: tuple[Tensor, Tensor] = original(module, latent, key)
+            return expanded
+        return key, latent
+
+    _replace(kind, EXPANSION, expand_kv)
+
+
+def _replace(owner: ModuleType | type, name: str, wrapped: Any) -> None:
+    wrapped.__kvlinker__ = True
+    setattr(owner, name, wrapped)
 
 
 def _attention(

@@ -12,7 +12,41 @@ from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
 from kvlinker.engines.embedded.model.anatomy import LayerShape
-from kvlinker.engines.embedded.model.rotary import RotatedKeys
+from kvlinker.store.chunk_kv import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedKeys:
+    """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers
+    with rotary embedding; latents beside the shared key."""
+
+    layers: tuple[LayerShape, ...]
+
+    def resident(self, index: int, layer: LayerKV) -> LayerKV:
+        """Return the layer with rotated keys."""
+        return self._turned(index, layer, back=False)
+
+    def computed(self, index: int, layer: LayerKV) -> LayerKV:
+        """Return the layer without the keys' rotation, but for rounding."""
+        return self._turned(index, layer, back=True)
+
+    def _turned(self, index: int, layer: LayerKV, *, back: bool) -> LayerKV:
+        shape = self.layers[index]
+        turned = layer
+        if shape.latents is not None and not back:
+            turned = LayerKV.of_joined(layer.joined.clone(), shape.key_dim)
+        if shape.rotary is None:
+            return turned
+        cos, sin = shape.rotary.tables(layer.key.shape[1])
+        if back:
+            square = cos[:1] ** 2  # of the factor by which some models scale what they rotate
+            cos, sin = cos / square, -sin / square
+        if turned is layer:
+            key = torch.empty_like(layer.key, memory_format=torch.contiguous_format)
+            turned = LayerKV(key, layer.value)
+        device = turned.key.device
+        shape.rotary.rotate(layer.key, cos.to(device), sin.to(device), out=turned.key)
+        return turned
 
 
 @dataclass(frozen=True)
@@ -42,7 +76,7 @@ class LoadedModel:
     @property
     def resident_form(self) -> RotatedKeys:
         """The form in which chunks are attended to."""
-        return RotatedKeys(tuple(shape.rotary for shape in self.layers))
+        return RotatedKeys(self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -34,7 +34,7 @@ class Obstacle(StrEnum):
         "layers of it keep a state instead of keys and values, or beside them (state-space model,"
         " linear attention, recurrence or convolution)"
     )
-    LATENT = "its attention keeps latents instead of keys and values (multi-head latent attention)"
+    SELECTION = "an indexer of its own picks the tokens that its queries see (sparse attention)"
     LEARNED = (
         "its positions are learned embeddings that are added to the tokens', so that KV cannot be"
         " moved"
@@ -79,9 +79,9 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
         return Obstacle.BIDIRECTIONAL
     if holds:
         return Obstacle.STATE
+    if has_indexer(model):
+        return Obstacle.SELECTION
     config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
-        return Obstacle.LATENT
     if _has_rotary(model) and not getattr(config, "alibi", False):
         return otherwise
     if any("alibi" in name.lower() for name in dir(inspect.getmodule(type(model)))):
@@ -100,6 +100,12 @@ def holds_state(output: Any) -> bool:
     that is not kept for every token."""
     kept = [value for value in output.values() if not isinstance(value, Tensor)]
     return any(LOOKED_AT not in tensor.shape for tensor in _tensors(kept) if tensor.ndim)
+
+
+def has_indexer(model: nn.Module) -> bool:
+    """Tell if layers of it pick the tokens that they see by an indexer, of which short texts show
+    nothing: it picks all of them."""
+    return any("indexer" in type(part).__name__.lower() for part in model.modules())
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.interception import RotaryFunction
-from kvlinker.store.chunk_kv import LayerKV
+from kvlinker.engines.embedded.model.interception import RotaryFunction, cos_and_sin
 
 Pairing = Literal["halves", "interleaved"]
 """Which dimensions of a rotated part of w dimensions turn together: i with i + w / 2, or 2i with 2i
@@ -159,8 +157,10 @@ class Rotary:
 
         with torch.inference_mode():
             args = [replaced(value) for value in self._args]
-            cos, sin = self._module(
-                *args, **{name: replaced(value) for name, value in self._kwargs.items()}
+            cos, sin = cos_and_sin(
+                self._module(
+                    *args, **{name: replaced(value) for name, value in self._kwargs.items()}
+                )
             )
         return cos[0].float(), sin[0].float()
 
@@ -171,7 +171,11 @@ class Rotary:
 
     def _find_layout(self) -> Layout | None:
         """Return the pairing and columns with which ``_rotate_pairs`` does the same as ``apply``,
-        if any do."""
+        if any do.
+
+        Functions that put the first of all pairs before the second of all do the same: products of
+        queries and keys do not depend on the order of their dimensions.
+        """
         cos, sin = self._module_tables(torch.arange(min(TESTED_POSITIONS, self._longest)))
         generator = torch.Generator().manual_seed(0)
         heads = torch.randn(2, len(cos), self._width, generator=generator).to(cos)
@@ -186,40 +190,12 @@ class Rotary:
             for pairing in ("halves", "interleaved"):
                 ours = torch.empty_like(heads)
                 _rotate_pairs(pairing, heads, cos[:, columns], sin[:, columns], ours)
-                if torch.allclose(ours, expected, rtol=1e-4, atol=1e-4):
+                apart = torch.cat([ours[..., ::2], ours[..., 1::2]], dim=-1)
+                if any(
+                    torch.allclose(each, expected, rtol=1e-4, atol=1e-4) for each in (ours, apart)
+                ):
                     return Layout(pairing, columns)
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class RotatedKeys:
-    """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers
-    with rotary embedding.
-
-    ``rotaries`` has that of every layer, None for a layer without.
-    """
-
-    rotaries: tuple[Rotary | None, ...]
-
-    def resident(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return the layer with rotated keys."""
-        return self._turned(index, layer, back=False)
-
-    def computed(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return the layer without the keys' rotation, but for rounding."""
-        return self._turned(index, layer, back=True)
-
-    def _turned(self, index: int, layer: LayerKV, *, back: bool) -> LayerKV:
-        rotary = self.rotaries[index]
-        if rotary is None:
-            return layer
-        cos, sin = rotary.tables(layer.key.shape[1])
-        if back:
-            square = cos[:1] ** 2  # of the factor by which some models scale what they rotate
-            cos, sin = cos / square, -sin / square
-        key = torch.empty_like(layer.key, memory_format=torch.contiguous_format)
-        rotary.rotate(layer.key, cos.to(key.device), sin.to(key.device), out=key)
-        return LayerKV(key, layer.value)
 
 
 def _rotate_pairs(pairing: Pairing, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

@@ -88,6 +88,12 @@ def _require_movable(model: Any) -> None:
             f"Layers of {model.architecture} keep a state instead of keys and values, or beside"
             " them, which kvlinker does not link yet; serve it with vLLM alone."
         )
+    if model.use_mla:
+        raise UnsupportedModelError(
+            f"Attention of {model.architecture} keeps latents instead of keys and values, which"
+            " kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
+            " (--engine embedded), or with vLLM alone."
+        )
     scaling = getattr(model.hf_text_config, "llama_4_scaling", None)
     length = scaling and scaling["original_max_position_embeddings"]
     if length and model.max_model_len > length:
