@@ -32,9 +32,9 @@ LEAST_SECONDS = 1e-3
 SMOOTHING = 0.1
 """The share of the last request in the mean of what requests take."""
 
-BUSY_SECONDS = 1e-3
-"""What each answer under way adds to the time of a new request's first token: every step computes
-for all of them."""
+BUSY_SHARE = 0.1
+"""How much an answer under way counts against a request that waits for its first byte: every step
+computes for all of them."""
 
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
@@ -187,7 +187,8 @@ class Router:
         least = wait[possible].min()
         long = SATURATION * needed.computed + self._seconds
         cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * needed.seconds
-        cost += self._open * BUSY_SECONDS + self._random.random(len(cost)) * _CHANCE_SECONDS
+        cost += self._open * BUSY_SHARE * self._seconds
+        cost += self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
         self._requests += 1
         decision = Decision(
