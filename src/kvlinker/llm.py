@@ -47,6 +47,7 @@ from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, Conte
 from kvlinker.service.context_caches.building import Building
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
     Messages,
@@ -175,6 +176,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         started.callback(self.building.close)
         self.residency = Residency(self.store, kv_bytes_per_token=self.engine.kv_bytes_per_token)
         self.events.subscribe(self.residency.listen)
+        self.preloading = Preloading(self.catalog, self.store, self.engine)
+        started.callback(self.preloading.close)
         self.policy_manager = PolicyManager(
             settings, self.engine, self.events, model=self.model_name, decode=self._decode
         )

@@ -145,6 +145,43 @@ def test_plain_passages_go_to_the_server_that_made_them_chunks(
         assert cached(third) > 100
 
 
+def test_a_server_that_joins_has_the_hottest_chunks_before_it_gets_requests(
+    tmp_path: Path, settings: Settings
+) -> None:
+    """One that shares the state directory with the first: on disk it has them all."""
+    with ExitStack() as stack:
+        own = tiny_settings(tmp_path / "shared")
+
+        def started() -> Served:
+            return stack.enter_context(serving(LLM.from_model(tiny_model(), own), own))
+
+        first = started()
+        urls = [first.url]
+
+        async def find() -> list[str]:
+            return urls
+
+        app = create_router(find, settings, api_key=None)
+        url = stack.enter_context(listening(app, settings))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE))
+        ids = first.cache(*TEXTS)
+        wait_until(lambda: sum(each["resident_chunks"] for each in status(client)) == len(ids))
+        for _ in range(3):
+            assert client.post(CHAT, json=asked(*ids[:4])).status_code == 200
+        first.llm.store.flush()
+        second = started()
+        keys = [first.llm.caches.get(each, tenant="default").chunk_key for each in ids]
+        assert not any(map(second.llm.store.is_resident, keys))
+
+        def joined() -> bool:
+            told = next((each for each in status(client) if each["address"] == second.url), None)
+            return told is not None and told["state"] == "ready"
+
+        urls.append(second.url)
+        wait_until(joined)
+        assert [second.llm.store.is_resident(key) for key in keys] == [True] * 4 + [False] * 2
+
+
 def test_a_chunk_on_disk_draws_requests_too(tmp_path: Path, settings: Settings) -> None:
     """Where each server has a disk of its own, and one of them little memory."""
     with ExitStack() as stack:
@@ -436,4 +473,12 @@ def test_keys_are_checked_at_the_router_and_passed_on(tmp_path: Path) -> None:
         assert client.post(CHAT, json=asked(cache_id), headers=mine).status_code == 200
         assert client.post(CHAT, json=asked(cache_id), headers=theirs).status_code == 404
         assert client.get("/v1/residency", headers=mine).status_code == 403
+        preload = {"chunks": ["0" * 64]}
+        refused = client.post("/v1/residency/preload", json=preload, headers=mine)
+        assert refused.status_code == 403
+        root = {"Authorization": "Bearer root"}
+        taken = client.post("/v1/residency/preload", json=preload, headers=root)
+        assert taken.status_code == 202
+        malformed = client.post("/v1/residency/preload", json={"chunks": ["x"]}, headers=root)
+        assert malformed.status_code == 400
         wait_until(lambda: client.get("/status", headers=mine).json()["replicas"][0]["epoch"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,13 +17,19 @@ import httpx
 from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
 from kvlinker.fleet.router import Router
 
+MOST_PRELOADED = 1000
+"""The most chunks that a server which joins brings to memory."""
+
+PRELOAD_SECONDS = 30.0
+"""The seconds that it has for that; then it gets requests in any case."""
+
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """The seconds after which a server that does not answer a poll gets no more requests."""
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
-"""``starting``: has not answered yet. ``dead``: does not answer any more, or its engine has
-failed."""
+"""``starting``: has not answered yet, or brings chunks to memory. ``dead``: does not answer any
+more, or its engine has failed."""
 
 Find = Callable[[], Awaitable[Iterable[str]]]
 """Returns the addresses of all servers that there are now."""
@@ -39,6 +46,12 @@ class Seen:
     reason: str | None = "was not asked yet"
     pid: int | None = None
     role: str = "both"
+
+    pending: int = 0
+    """The chunks that it still has to bring to memory."""
+
+    preloads_until: float = 0.0
+    """When it gets requests in any case, by the monotonic clock."""
 
 
 def always(urls: Iterable[str]) -> Find:
@@ -176,15 +189,39 @@ class Backends:
         if replica not in self.urls:  # it was removed meanwhile
             return "dead", "is gone"
         view = self._router.replicas[replica]
+        known = view.epoch
         asked: dict[str, str | int] = {}
-        if view.epoch is not None:
-            asked = {"epoch": view.epoch, "after": view.report_number}
+        if known is not None:
+            asked = {"epoch": known, "after": view.report_number}
         try:
             if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
                 self._take(replica, await self._get(replica, "/v1/residency"))
+            if view.epoch != known:
+                await self._preload(replica)
         except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
             logger.debug("Replica %s does not tell what it has: %r", replica, error)
+        seen = self.seen[replica]
+        if seen.pending and time.monotonic() < seen.preloads_until:
+            return "starting", f"brings {seen.pending} chunks to memory"
         return "ready", None
+
+    async def _preload(self, replica: str) -> None:
+        """Have a server that joins, or was restarted, bring to memory what is wanted most; unless
+        no other is ready: then it is needed at once."""
+        hottest = self._router.hottest(MOST_PRELOADED)
+        others = (each for each in self._router.replicas.values() if each.id != replica)
+        builds = self.seen[replica].role == "build"
+        if builds or not hottest or not any(each.ready for each in others):
+            return
+        answer = await self._client.post(
+            self.urls[replica] + "/v1/residency/preload",
+            json={"chunks": hottest, "seconds": PRELOAD_SECONDS},
+            headers=self._headers,
+            timeout=ANSWER_SECONDS,
+        )
+        if answer.is_success:
+            pending, until = int(answer.json()["pending"]), time.monotonic() + PRELOAD_SECONDS
+            self.seen[replica] = replace(self.seen[replica], pending=pending, preloads_until=until)
 
     def _take(self, replica: str, answer: httpx.Response) -> bool:
         """Hand a report to the router; returns False where the whole has to be asked for."""
@@ -204,7 +241,10 @@ class Backends:
         seconds = told["seconds_per_token"]
         self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
         self.seen[replica] = replace(
-            self.seen[replica], pid=int(told["pid"]), role=str(told["role"])
+            self.seen[replica],
+            pid=int(told["pid"]),
+            role=str(told["role"]),
+            pending=int(told["pending"]),
         )
         return self._router.report(
             replica,

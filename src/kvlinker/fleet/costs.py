@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.types.residency import MEMORY, ResidencyReport, TierCost
+from kvlinker.fleet.hot_chunks import HotChunks
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import MEMORY_TIER, ResidencyIndex
 
@@ -40,6 +41,7 @@ class PromptCosts:
 
     def __init__(self) -> None:
         self._index = ResidencyIndex()
+        self._hot = HotChunks()
         self._per_token = np.zeros(0)  # seconds of computing, by replica
         self._measured = np.zeros(0, dtype=bool)
         self._tiers: dict[tuple[str, str | None], int] = {(MEMORY, None): MEMORY_TIER}
@@ -63,6 +65,10 @@ class PromptCosts:
     def resident(self, replica: int) -> int:
         """Return how many chunks a replica has told to be in its memory."""
         return self._index.count(replica)
+
+    def hottest(self, most: int) -> list[str]:
+        """Return the keys of the chunks that are wanted most often, those first."""
+        return [f"{key:064x}" for key in self._hot.hottest(most)]
 
     def holders(self, name: str, now: float) -> set[int]:
         """Return the replicas that have a chunk in memory, or are about to, by its name."""
@@ -131,7 +137,9 @@ class PromptCosts:
     ) -> None:
         """Believe that a prompt that is sent to a replica brings its ``chunks`` there, and the rest
         of its text."""
-        self._index.believe(replica, [chunk.name for chunk in chunks], now)
+        names = [chunk.name for chunk in chunks]
+        self._hot.note(key for name in names if (key := self._index.key(name)) is not None)
+        self._index.believe(replica, names, now)
         self._index.begin(replica, [name for name, _ in prompt.beginnings])
         self._index.begin(replica, [line.name for line in prompt.lines])
 

@@ -167,6 +167,10 @@ class Router:
         """Return the replicas that have a chunk in memory, or are about to, by its name."""
         return sorted(self._ids[number] for number in self._costs.holders(name, now))
 
+    def hottest(self, most: int) -> list[str]:
+        """Return the keys of the chunks that requests want most often, those first."""
+        return self._costs.hottest(most)
+
     def note_beginnings(self, replica: str, stored: Iterable[str], removed: Iterable[str]) -> None:
         """Note which beginnings of prompts a replica has now, and which it has no more, as its
         events tell; of a replica that is not known, nothing is noted."""

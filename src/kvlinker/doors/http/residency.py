@@ -6,15 +6,25 @@ import os
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import Field, StringConstraints
 
 from kvlinker.base.errors import PermissionDeniedError
+from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody
 from kvlinker.doors.http.models import ServedModelParam
 
 COSTED_TOKENS = 512
 """The tokens of a prompt by whose time the cost of a missing token is told."""
+
+MOST_PRELOADED = 10_000
+"""The most chunks of one request to preload."""
+
+MOST_SECONDS = 600.0
+"""The longest that a server may preload."""
+
+ChunkKey = Annotated[str, StringConstraints(pattern=f"^{CHUNK_KEY.pattern}$")]
 
 router = APIRouter(prefix="/v1/residency", tags=["status"])
 
@@ -44,7 +54,8 @@ class ResidencyBody(ResponseBody):
     ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
     measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
     keys, ``recognises`` whether passages of plain texts become chunks (``implicit`` is ``auto``),
-    ``role`` whether it builds chunks for others or answers, and ``pid`` is the server's process.
+    ``role`` whether it builds chunks for others or answers, ``pending`` how many chunks it still
+    has to preload, and ``pid`` is the server's process.
     """
 
     epoch: str
@@ -59,6 +70,7 @@ class ResidencyBody(ResponseBody):
     keyed: bool
     recognises: bool
     role: Literal["both", "build", "serve"]
+    pending: int
     pid: int
 
 
@@ -93,7 +105,31 @@ def residency(
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
+        pending=llm.preloading.pending,
         recognises=served.settings.implicit == "auto",
         role=served.settings.role,
         pid=os.getpid(),
     )
+
+
+class PreloadBody(RequestBody):
+    """Chunks, by their keys, that this server is to have in memory, the most important ones first,
+    and for how many seconds it may bring them there."""
+
+    chunks: Annotated[list[ChunkKey], Field(max_length=MOST_PRELOADED)]
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 30.0
+
+
+class PreloadAnswer(ResponseBody):
+    """How many chunks are still to be brought to memory; `GET /v1/residency` tells it, too."""
+
+    pending: int
+
+
+@router.post("/preload", status_code=202, responses=error_responses(403))
+def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) -> PreloadAnswer:
+    """Begin to load chunks from slower tiers, or to compute them again, as long as memory has room;
+    those of which nothing is known are left out. For admins: chunks of all tenants are meant."""
+    if not caller.admin:
+        raise PermissionDeniedError("Only admin keys may preload chunks.")
+    return PreloadAnswer(pending=served.llm.preloading.begin(body.chunks, body.seconds))

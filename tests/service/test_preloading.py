@@ -1,0 +1,64 @@
+"""Chunks are brought to memory: from disk, by computing, within time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from kvlinker.store.tiers.base import TierUsage
+from tests.doors.http.serving import tiny_model, tiny_settings
+from tests.waiting import wait_until
+
+TEXTS = [f"Document {number} tells of {number * 7919}. " * 5 for number in range(12)]
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    """One whose memory is empty, behind another that has made chunks."""
+    settings = tiny_settings(tmp_path)
+    with LLM.from_model(tiny_model(), settings) as before:
+        before.generate_context_cache(TEXTS)
+        before.store.flush()
+    with LLM.from_model(tiny_model(), settings) as llm:
+        yield llm
+
+
+def keys_of(llm: LLM) -> list[str]:
+    return [cache.chunk_key for cache in llm.caches.list(tenant="default").items]
+
+
+def brought(llm: LLM, keys: list[str]) -> list[bool]:
+    return [llm.store.is_resident(key) for key in keys]
+
+
+def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
+    keys = keys_of(llm)
+    llm.store.delete(keys[0])
+    assert not any(brought(llm, keys))
+    unknown = "0" * 64
+    assert llm.preloading.begin([*keys, unknown, *keys], 60.0) == len(keys) + 1
+    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: all(brought(llm, keys)))
+    assert not llm.store.is_resident(unknown)
+    assert llm.preloading.begin(keys, 60.0) == 0
+
+
+def test_nothing_is_brought_when_memory_is_full(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = TierUsage("host", 95, 100, 1)
+    monkeypatch.setattr(llm.store, "usage", lambda: (full,))
+    keys = keys_of(llm)
+    llm.preloading.begin(keys, 60.0)
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert not any(brought(llm, keys))
+
+
+def test_what_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    never: Future[Any] = Future()
+    monkeypatch.setattr(llm.store, "load", lambda keys, *_, **__: [never for _ in keys])
+    assert llm.preloading.begin(keys_of(llm), 0.01) > 0
+    wait_until(lambda: llm.preloading.pending == 0)
