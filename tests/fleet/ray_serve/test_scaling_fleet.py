@@ -35,8 +35,8 @@ OPTIONS = (
 
 
 class Clients:
-    """Clients that ask for streams, one after the other, each time about another document, and note
-    how each of them ended."""
+    """Clients that ask for streams, one after the other, each time something else, and note how
+    each of them ended."""
 
     def __init__(self, url: str) -> None:
         self.ends: Counter[str] = Counter()
@@ -60,8 +60,8 @@ class Clients:
     def _ask(self) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE) as http:
             while not self._enough.is_set():
-                documents = [{"text": f"Tom Reyes lives in Oslo {next(self._numbers)}."}]
-                body = asked(stream=True, max_tokens=60, ignore_eos=True, documents=documents)
+                turn = {"role": "user", "content": f"{next(self._numbers)}: where is Oslo?"}
+                body = asked(stream=True, max_tokens=60, ignore_eos=True, messages=[turn])
                 with http.stream("POST", CHAT, json=body) as stream:
                     lines = [line for line in stream.iter_lines() if line]
                 ended = lines[-1] if not any('"error"' in line for line in lines) else lines[-2]

@@ -70,8 +70,8 @@ class Latents:
         return output
 
     def expanded(self, attended: Tensor) -> Tensor:
-        """Return the attention's output [tokens, heads, value_dim], of weighted sums of [shared |
-        latent] [tokens, heads, shared_dim + latent]."""
+        """Return the attention's output [tokens, heads, value_dim]; what was attended are weighted
+        sums of the shared key and the latent, [tokens, heads, shared_dim + latent]."""
         values = self._heads(attended.dtype)[:, self.key_dim :]
         latents = attended[..., self.shared_dim :].transpose(0, 1)
         return torch.bmm(latents, values.transpose(1, 2)).transpose(0, 1)
