@@ -145,6 +145,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "token_ids",
         "tail_of",
         "token_text",
+        "decode_ids",
         "text_of",
     }
     calls = {name for name, _ in getmembers(LLM, isfunction) if name[0] != "_"} - building - at_once

@@ -261,6 +261,7 @@ def test_a_client_that_leaves_ends_its_request(router: httpx.Client, servers: li
             wait_until(lambda: any(server.llm.current_load().running for server in servers))
         for server in servers:
             server.wait_until_idle()
+    wait_until(lambda: len(reasons) == 2)
     assert reasons == ["cancelled", "cancelled"]
 
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from kvlinker.doors.http.pages import PAGE_PATHS
+from kvlinker.fleet.views import FleetStatus
 from tests.doors.http.serving import Served
 
 MEDIA_TYPES = {"js": "text/javascript", "css": "text/css"}
@@ -52,7 +53,9 @@ def test_scripts_use_ids_that_the_page_has(served: Served) -> None:
 
 def test_the_page_reads_what_the_status_tells(served: Served) -> None:
     used = set(re.findall(r"\bstatus\.(\w+)", served.get("/static/status.js").text))
-    assert used <= set(served.get("/status").json()) | {"js"}
+    of_a_fleet = {"replicas"}
+    assert of_a_fleet <= set(FleetStatus.model_fields)
+    assert used <= set(served.get("/status").json()) | of_a_fleet | {"js"}
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e", ""])

@@ -286,14 +286,15 @@ class QuestionTrial:
         return GreedyAnswer(text, answer.usage, self._first_token(policy, answer))
 
     def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
-        return self.llm.stream(
+        answer: Answer = self.llm.chat_completion(
             self.messages,
             policy=policy,
             max_tokens=max_tokens,
             temperature=0,
             logprobs=MOST_LOGPROBS,
             **sampling,
-        ).answer
+        )
+        return answer
 
     def _first_token(self, policy: str | Policy, answer: Answer) -> NextToken:
         """Return the distribution of the first token, which is asked for again where an answer
