@@ -25,8 +25,15 @@ BEYOND_SCHEMAS = {
     "has no word to search for": "What is a word is known by the index.",
     "Unknown policy": "Names of policies have parameters.",
     "is in the past": "A schema does not know what time it is.",
+    "which is not among the 'tools'": "A schema cannot compare names in two fields.",
+    "No token is left to choose": "What is left to come is known by the model and its tokenizer.",
     "of the same name": "Entries of a list are told apart by one of their fields.",
     "the context window takes": "Only the tokenizer can count tokens.",
+    "Token ids are integers from|is not in the model's vocabulary": "Ids are the model's.",
+    "both ask for a form|begins another: give one of them": (
+        "Programs that generate requests give up at documents with a rule for each pair of fields."
+    ),
+    "cannot be enforced": "What a grammar can express is known by its compiler.",
     "Input should be a JSON object, as text": "A text may be JSON or not.",
     "a message of role": (
         "Where tools and documents are shown depends on the model's chat template."

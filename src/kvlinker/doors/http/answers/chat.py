@@ -64,10 +64,6 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
         *SamplingBody.rules,
         where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
         where({"tool_choice": {"anyOf": [{"const": "auto"}, CALLS]}}, has_entries("tools")),
-        where(
-            {"continue_final_message": {"const": True}},
-            {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
-        ),
     )
 
     messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)

@@ -13,9 +13,7 @@ from kvlinker.doors.http.fields.decoding import DecodingFields
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.structured import (
     ResponseFormatBody,
-    StructuredFields,
     answer_grammar,
-    nothing_else_asks,
 )
 
 
@@ -74,16 +72,6 @@ class SamplingBody(DecodingFields):
             "else": {"properties": {"stream_options": {"type": "null"}}},
         },
         ATTENTION_IS_EXPLAINED,
-        *StructuredFields.rules,
-        where(
-            {
-                "response_format": {
-                    "type": "object",
-                    "properties": {"type": {"not": {"const": "text"}}},
-                }
-            },
-            nothing_else_asks(),
-        ),
     )
 
     model: Text | None = None

@@ -18,7 +18,6 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.limits import MOST_GRAMMAR_CHOICES
 from kvlinker.doors.http.fields.bodies import (
-    GIVEN,
     JsonObject,
     RequestBody,
     Text,
@@ -42,12 +41,6 @@ _ASKING = frozenset(
     {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 """The fields of ``StructuredFields``."""
-
-
-def nothing_else_asks(name: str = "") -> dict[str, JsonValue]:
-    """Return a schema of objects in which no field of ``StructuredFields`` asks for a form, but for
-    ``name``."""
-    return {"properties": {other: {"type": "null"} for other in sorted(_ASKING - {name})}}
 
 
 class JsonSchemaBody(RequestBody):
@@ -141,10 +134,6 @@ class StructuredOutputsBody(RequestBody):
 
 class StructuredFields(RequestBody):
     """The answer's form in vLLM's words, new and old. Only one of them may be given."""
-
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = tuple(
-        where({name: GIVEN}, nothing_else_asks(name)) for name in sorted(_ASKING)
-    )
 
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: _JsonSchema | None = None

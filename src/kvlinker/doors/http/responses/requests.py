@@ -120,7 +120,6 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"tool_choice": CALLS}, has_entries("tools")),
         NOTHING_EXPLAINED,
-        *DecodingFields.rules,
     )
 
     model: Text | None = None
