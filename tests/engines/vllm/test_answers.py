@@ -188,6 +188,16 @@ def test_the_end_of_the_form_is_the_end_of_the_answer(served: Served) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
 
 
+def test_a_form_that_ends_with_the_last_token_says_so(served: Served) -> None:
+    body = {"messages": QUESTION, "structured_outputs": {"choice": ["abc"]}, "ignore_eos": True}
+    reasons = []
+    for most in range(1, 5):
+        choice = served.post(CHAT, body | {"max_tokens": most}).json()["choices"][0]
+        assert (choice["message"]["content"] == "abc") == (choice["finish_reason"] == "stop")
+        reasons.append(choice["finish_reason"])
+    assert (reasons[0], reasons[-1]) == ("length", "stop")
+
+
 def test_what_vllm_refuses_is_the_clients_mistake(served: Served) -> None:
     """Also where kvlinker had nothing against it."""
     engine: Any = served.llm.engine

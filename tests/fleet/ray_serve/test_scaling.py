@@ -65,4 +65,5 @@ def test_load_forgets_old_first_tokens() -> None:
     assert load.figures()[TTFT] == 8.0
     now = REMEMBERED_SECONDS + 1
     load.first_token(0.5)
+    assert len(load._first_tokens) == 1  # also where nobody asks for figures
     assert load.figures()[TTFT] == 0.5

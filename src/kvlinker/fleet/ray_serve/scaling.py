@@ -75,13 +75,17 @@ class Load:
     def first_token(self, seconds: float) -> None:
         """Note the time that a request's first token took."""
         self._first_tokens.append((self._clock(), seconds))
+        self._forget_old()
 
     def figures(self) -> dict[str, float]:
         """Return how many requests are under way, and the time to the first token in seconds; 0
         where there was none of late."""
-        oldest = self._clock() - REMEMBERED_SECONDS
-        while self._first_tokens and self._first_tokens[0][0] < oldest:
-            self._first_tokens.popleft()
+        self._forget_old()
         seconds = sorted(each for _, each in self._first_tokens)
         late = seconds[int(PERCENTILE * (len(seconds) - 1))] if seconds else 0.0
         return {REQUESTS: float(self._requests()), TTFT: late}
+
+    def _forget_old(self) -> None:
+        oldest = self._clock() - REMEMBERED_SECONDS
+        while self._first_tokens and self._first_tokens[0][0] < oldest:
+            self._first_tokens.popleft()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import Delta, TokenLogprob, Usage
+from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.engines.contract.contract import GenerationRequest, Sink
 from kvlinker.engines.contract.output import Output, RequestClock
 from kvlinker.engines.vllm.frontend.client import NewTokens
@@ -27,8 +28,11 @@ class VLLMRequest:
         tokenizer: Any,
         max_tokens: int,
         events: Events,
+        is_complete: Callable[[AnswerGrammar, Sequence[int]], bool],
     ) -> None:
+        """``is_complete`` tells whether an answer's tokens are all that its grammar allows."""
         self.request = request
+        self.is_complete = is_complete
         self.max_tokens = max_tokens
         self.clock = RequestClock()
         self._linked: StoredLink | None = None
@@ -91,6 +95,8 @@ class ChoiceOutput:
         self.index = index
         self.ended = False
         self._request = request
+        self._grammar = request.request.sampling.grammar
+        self._token_ids: list[int] = []  # of an answer that follows a grammar
         self._output = Output(
             request.request,
             sink,
@@ -111,8 +117,10 @@ class ChoiceOutput:
         string."""
         if new.outcome is not None:
             self._request.note_outcome(new.outcome, self.index)
+        is_whole = self._is_whole(new)
         for index, token in enumerate(new.token_ids):
-            ends = new.reason if index == len(new.token_ids) - 1 else None
+            is_last = index == len(new.token_ids) - 1
+            ends = new.reason if is_last and not is_whole else None
             end = self._output.push(token, self._logprobs(token, new, index), ends=ends)
             if end is not None:
                 self._end(*end)
@@ -121,7 +129,15 @@ class ChoiceOutput:
         if new.reason == "error":
             self.fail(KVLinkerError("vLLM failed on this request; see its log."))
         elif new.reason is not None:
-            self._end("length" if new.reason == "length" else "cancelled", self._output.rest())
+            reason = "stop" if is_whole else new.reason
+            self._end(reason if reason in ("stop", "length") else "cancelled", self._output.rest())
+
+    def _is_whole(self, new: NewTokens) -> bool:
+        """Note new tokens; return whether an answer that has as many as it may have is complete."""
+        if self._grammar is None:
+            return False
+        self._token_ids += new.token_ids
+        return new.reason == "length" and self._request.is_complete(self._grammar, self._token_ids)
 
     def cancel(self) -> None:
         if not self.ended:

@@ -130,6 +130,7 @@ class VLLMEngine:
             tokenizer=self._facts.tokenizer,
             max_tokens=max_tokens,
             events=self._events,
+            is_complete=self._client.grammars.is_complete,
         )
         name = f"kvlinker-{secrets.token_hex(8)}"
         with self._admitting:

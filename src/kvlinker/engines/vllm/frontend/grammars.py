@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -59,6 +60,15 @@ class VLLMGrammars:
         return {
             grammar.kind: json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
         }
+
+    def is_complete(self, grammar: AnswerGrammar, tokens: Sequence[int]) -> bool:
+        """Return whether an answer of these tokens ends as its grammar does, so that nothing may
+        come behind it. Another backend than ``guidance`` does not tell."""
+        if self._backend != GUIDANCE:
+            return False
+        lark = LLMatcher.grammar_from_lark(self._checked(grammar))
+        matcher = LLMatcher(self._tokenizer, lark)
+        return bool(matcher.consume_tokens(list(tokens)) and matcher.is_stopped())
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
