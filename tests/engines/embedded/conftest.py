@@ -20,8 +20,8 @@ from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.engines.embedded.model.interception import attention_of
-from kvlinker.engines.embedded.model.native_products import native_products
 from kvlinker.engines.embedded.model.norms import native_norm
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.settings import load_settings

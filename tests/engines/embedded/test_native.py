@@ -9,8 +9,8 @@ import torch
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_dots import native_dots
-from kvlinker.engines.embedded.model.native_products import native_products
 from kvlinker.engines.embedded.model.norms import native_norm
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.native import NativeUnavailableError, load_library
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")

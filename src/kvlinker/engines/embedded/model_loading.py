@@ -17,7 +17,7 @@ from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.norms import quicken_norms
-from kvlinker.engines.embedded.model.weights import arrange_weights, watch_linears
+from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat
 

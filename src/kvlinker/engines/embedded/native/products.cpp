@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int BLOCK = 64;  // outputs; blocks.py lays them out
+constexpr int BLOCK = 64;  // outputs; model/weights/blocks.py lays them out
 constexpr int VECTORS = BLOCK / LANES;
 constexpr int ROWS_TOGETHER = 6;
 constexpr int FETCHES_AHEAD_FROM = 4 * ROWS_TOGETHER;  // rows

@@ -2,7 +2,7 @@
 input share.
 
 They take the places of a loaded model's ``nn.Linear``: see
-``kvlinker.engines.embedded.model.weights``.
+``kvlinker.engines.embedded.model.weights.arrangement``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.matrices import Matrix
 
 
 class MatrixLinear(nn.Linear):

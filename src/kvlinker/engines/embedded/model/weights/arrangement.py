@@ -19,12 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.anatomy import decoder_layers
-from kvlinker.engines.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
-from kvlinker.engines.embedded.model.matrices import Matrix, PackedMatrix, packs
 from kvlinker.engines.embedded.model.memory import drop_mapped, return_freed
-from kvlinker.engines.embedded.model.native_products import native_products
-from kvlinker.engines.embedded.model.native_quantized import NativeInt4Matrix, NativeInt8Matrix
-from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix, quantise_by_torchao
+from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.engines.embedded.model.weights.matrices import Matrix, PackedMatrix, packs
+from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.native_quantized import (
+    NativeInt4Matrix,
+    NativeInt8Matrix,
+)
+from kvlinker.engines.embedded.model.weights.quantized import (
+    Int4Matrix,
+    Int8Matrix,
+    quantise_by_torchao,
+)
 from kvlinker.settings import WeightFormat
 
 SPARE_SHARE = 0.18

@@ -8,8 +8,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.blocks import BLOCK, bf16_blocks
-from kvlinker.engines.embedded.model.native_products import native_products
+from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 
 PADDED_ROWS = 4
 """The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than

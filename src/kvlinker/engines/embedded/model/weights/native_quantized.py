@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.blocks import BLOCK, code_blocks, codes_of, padded
-from kvlinker.engines.embedded.model.matrices import Matrix
-from kvlinker.engines.embedded.model.native_products import Form, native_products
-from kvlinker.engines.embedded.model.quantized import (
+from kvlinker.engines.embedded.model.weights.blocks import BLOCK, code_blocks, codes_of, padded
+from kvlinker.engines.embedded.model.weights.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
+from kvlinker.engines.embedded.model.weights.quantized import (
     ROWS_AT_ONCE,
     finished,
     int4_codes,

@@ -18,15 +18,15 @@ from transformers import AutoConfig
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.model_files import fingerprint
-from kvlinker.engines.embedded.model import quantized, weights
 from kvlinker.engines.embedded.model.anatomy import decoder_layers, trace_layers
 from kvlinker.engines.embedded.model.interception import attention_of
-from kvlinker.engines.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
-from kvlinker.engines.embedded.model.matrices import PackedMatrix, packs
-from kvlinker.engines.embedded.model.native_products import native_products
-from kvlinker.engines.embedded.model.native_quantized import BlockedMatrix
-from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix
-from kvlinker.engines.embedded.model.weights import arrange_weights, watch_linears
+from kvlinker.engines.embedded.model.weights import arrangement, quantized
+from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
+from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.engines.embedded.model.weights.matrices import PackedMatrix, packs
+from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.native_quantized import BlockedMatrix
+from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.settings import WeightFormat
 from tests.toy_models import FAMILIES, tiny_model
@@ -41,7 +41,7 @@ needs_packing = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave room to pack every layer of models as small as the tests'."""
-    monkeypatch.setattr(weights, "SPARE_SHARE", 1.0)
+    monkeypatch.setattr(arrangement, "SPARE_SHARE", 1.0)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let PyTorch's kernels multiply by quantised weights, as on processors without native code."""
-    monkeypatch.setattr(weights, "native_products", lambda: None)
+    monkeypatch.setattr(arrangement, "native_products", lambda: None)
 
 
 def pack(model: Any, form: WeightFormat = "auto") -> None:
@@ -159,7 +159,7 @@ def test_tied_embeddings_keep_their_plain_weight() -> None:
 def test_what_would_take_too_much_memory_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
     size = sum(weight.nbytes for weight in model.parameters())
-    monkeypatch.setattr(weights, "SPARE_SHARE", 0.9 * model.lm_head.weight.nbytes / size)
+    monkeypatch.setattr(arrangement, "SPARE_SHARE", 0.9 * model.lm_head.weight.nbytes / size)
     pack(model)
     assert type(model.lm_head) is nn.Linear
     assert "SharedLinear" in linears(model)
@@ -203,7 +203,7 @@ def test_other_processors_compute_the_same(
     usual, elsewhere = copy.deepcopy(model), copy.deepcopy(model)
     pack(usual, form)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(weights, "native_products", lambda: None)
+    monkeypatch.setattr(arrangement, "native_products", lambda: None)
     monkeypatch.setattr(quantized, "_rows_packed_together", lambda: None)
     monkeypatch.setattr(Int4Matrix, "WIDENED_FROM", 1)
     pack(elsewhere, form)
@@ -381,7 +381,7 @@ def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
     )
 
     router = AutoConfig.for_model("mixtral", num_local_experts=48, num_experts_per_tok=2)
-    assert weights._expert_counts(router) == {48, 2}
+    assert arrangement._expert_counts(router) == {48, 2}
 
 
 def _is_quantised(linear: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.embedded.model.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.matrices import Matrix
 
 INT4_GROUPS = (64, 32)
 """The numbers of neighbouring inputs that share a scale and a zero point; the first that divides

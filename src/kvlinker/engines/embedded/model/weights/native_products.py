@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.model.blocks import BLOCK, bf16_blocks, code_blocks
+from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
 
 Form = Literal["bf16", "int8", "int4"]
 """Names the form in which weights are stored."""
@@ -22,7 +22,7 @@ CHECKED_ROWS = (5, 50)
 
 class NativeProducts:
     """Multiplies rows by a matrix of weights in the blocks of
-    ``kvlinker.engines.embedded.model.blocks``."""
+    ``kvlinker.engines.embedded.model.weights.blocks``."""
 
     def __init__(self) -> None:
         """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""

@@ -15,10 +15,13 @@ import torch
 from hypothesis import given
 
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.model import matrices, native_products
-from kvlinker.engines.embedded.model.matrices import Matrix, PackedMatrix
-from kvlinker.engines.embedded.model.native_quantized import NativeInt4Matrix, NativeInt8Matrix
-from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix
+from kvlinker.engines.embedded.model.weights import matrices, native_products
+from kvlinker.engines.embedded.model.weights.matrices import Matrix, PackedMatrix
+from kvlinker.engines.embedded.model.weights.native_quantized import (
+    NativeInt4Matrix,
+    NativeInt8Matrix,
+)
+from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
 
 pytestmark = pytest.mark.skipif(
     native_products.native_products() is None, reason="no native products"
