@@ -19,7 +19,14 @@ from typer.testing import CliRunner
 
 from kvlinker import LLM
 from kvlinker.cli import app
-from tests.fleet.ray_serve.fleets import CACHES, CHAT, RunningFleet, asked, started
+from tests.fleet.ray_serve.fleets import (
+    CACHES,
+    CHAT,
+    START_SECONDS,
+    RunningFleet,
+    asked,
+    started,
+)
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
@@ -159,7 +166,7 @@ def test_a_killed_replica_is_replaced(fleet: RunningFleet) -> None:
         assert end == "data: [DONE]"
         assert {chat.result().status_code for chat in chats} == {200}
     wait_until(lambda: lost not in {each["id"] for each in fleet.replicas()})
-    wait_until(lambda: len(fleet.ready()) == 2)
+    wait_until(lambda: len(fleet.ready()) == 2, START_SECONDS)
     for url in fleet.ready():
         assert direct(url, "POST", CHAT, json=asked(*ids)).status_code == 200
 
@@ -172,5 +179,5 @@ def test_a_killed_ingress_is_replaced(fleet: RunningFleet) -> None:
     for _ in range(10):
         with httpx.Client(base_url=fleet.url, headers=fleet.http.headers) as client:
             assert client.post(CHAT, json=asked(), timeout=PATIENCE).status_code == 200
-    wait_until(lambda: len(fleet.ingresses()) == 2)
+    wait_until(lambda: len(fleet.ingresses()) == 2, START_SECONDS)
     assert other in fleet.ingresses()

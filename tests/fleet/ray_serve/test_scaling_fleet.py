@@ -75,7 +75,7 @@ def test_from_one_to_three_and_back_without_losing_a_request(tmp_path: Path) -> 
         clients = Clients(fleet.url)
         with clients.asking(12):
             wait_until(lambda: len(fleet.ready()) == 3, START_SECONDS)
-            wait_until(lambda: len(clients.replicas) == 3)
+            wait_until(lambda: len(clients.replicas) == 3, START_SECONDS)
         with clients.asking(1):
             wait_until(lambda: len(fleet.replicas()) == 1, START_SECONDS)
         assert set(clients.ends) == {"200 data: [DONE]"}
