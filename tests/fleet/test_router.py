@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, TierCost
-from kvlinker.fleet.costs import UNMEASURED_SHARE
+from kvlinker.fleet.costs import STALE_SECONDS, UNMEASURED_SHARE
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import BELIEVED_SECONDS
 from kvlinker.fleet.router import BUSY_SHARE, MISS_WEIGHT, SATURATION, Router
@@ -282,6 +282,42 @@ def test_answers_under_way_count() -> None:
     assert chosen(router, outline("other", tokens=20)) == "r1"
 
 
+def test_a_busy_replica_is_no_better_for_computing_a_little_faster() -> None:
+    router = routers(set(), set())
+    for replica, seconds in (("r0", PER_TOKEN), ("r1", 1.3 * PER_TOKEN)):
+        empty = ResidencyReport("e", 1, True, {}, ())
+        router.report(replica, empty, running=0, waiting=0, seconds_per_token=seconds)
+    sent = []
+    for number in range(20):
+        decision = router.choose(outline(f"new {number}"), 0.0)
+        assert decision is not None
+        router.began(decision, decision.wait + decision.expected)
+        sent.append(decision.replica)
+    assert sent[0] == "r0"
+    assert sent.count("r1") > 5
+
+
+def test_a_slow_replica_is_tried_again_after_a_while() -> None:
+    """What it measured may have been a moment's; with other requests it shows."""
+    router = routers(set(), set())
+    slow = ResidencyReport("e", 1, True, {}, ())
+    router.report("r1", slow, running=0, waiting=0, seconds_per_token=50 * PER_TOKEN)
+
+    def send(now: float) -> str:
+        decision = router.choose(outline(f"new {now}"), now)
+        assert decision is not None
+        router.began(decision, decision.wait + decision.expected)
+        router.ended(decision)
+        return decision.replica
+
+    tried = {"r0": -STALE_SECONDS, "r1": -STALE_SECONDS}
+    sent = [(now, send(float(now))) for now in range(100)]
+    assert sum(replica == "r1" for _, replica in sent) in range(3, 20)
+    for now, replica in sent:
+        tried[replica] = now
+        assert now - min(tried.values()) <= 2 * STALE_SECONDS
+
+
 def test_equal_costs_are_spread() -> None:
     router = routers(set(), set(), set(), set())
     sent = [chosen(router, PromptOutline()) for _ in range(40)]
@@ -327,14 +363,15 @@ def test_nothing_is_lost_and_the_least_cost_wins(
         wanted = outline(*(f"name {key}" for key in prompt))
         long = SATURATION * PER_TOKEN * sum(c.tokens for c in wanted.chunks) + router._seconds
         least = router._own_wait.min()
-        costs = {
-            replica: (router._own_wait[number] - least) / (1 + least / long)
-            + MISS_WEIGHT
-            * PER_TOKEN
-            * sum(chunk.tokens for chunk in wanted.chunks if not has(router, number, chunk.name))
-            + router._open[number] * BUSY_SHARE * router._seconds
-            for number, replica in enumerate(router.replicas)
-        }
+        costs = {}
+        for number, replica in enumerate(router.replicas):
+            missing = (c.tokens for c in wanted.chunks if not has(router, number, c.name))
+            computing = PER_TOKEN * sum(missing)
+            costs[replica] = (
+                (router._own_wait[number] - least) / (1 + least / long)
+                + MISS_WEIGHT * computing
+                + router._open[number] * BUSY_SHARE * (router._seconds + computing)
+            )
         decision = router.choose(wanted, 0.0)
         assert decision is not None
         assert costs[decision.replica] == pytest.approx(min(costs.values()))

@@ -22,6 +22,10 @@ FIRST_SECONDS_PER_TOKEN = 2e-4
 """The time to compute a token until some replica has told its own; one that has not is taken to be
 like the others."""
 
+STALE_SECONDS = 10.0
+"""The seconds without a request after which what a replica measured does not count any more: one
+that was slow when it was measured would get no request that could show otherwise."""
+
 Seconds = NDArray[np.float64]
 
 
@@ -44,6 +48,7 @@ class PromptCosts:
         self._hot = HotChunks()
         self._per_token = np.zeros(0)  # seconds of computing, by replica
         self._measured = np.zeros(0, dtype=bool)
+        self._used = np.zeros(0)  # when a replica got its last request
         self._tiers: dict[tuple[str, str | None], int] = {(MEMORY, None): MEMORY_TIER}
         self._load = np.zeros((1, 0))  # seconds per token, by tier and replica
 
@@ -52,8 +57,10 @@ class PromptCosts:
         if replica == len(self._per_token):
             self._per_token = np.append(self._per_token, 0.0)
             self._measured = np.append(self._measured, False)
+            self._used = np.append(self._used, -np.inf)
             self._load = np.hstack([self._load, np.zeros((len(self._load), 1))])
         self._compute(replica, None)
+        self._used[replica] = -np.inf
         self._load[:, replica] = np.inf
         self._load[MEMORY_TIER, replica] = 0.0
 
@@ -110,15 +117,16 @@ class PromptCosts:
     def of(self, prompt: PromptOutline, now: float) -> PromptCost:
         """Return what a prompt takes on each replica."""
         replicas = len(self._per_token)
+        computing = self._computing(now)
         chunks, lines = self._recognised(prompt)
         seconds = np.zeros(replicas)
         resident = np.zeros(replicas, dtype=np.int64)
         loaded = np.zeros(replicas, dtype=np.int64)
         for chunk in chunks:
-            per_token = self._of_token(chunk.name, now)
+            per_token = self._of_token(chunk.name, now, computing)
             seconds += chunk.tokens * per_token
             resident += per_token == 0
-            loaded += (per_token > 0) & (per_token < self._per_token)
+            loaded += (per_token > 0) & (per_token < computing)
         length = prompt.beginnings[-1][1] if prompt.beginnings else 0
         missing = np.full(replicas, length)
         for name, beginning in prompt.beginnings:  # the longest comes last
@@ -128,15 +136,16 @@ class PromptCosts:
         for line in lines:
             if beginners := self._index.beginners(line.name):
                 missing[list(beginners)] -= line.tokens
-        seconds += missing * self._per_token
+        seconds += missing * computing
         whole = length + sum(each.tokens for each in (*chunks, *lines))
-        return PromptCost(seconds, whole * self._per_token, chunks, resident, loaded)
+        return PromptCost(seconds, whole * computing, chunks, resident, loaded)
 
     def take(
         self, replica: int, prompt: PromptOutline, chunks: Sequence[WantedChunk], now: float
     ) -> None:
         """Believe that a prompt that is sent to a replica brings its ``chunks`` there, and the rest
         of its text."""
+        self._used[replica] = now
         names = [chunk.name for chunk in chunks]
         self._hot.note(key for name in names if (key := self._index.key(name)) is not None)
         self._index.believe(replica, names, now)
@@ -165,10 +174,17 @@ class PromptCosts:
                 found[key] = line
         return (*prompt.chunks, *found.values()), unknown
 
-    def _of_token(self, name: str, now: float) -> Seconds:
+    def _computing(self, now: float) -> Seconds:
+        """Return the seconds of computing a token, on each replica: what it measured, or the mean
+        of the others where that is stale."""
+        stale = now - self._used > STALE_SECONDS
+        known = self._per_token[self._measured & ~stale]
+        return np.where(stale, known.mean(), self._per_token) if len(known) else self._per_token
+
+    def _of_token(self, name: str, now: float, computing: Seconds) -> Seconds:
         """Return the seconds for each token of a chunk, on each replica."""
         copies = self._index.copies(name, now)
-        per_token = self._per_token
+        per_token = computing
         for tier in copies.shared:
             per_token = np.minimum(per_token, self._load[tier])
         per_token = per_token.copy()

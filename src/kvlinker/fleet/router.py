@@ -33,8 +33,8 @@ SMOOTHING = 0.1
 """The share of the last request in the mean of what requests take."""
 
 BUSY_SHARE = 0.1
-"""How much an answer under way counts against a request that waits for its first byte: every step
-computes for all of them."""
+"""By what share of itself a request's time to the first byte grows with each answer under way:
+every step computes for all of them."""
 
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
@@ -191,7 +191,7 @@ class Router:
         least = wait[possible].min()
         long = SATURATION * needed.computed + self._seconds
         cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * needed.seconds
-        cost += self._open * BUSY_SHARE * self._seconds
+        cost += self._open * BUSY_SHARE * (self._seconds + needed.seconds)
         cost += self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
         self._requests += 1
