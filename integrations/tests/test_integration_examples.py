@@ -22,8 +22,8 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.usefixtures("facts")
 def test_langchain_agent(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The toy in the box answers at once, and calls no tools of its own accord: ``test_agent``
-    makes it."""
+    """The toy in the box may call a tool of its own accord, and finds nothing: ``test_agent`` makes
+    it find something."""
     assert printed_by("langchain_agent.py", capsys).strip()
 
 

@@ -138,7 +138,6 @@ CASES = [
     said("content null", "invalid_type", "messages.0.content", None),
     said("content a number", "invalid_type", "messages.0.content", 7),
     said("content an object", "invalid_type", "messages.0.content", {"type": "text", "text": "a"}),
-    said("content without parts", "invalid_value", "messages.0.content", []),
     said("a part of text", "invalid_type", "messages.0.content.0", ["Hello"]),
     said(
         "a part without type",

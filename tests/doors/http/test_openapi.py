@@ -404,7 +404,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user"}]}),
     (CHAT, {"messages": [{"role": "user", "content": None}]}),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}),
-    (CHAT, {"messages": [{"role": "user", "content": []}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "context_cache"}]}]}),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),

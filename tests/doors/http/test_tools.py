@@ -274,6 +274,21 @@ def test_results_may_be_context_caches(served: Served) -> None:
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_no_parts_are_an_empty_result(served: Served) -> None:
+    """So clients tell of tools that found nothing."""
+    function = {"name": "get_time", "arguments": "{}"}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    counts = []
+    for content in ([], ""):
+        result = {"role": "tool", "tool_call_id": "c1", "content": content}
+        called = {"role": "assistant", "content": content, "tool_calls": calls}
+        body = {"messages": [*QUESTION, called, result], "tools": [TIME], "max_tokens": 2}
+        answer = served.post(CHAT, body)
+        assert answer.status_code == 200, answer.text
+        counts.append(answer.json()["usage"]["prompt_tokens"])
+    assert counts[0] == counts[1]
+
+
 def test_the_clients_own_loop(served: Served) -> None:
     """Parsed arguments, as the client's helper makes them of a function's model."""
 

@@ -155,8 +155,9 @@ TextOr = Annotated[
 ]
 """A text, or a list of something."""
 
-TextOrParts = TextOr[Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS)]]
-"""The content of a message: a text, or texts and context caches in any order."""
+TextOrParts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
+"""The content of a message: a text, or texts and context caches in any order. No parts are an empty
+text: tools that find nothing have clients send them."""
 
 
 def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
