@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -37,11 +37,14 @@ Find = Callable[[], Awaitable[Iterable[str]]]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """How a server was when it was last asked: ``reason`` tells why it gets no requests, and is
-    None where it does; ``pid`` is None until it has told it. ``role`` is the setting."""
+@dataclass(slots=True)
+class Backend:
+    """A server, as it was when it was last asked: ``reason`` tells why it gets no requests, and is
+    None where it does; ``pid`` is None until it has told it. ``role`` is the setting. Whoever holds
+    one may go on to ask it when it was forgotten meanwhile."""
 
+    id: str
+    url: str
     state: ReplicaState = "starting"
     reason: str | None = "was not asked yet"
     pid: int | None = None
@@ -76,16 +79,13 @@ class Backends:
         self._router = router
         self._client = client
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self.urls: dict[str, str] = {}
-        """The address of each replica."""
+        self.known: dict[str, Backend] = {}
+        """All servers, by their replicas' ids."""
 
         self.keyed = api_key is not None
         """True if the servers tell tenants by their keys."""
         self.recognises = False
         """True if the servers make chunks of passages that come again in plain texts."""
-        self.seen: dict[str, Seen] = {}
-        """How each replica was when it was last asked."""
-
         self._found: set[str] = set()
         self._last_error = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,34 +103,37 @@ class Backends:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ask(self, replica: str) -> None:
-        """Ask one server now."""
-        if replica not in self.urls:
+        """Ask one server now, if it is still known."""
+        backend = self.known.get(replica)
+        if backend is None:
             return
-        before = self.seen[replica]
-        state, reason = await self._state(replica)
-        if replica not in self.urls:
+        before = backend.state
+        state, reason = await self._state(backend)
+        if not self._knows(backend):
             return
-        now = self.seen[replica] = replace(self.seen[replica], state=state, reason=reason)
+        backend.state, backend.reason = state, reason
         self._router.set_ready(replica, state == "ready")
-        if now.state != before.state:
+        if state != before:
             logger.info("Replica %s: %s", replica, reason or "ready")
 
+    def ready(self) -> list[Backend]:
+        """Return the servers that get requests."""
+        return [each for each in self.known.values() if self._router.replicas[each.id].ready]
+
     async def ask_as(
-        self, key: Mapping[str, str], replica: str, path: str
+        self, key: Mapping[str, str], backend: Backend, path: str
     ) -> httpx.Response | None:
         """Return a server's answer to a caller who brings these headers; None where there is
         none."""
         try:
-            return await self._client.get(
-                self.urls[replica] + path, headers=key, timeout=ANSWER_SECONDS
-            )
+            return await self._client.get(backend.url + path, headers=key, timeout=ANSWER_SECONDS)
         except httpx.HTTPError:
             return None
 
-    async def text(self, replica: str, path: str) -> str:
+    async def text(self, backend: Backend, path: str) -> str:
         """Return what a server answers at a path; nothing where it does not."""
         with suppress(httpx.HTTPError):
-            answer = await self._get(replica, path)
+            answer = await self._get(backend, path)
             if answer.status_code == httpx.codes.OK:
                 return answer.text
         return ""
@@ -151,79 +154,79 @@ class Backends:
             return
         self._last_error = ""
         self._found = set(found)
-        new = {replica: url for replica, url in found.items() if replica not in self.urls}
-        for replica, url in new.items():
-            self.urls[replica] = url
-            self.seen[replica] = Seen()
-            self._router.add(replica)
-        await asyncio.gather(*map(self.ask, new))
-        for replica in new:
-            self._begin(self._follow(replica))
+        new = [Backend(name, url) for name, url in found.items() if name not in self.known]
+        for backend in new:
+            self.known[backend.id] = backend
+            self._router.add(backend.id)
+        await asyncio.gather(*(self.ask(backend.id) for backend in new))
+        for backend in new:
+            self._begin(self._follow(backend))
 
-    async def _follow(self, replica: str) -> None:
+    async def _follow(self, backend: Backend) -> None:
         """Ask a server until it is neither found any more nor answers."""
-        while replica in self._found or self.seen[replica].state in ("ready", "draining"):
+        while backend.id in self._found or backend.state in ("ready", "draining"):
             await asyncio.sleep(POLL_SECONDS)
-            await self.ask(replica)
-        del self.urls[replica], self.seen[replica]
-        self._router.remove(replica)
-        logger.info("Replica %s: is gone", replica)
+            await self.ask(backend.id)
+        del self.known[backend.id]
+        self._router.remove(backend.id)
+        logger.info("Replica %s: is gone", backend.id)
+
+    def _knows(self, backend: Backend) -> bool:
+        return self.known.get(backend.id) is backend
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _state(self, replica: str) -> tuple[ReplicaState, str | None]:
+    async def _state(self, backend: Backend) -> tuple[ReplicaState, str | None]:
         """Return how a server is, and why it is to get no requests. One that tells its health but
         not what it has in memory gets them by load alone."""
-        self._router.asked(replica)
-        gone: ReplicaState = "starting" if self.seen[replica].state == "starting" else "dead"
+        self._router.asked(backend.id)
+        gone: ReplicaState = "starting" if backend.state == "starting" else "dead"
         try:
-            health = await self._get(replica, "/health")
+            health = await self._get(backend, "/health")
         except httpx.HTTPError as error:
             return gone, f"does not answer ({type(error).__name__})"
         if health.status_code != httpx.codes.OK:
             state = "draining" if b'"draining"' in health.content else gone
             return state, f"not ready (HTTP {health.status_code})"
-        if replica not in self.urls:  # it was removed meanwhile
+        if not self._knows(backend):  # it was removed meanwhile
             return "dead", "is gone"
-        view = self._router.replicas[replica]
+        view = self._router.replicas[backend.id]
         known = view.epoch
         asked: dict[str, str | int] = {}
         if known is not None:
             asked = {"epoch": known, "after": view.report_number}
         try:
-            if not self._take(replica, await self._get(replica, "/v1/residency", asked)):
-                self._take(replica, await self._get(replica, "/v1/residency"))
+            if not self._take(backend, await self._get(backend, "/v1/residency", asked)):
+                self._take(backend, await self._get(backend, "/v1/residency"))
             if view.epoch != known:
-                await self._preload(replica)
+                await self._preload(backend)
         except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
-            logger.debug("Replica %s does not tell what it has: %r", replica, error)
-        seen = self.seen[replica]
-        if seen.pending and time.monotonic() < seen.preloads_until:
-            return "starting", f"brings {seen.pending} chunks to memory"
+            logger.debug("Replica %s does not tell what it has: %r", backend.id, error)
+        if backend.pending and time.monotonic() < backend.preloads_until:
+            return "starting", f"brings {backend.pending} chunks to memory"
         return "ready", None
 
-    async def _preload(self, replica: str) -> None:
+    async def _preload(self, backend: Backend) -> None:
         """Have a server that joins, or was restarted, bring to memory what is wanted most; unless
         no other is ready: then it is needed at once."""
         hottest = self._router.hottest(MOST_PRELOADED)
-        others = (each for each in self._router.replicas.values() if each.id != replica)
-        builds = self.seen[replica].role == "build"
-        if builds or not hottest or not any(each.ready for each in others):
+        others = (each for each in self._router.replicas.values() if each.id != backend.id)
+        if backend.role == "build" or not hottest or not any(each.ready for each in others):
             return
         answer = await self._client.post(
-            self.urls[replica] + "/v1/residency/preload",
+            backend.url + "/v1/residency/preload",
             json={"chunks": hottest, "seconds": PRELOAD_SECONDS},
             headers=self._headers,
             timeout=ANSWER_SECONDS,
         )
         if answer.is_success:
-            pending, until = int(answer.json()["pending"]), time.monotonic() + PRELOAD_SECONDS
-            self.seen[replica] = replace(self.seen[replica], pending=pending, preloads_until=until)
+            backend.pending = int(answer.json()["pending"])
+            backend.preloads_until = time.monotonic() + PRELOAD_SECONDS
 
-    def _take(self, replica: str, answer: httpx.Response) -> bool:
+    def _take(self, backend: Backend, answer: httpx.Response) -> bool:
         """Hand a report to the router; returns False where the whole has to be asked for."""
         if answer.status_code != httpx.codes.OK:
             return True
@@ -240,14 +243,12 @@ class Backends:
         )
         seconds = told["seconds_per_token"]
         self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
-        self.seen[replica] = replace(
-            self.seen[replica],
-            pid=int(told["pid"]),
-            role=str(told["role"]),
-            pending=int(told["pending"]),
-        )
+        backend.pid, backend.role = int(told["pid"]), str(told["role"])
+        backend.pending = int(told["pending"])
+        if not self._knows(backend):
+            return True
         return self._router.report(
-            replica,
+            backend.id,
             report,
             running=int(told["running"]),
             waiting=int(told["waiting"]),
@@ -256,10 +257,10 @@ class Backends:
         )
 
     async def _get(
-        self, replica: str, path: str, params: Mapping[str, str | int] | None = None
+        self, backend: Backend, path: str, params: Mapping[str, str | int] | None = None
     ) -> httpx.Response:
         return await self._client.get(
-            self.urls[replica] + path,
+            backend.url + path,
             params=params,
             headers=self._headers,
             timeout=ANSWER_SECONDS,

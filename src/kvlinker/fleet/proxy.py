@@ -148,7 +148,7 @@ class Proxy:
         now = time.monotonic()
         twice = {replica for replica, times in tried.items() if times > 1}
         builders = self._builders()
-        others = self._backends.seen.keys() - builders
+        others = self._backends.known.keys() - builders
         chosen: Decision | None = None
         for left_out in (others, builders) if builds else (builders,):
             for done in (tried.keys(), twice):
@@ -156,7 +156,7 @@ class Proxy:
         return chosen
 
     def _builders(self) -> set[str]:
-        return {name for name, seen in self._backends.seen.items() if seen.role == "build"}
+        return {each.id for each in self._backends.known.values() if each.role == "build"}
 
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
         """Pass a request on to a replica; returns False where another one may answer it."""
@@ -169,7 +169,7 @@ class Proxy:
         )
         sent = self._client.build_request(
             request.method,
-            self._backends.urls[decision.replica] + _target(request.scope),
+            self._backends.known[decision.replica].url + _target(request.scope),
             headers=[
                 *_kept(request.headers.raw, _NOT_SENT | trace.keys()),
                 *((name.encode(), value.encode()) for name, value in trace.items()),

@@ -61,28 +61,25 @@ def routes(router: Router, backends: Backends) -> APIRouter:
     shown = APIRouter()
     sums, started_at = FleetMetrics(), int(time.time())
 
-    def ready() -> list[str]:
-        return [view.id for view in router.replicas.values() if view.ready]
-
     @shown.get("/status")
     async def status() -> FleetStatus:
         """Tell how all replicas are."""
-        texts = await asyncio.gather(*(backends.text(each, "/status") for each in ready()))
+        texts = await asyncio.gather(*(backends.text(each, "/status") for each in backends.ready()))
         return FleetStatus(
             **summed(read_statuses(texts), started_at).model_dump(),
             replicas=[
                 ReplicaStatus(
-                    id=view.id,
-                    pid=backends.seen[view.id].pid,
-                    address=backends.urls[view.id],
-                    state=backends.seen[view.id].state,
-                    running=view.running,
-                    waiting=view.waiting,
-                    resident_chunks=view.chunks,
-                    epoch=view.epoch,
-                    reason=backends.seen[view.id].reason,
+                    id=each.id,
+                    pid=each.pid,
+                    address=each.url,
+                    state=each.state,
+                    running=router.replicas[each.id].running,
+                    waiting=router.replicas[each.id].waiting,
+                    resident_chunks=router.replicas[each.id].chunks,
+                    epoch=router.replicas[each.id].epoch,
+                    reason=each.reason,
                 )
-                for view in map(router.replicas.__getitem__, backends.urls)
+                for each in backends.known.values()
             ],
         )
 
@@ -106,7 +103,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
             if (value := request.headers.get(name)) is not None
         }
         answers = await asyncio.gather(
-            *(backends.ask_as(key, each, "/v1/audit") for each in ready())
+            *(backends.ask_as(key, each, "/v1/audit") for each in backends.ready())
         )
         told = [answer for answer in answers if answer is not None]
         found = [AuditObject.model_validate_json(each.content) for each in told if each.is_success]
@@ -119,9 +116,9 @@ def routes(router: Router, backends: Backends) -> APIRouter:
     @shown.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Tell the metrics of all replicas that are ready, each with its label, and their sums."""
-        asked = ready()
+        asked = backends.ready()
         texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
-        told = dict(zip(asked, texts, strict=True))
+        told = dict(zip((each.id for each in asked), texts, strict=True))
         return Response(sums.exposition(told), media_type=CONTENT_TYPE)
 
     return shown

@@ -279,7 +279,8 @@ def test_no_parts_are_an_empty_result(served: Served) -> None:
     function = {"name": "get_time", "arguments": "{}"}
     calls = [{"id": "c1", "type": "function", "function": function}]
     counts = []
-    for content in ([], ""):
+    contents: tuple[list[Any] | str, ...] = ([], "")
+    for content in contents:
         result = {"role": "tool", "tool_call_id": "c1", "content": content}
         called = {"role": "assistant", "content": content, "tool_calls": calls}
         body = {"messages": [*QUESTION, called, result], "tools": [TIME], "max_tokens": 2}

@@ -1,0 +1,113 @@
+"""What a router asks of servers, where servers come and go meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any
+
+import httpx
+import pytest
+
+from kvlinker.fleet import backends
+from kvlinker.fleet.backends import Backends
+from kvlinker.fleet.router import Router
+from tests.waiting import PATIENCE
+
+Answer = Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
+Check = Callable[[Backends, Router, list[str]], Coroutine[Any, Any, None]]
+REPORT = {
+    "epoch": "e", "number": 1, "whole": True, "chunks": {}, "gone": [], "running": 0, "waiting": 0,
+    "seconds_per_token": None, "tiers": {}, "keyed": False, "recognises": False, "pid": 1,
+    "role": "both", "pending": 0,
+}  # fmt: skip
+
+
+def run(answer: Answer, check: Check) -> None:
+    """Run a check on what asks one server, which is found as long as it is in the list."""
+
+    async def checked() -> None:
+        found = ["http://one:1"]
+
+        async def find() -> list[str]:
+            return list(found)
+
+        router = Router()
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            asked = Backends(find, router, client, None)
+            await asked.start()
+            try:
+                await check(asked, router, found)
+            finally:
+                await asked.stop()
+
+    asyncio.run(asyncio.wait_for(checked(), PATIENCE))
+
+
+async def until_forgotten(asked: Backends) -> None:
+    while asked.known:
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "POLL_SECONDS", 0.0)
+
+
+def test_a_server_may_be_forgotten_before_it_is_asked() -> None:
+    up = True
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if not up:
+            raise httpx.ConnectError("gone")
+        return httpx.Response(200, content=json.dumps(REPORT))
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        nonlocal up
+        (backend,) = asked.ready()
+        assert backend.pid == 1
+        assert await asked.text(backend, "/status") == json.dumps(REPORT)
+        up = False
+        found.clear()
+        await until_forgotten(asked)
+        assert not router.replicas
+        assert await asked.text(backend, "/status") == ""
+        assert await asked.ask_as({}, backend, "/v1/audit") is None
+        await asked.ask(backend.id)
+
+    run(answer, check)
+
+
+def test_a_server_may_be_forgotten_while_it_is_asked() -> None:
+    """What it tells then changes nothing."""
+    up, slow = True, ContextVar("slow", default=False)
+    asked_slowly, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if slow.get():
+            asked_slowly.set()
+            await go_on.wait()
+        elif not up:
+            raise httpx.ConnectError("gone")
+        return httpx.Response(200, content=json.dumps(REPORT))
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        nonlocal up
+
+        async def ask() -> None:
+            slow.set(True)
+            await asked.ask("one:1")
+
+        asking = asyncio.create_task(ask())
+        await asked_slowly.wait()
+        up = False
+        found.clear()
+        await until_forgotten(asked)
+        go_on.set()
+        await asking
+        assert not asked.known
+        assert not router.replicas
+
+    run(answer, check)
