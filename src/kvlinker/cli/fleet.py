@@ -21,7 +21,7 @@ from kvlinker.doors.client import Client
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.fleet.ray_serve.environment import prepare
-from kvlinker.fleet.ray_serve.options import FleetOptions, key_of_fleet, read_options
+from kvlinker.fleet.ray_serve.options import FleetOptions, check_engine, key_of_fleet, read_options
 from kvlinker.settings import Settings
 
 app = typer.Typer(help="Serve a model by several replicas as by one server, on Ray Serve.")
@@ -107,6 +107,7 @@ def fleet(
     with failures(BAD_USAGE):
         check_address(settings.host, settings.accepted_keys)
         options = read_options(given)
+        check_engine(settings)
         if address is not None:
             key_of_fleet(settings)
     with failures():
@@ -162,6 +163,10 @@ def _shared_out(settings: Settings, options: FleetOptions, port: int) -> FleetOp
         own["host_memory"] = settings.host_memory // shares
     if settings.api_keys and not settings.admin_keys:
         own["admin_keys"] = (secrets.token_urlsafe(32),)
+    if settings.engine == "vllm":
+        from kvlinker.engines.vllm.frontend.configuration import shared_options
+
+        own["vllm_options"] = shared_options(settings, shares)
     cpus = options.cpus or settings.threads or max(1, machine.processors() // shares)
     return options.model_copy(update={"cpus": cpus, "settings": options.settings | own})
 

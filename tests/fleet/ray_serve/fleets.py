@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import psutil
 from tests.waiting import PATIENCE, wait_until
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 """The longest wait for Ray, the model and its check, on a machine as busy as it may be."""
 
 CACHES = "/v1/context_caches"
@@ -59,8 +60,17 @@ class RunningFleet:
         own = psutil.Process(self.process.pid)
         return [own, *own.children(recursive=True)]
 
+    def named(self, word: str) -> list[psutil.Process]:
+        """Its processes that have a word in their command lines."""
+        found = []
+        for each in self.processes():
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if word in "".join(each.cmdline()):
+                    found.append(each)
+        return found
+
     def ingresses(self) -> list[psutil.Process]:
-        return [each for each in self.processes() if "Ingress" in "".join(each.cmdline())]
+        return self.named("Ingress")
 
     def cache(self, *texts: str, **headers: str) -> list[str]:
         answer = self.http.post(CACHES, json={"chunks": list(texts)}, headers=headers)
@@ -80,7 +90,8 @@ def started(
         lines: list[str] = []
         try:
             url = next(filter(None, map(_address, _noted(process.stderr, lines))))
-            threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True).start()
+            rest = _noted(process.stderr, lines)
+            threading.Thread(target=lambda: deque(rest, maxlen=0), daemon=True).start()
             with httpx.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
                 fleet = RunningFleet(process, url, http, lines)
                 wait_until(lambda: http.get("/health").status_code == 200, START_SECONDS)
@@ -92,8 +103,10 @@ def started(
 
 
 def _noted(output: Iterable[str], lines: list[str]) -> Iterator[str]:
+    """Yield a fleet's log, which a test that fails shows, too."""
     for line in output:
         lines.append(line)
+        sys.stderr.write(line)
         yield line
 
 

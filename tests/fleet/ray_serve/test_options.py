@@ -23,6 +23,8 @@ from kvlinker.cli import app
 app(["fleet", "--port", "0"])
 """
 
+ON_RAY = '{"tensor_parallel_size": 16, "distributed_executor_backend": "ray"}'
+
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
@@ -69,6 +71,7 @@ def test_where_tenants_have_keys_ingresses_need_an_admins() -> None:
         (["--host", "0.0.0.0"], "binds to loopback only"),
         (["--address", "head:6379", "--api-keys", "a"], "needs an admin's"),
         (["--model", "none/such"], "none/such"),
+        (["--engine", "vllm", "--vllm-options", ON_RAY], "leave Ray out of vllm_options"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], complaint: str) -> None:

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from kvlinker.doors.http.edge.address import check_address
 from kvlinker.fleet.ray_serve.deployments import Ingress, Server
-from kvlinker.fleet.ray_serve.options import FleetOptions, key_of_fleet, read_options
+from kvlinker.fleet.ray_serve.options import FleetOptions, check_engine, key_of_fleet, read_options
 from kvlinker.fleet.ray_serve.scaling import Scaling
 from kvlinker.fleet.ray_serve.serving import LAST_SECONDS
 from kvlinker.settings import Settings
@@ -40,6 +40,7 @@ def build(args: dict[str, Any]) -> Application:
     options = read_options(args)
     settings = options.read_settings()
     key_of_fleet(settings)
+    check_engine(settings)
     for address in (settings.host, *_nodes()):
         check_address(address, settings.accepted_keys)
     gpus = _gpus(settings) if options.gpus is None else options.gpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,9 @@ LAST_LINES_SECONDS = 1.0
 """The wait for the last lines of processes that have ended."""
 
 _POLL_SECONDS = 0.2
+
+_OWN_ERROR = re.compile(r"^kvlinker\.[\w.]+Error: ", re.MULTILINE)
+"""The beginning of an error of kvlinker's, in the last line of a traceback."""
 
 
 logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -109,10 +113,13 @@ def remove(seconds: float, *, at_once: Callable[[], bool]) -> None:
 
 
 def _reason() -> str:
-    """Return what Ray Serve says of processes that do not start."""
+    """Return what Ray Serve says of processes that do not start: our own errors without the way
+    that they took."""
     application = serve.status().applications.get(APPLICATION)
     deployments = application.deployments.values() if application else ()
-    return "\n".join(each.message for each in deployments if each.message)
+    return "\n".join(
+        _OWN_ERROR.split(each.message)[-1].strip() for each in deployments if each.message
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,10 @@ from kvlinker.fleet.ray_serve.options import FleetOptions, key_of_fleet
 from kvlinker.fleet.ray_serve.ray_names import ask_all, bind_no_port
 from kvlinker.fleet.ray_serve.scaling import Load
 from kvlinker.fleet.ray_serve.serving import BackgroundServer, log_as
+
+_SHARING_PROCESSORS = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+"""Keeps vLLM from binding its threads to processors: on CPUs, all replicas of a machine would bind
+them to the same. It then has as many as Ray sets aside, in OMP_NUM_THREADS."""
 
 
 class NotServingError(KVLinkerError):
@@ -49,6 +54,7 @@ class Server(_Process):
 
     def __init__(self, options: FleetOptions) -> None:
         super().__init__(options)
+        os.environ.setdefault(*_SHARING_PROCESSORS)  # before vLLM is imported
         from kvlinker.doors.serving import create_server
         from kvlinker.llm import LLM
 

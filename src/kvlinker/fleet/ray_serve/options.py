@@ -87,6 +87,21 @@ def read_options(given: dict[str, Any]) -> FleetOptions:
         raise InvalidRequestError(f"The fleet's options are wrong: {complaints}.") from None
 
 
+def check_engine(settings: Settings) -> None:
+    """Raise InvalidRequestError where a replica's vLLM would itself ask Ray for processes: its GPUs
+    are the replica's already, so that it would wait for ever."""
+    if settings.engine == "vllm" and "ray" in (
+        settings.vllm_options.get("distributed_executor_backend"),
+        settings.vllm_options.get("data_parallel_backend"),
+    ):
+        raise InvalidRequestError(
+            "A replica of a fleet is on one machine: leave Ray out of vllm_options. For a model on"
+            " several machines, start each server by `kvlinker serve`, and `kvlinker router` before"
+            " them.",
+            param="vllm_options",
+        )
+
+
 def key_of_fleet(settings: Settings) -> str | None:
     """Return the key by which an ingress asks replicas what they have in memory; None where there
     are no keys. Raises InvalidRequestError where none of them is an admin's."""

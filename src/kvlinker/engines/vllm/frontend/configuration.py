@@ -90,6 +90,14 @@ def configure(settings: Settings) -> Any:
     return config
 
 
+def shared_options(settings: Settings, engines: int) -> dict[str, Any]:
+    """Return the ``vllm_options`` with which so many engines have room on one machine: those
+    without a GPU take equal parts of the memory that one would take."""
+    if torch.cuda.is_available():
+        return settings.vllm_options
+    return {"gpu_memory_utilization": CPU_MEMORY_SHARE / engines} | settings.vllm_options
+
+
 def _dtype(settings: Settings, options: Mapping[str, Any]) -> str:
     """Return the dtype for vLLM: what the embedded engine would choose, but vLLM's own choice for a
     quantised model, whose kernels take only some."""
