@@ -37,6 +37,7 @@ from kvlinker.service.answer import (
     wait_for_answer,
 )
 from kvlinker.service.audit.policy_manager import PolicyManager
+from kvlinker.service.builders import BuilderClient
 from kvlinker.service.content import (
     CompletionContent,
     ContentPart,
@@ -100,15 +101,18 @@ class LLM(ContextCacheCalls, PromptCalls):
         self._start(engine_source(settings), settings)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        """Load ``settings.model`` and start."""
-        return cls.from_source(engine_source(settings), settings)
+    def from_settings(cls, settings: Settings, *, builders: BuilderClient | None = None) -> Self:
+        """Load ``settings.model`` and start. ``builders``, whom servers ask for chunks that they
+        lack, are closed with it."""
+        return cls.from_source(engine_source(settings, builders), settings)
 
     @classmethod
-    def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
+    def from_model(
+        cls, loaded: LoadedModel, settings: Settings, *, builders: BuilderClient | None = None
+    ) -> Self:
         """Start on a model that is in memory already, such as one of
         ``model_loading.prepare_model``."""
-        return cls.from_source(EmbeddedSource(loaded), settings)
+        return cls.from_source(EmbeddedSource(loaded, builders), settings)
 
     @classmethod
     def from_source(cls, source: EngineSource, settings: Settings) -> Self:

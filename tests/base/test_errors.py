@@ -24,12 +24,11 @@ ABOVE = ("doors/http/", "doors/vllm_server/", "fleet/", "cli/", "quality/")
 
 
 def strings_below_the_server() -> Iterator[tuple[str, str]]:
-    """Yield each line of code below the doors that names a route, with its file; builders are other
-    servers, which are asked by one."""
+    """Yield each line of code below the doors that names a route, with its file."""
     root = Path(kvlinker.__file__).parent
     for file in root.rglob("*.py"):
         name = file.relative_to(root).as_posix()
-        if name.startswith(ABOVE) or name in ("base/errors.py", "service/builders.py"):
+        if name.startswith(ABOVE) or name == "base/errors.py":
             continue
         for line in file.read_text().splitlines():
             if ROUTE.search(line):

@@ -3,10 +3,12 @@ catalog and one Redis."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fleet.ray_serve.fleets import START_SECONDS
 from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import PATIENCE, wait_until
@@ -68,7 +71,7 @@ class Processes:
             except httpx.TransportError:
                 return False
 
-        wait_until(answers)
+        wait_until(answers, START_SECONDS)
         return client, process
 
     def close(self) -> None:
@@ -187,3 +190,67 @@ def test_a_builder_that_is_killed_costs_time_and_no_error(processes: Processes) 
     ids = [answer.json()["data"][0]["id"] for answer in made]
     for each in ids:
         assert router.post(CHAT, json=asked(each)).status_code == 200
+
+
+def stopped_in_the_middle(
+    builder: httpx.Client, process: subprocess.Popen[bytes], redis: RedisServer, sent: Future[Any]
+) -> bool:
+    """Stop a builder while it computes a chunk; returns False where it was too quick for that."""
+
+    def busy() -> bool:
+        requests: dict[str, int] = builder.get("/status").json()["requests"]
+        return requests["running"] + requests["waiting"] > 0
+
+    before = redis.client.dbsize()
+    wait_until(lambda: busy() or sent.done())
+    process.send_signal(signal.SIGSTOP)
+    if redis.client.dbsize() == before and not sent.done():
+        return True
+    process.send_signal(signal.SIGCONT)
+    return False
+
+
+def test_a_builder_that_is_killed_while_it_computes(
+    processes: Processes, redis_server: RedisServer
+) -> None:
+    """A server that asked it computes the chunk itself; a router has another server do it."""
+    one, process = processes.start("--role", "build")
+    other, other_process = processes.start("--role", "build")
+    server, _ = processes.start("--builders", url(one))
+    router, _ = processes.start(
+        *("--backend", url(other), "--backend", url(server)), command="router"
+    )
+
+    def document(number: int) -> str:
+        return f"Document {number}. " + "\n".join(TEXTS * 2)
+
+    def killed_at(
+        builder: httpx.Client,
+        process: subprocess.Popen[bytes],
+        ask: Callable[[str], httpx.Response],
+    ) -> tuple[str, httpx.Response]:
+        with ThreadPoolExecutor(1) as client:
+            while True:
+                text = document(next(numbers))
+                sent = client.submit(ask, text)
+                if stopped_in_the_middle(builder, process, redis_server, sent):
+                    process.kill()
+                    return text, sent.result()
+                assert sent.result().status_code == 200
+
+    numbers = itertools.count()
+    text, answer = killed_at(
+        one, process, lambda text: server.post(CHAT, json=asked(documents=[{"text": text}]))
+    )
+    assert answer.status_code == 200
+    same = other.post(CHAT, json=asked(documents=[{"text": text}]))
+    assert answer.json()["choices"] == same.json()["choices"]
+    _, made = killed_at(
+        other,
+        other_process,
+        lambda text: router.post("/v1/context_caches", json={"chunks": [text]}),
+    )
+    assert made.status_code == 200
+    assert made.headers["x-kvlinker-replica"] == urlsplit(url(server)).netloc
+    answer = router.post(CHAT, json=asked(made.json()["data"][0]["id"]))
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 1000

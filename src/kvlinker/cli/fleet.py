@@ -21,7 +21,7 @@ from kvlinker.doors.client import Client
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.fleet.ray_serve.environment import prepare
-from kvlinker.fleet.ray_serve.options import FleetOptions, check_engine, key_of_fleet, read_options
+from kvlinker.fleet.ray_serve.options import FleetOptions, check, key_of_fleet, read_options
 from kvlinker.settings import Settings
 
 app = typer.Typer(help="Serve a model by several replicas as by one server, on Ray Serve.")
@@ -56,6 +56,9 @@ def fleet(
     downscale_delay: Annotated[
         float, typer.Option(help="Seconds of rest before there are fewer.")
     ] = 120.0,
+    build_replicas: Annotated[
+        int, typer.Option(help="How many more there are that compute chunks for the others.")
+    ] = 0,
     ingresses: Annotated[
         int, typer.Option(help="Processes that take requests and pass them on.")
     ] = 2,
@@ -99,6 +102,7 @@ def fleet(
         "target_ttft": target_ttft,
         "upscale_delay": upscale_delay,
         "downscale_delay": downscale_delay,
+        "build_replicas": build_replicas,
         "ingresses": ingresses,
         "cpus": cpus,
         "gpus": gpus,
@@ -107,7 +111,7 @@ def fleet(
     with failures(BAD_USAGE):
         check_address(settings.host, settings.accepted_keys)
         options = read_options(given)
-        check_engine(settings)
+        check(options, settings)
         if address is not None:
             key_of_fleet(settings)
     with failures():
@@ -128,7 +132,7 @@ def _serve_here(settings: Settings, options: FleetOptions) -> None:
     with closing(bind(settings.host, settings.port, shared=True)) as reserved:
         options = _shared_out(settings, options, port=reserved.getsockname()[1])
         with console.status("Starting Ray"), own_ray(options) as running:
-            console.print(f"Starting {options.most_replicas} replicas of {settings.model}")
+            console.print(f"Starting {options.most_models} replicas of {settings.model}")
             deploy(running)
             url = url_of(reserved)
             console.print(_summary(settings, options, url))
@@ -157,7 +161,7 @@ def _deploy(address: str, settings: Settings, options: FleetOptions) -> None:
 def _shared_out(settings: Settings, options: FleetOptions, port: int) -> FleetOptions:
     """Return the options of a fleet on one machine, whose replicas share its processors and its
     memory, and whose ingresses know a key of the replicas."""
-    shares = options.most_replicas
+    shares = options.most_models
     own: dict[str, Any] = {"port": port}
     if "host_memory" not in settings.model_fields_set:
         own["host_memory"] = settings.host_memory // shares
@@ -182,6 +186,7 @@ def _summary(settings: Settings, options: FleetOptions, url: str) -> Table:
     for title, value in (
         ("model", settings.served_name),
         ("replicas", f"{number}, each with {options.cpus:g} processors"),
+        *([("builders", str(options.build_replicas))] if options.build_replicas else []),
         ("ingresses", str(options.ingresses)),
         ("policy", settings.policy),
         ("state", str(settings.state_dir)),

@@ -69,11 +69,11 @@ def _serve_until_failure(
     ``provider`` takes the traces.
     """
     from kvlinker.doors.http.edge.connections import EngineServer, server_config
-    from kvlinker.doors.serving import create_server
+    from kvlinker.doors.serving import builder_client, create_server
     from kvlinker.llm import LLM
 
     with console.status(f"Loading and checking {escape(settings.model)}"):
-        llm = LLM.from_settings(settings)
+        llm = LLM.from_settings(settings, builders=builder_client(settings))
 
     app = create_server(llm, settings, provider)
     listener.listen()  # whoever reads the address and connects at once is not refused

@@ -1,17 +1,34 @@
-"""The application of a server with either engine."""
+"""A server with either engine: its model, and its application."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from kvlinker.doors.client.builders import BuilderClient
 from kvlinker.doors.http.app import create_app
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+
+
+def builder_client(
+    settings: Settings, found: Callable[[], Sequence[str]] | None = None
+) -> BuilderClient | None:
+    """Return what a server asks for chunks that it lacks: those builders that ``found`` returns, or
+    else those that the settings name; None where there are none, or the server is one."""
+
+    def named() -> Sequence[str]:
+        return settings.builders
+
+    urls = found or (named if settings.builders else None)
+    if urls is None or settings.role == "build" or settings.engine == "vllm":
+        return None
+    return BuilderClient(urls, next(iter(settings.admin_keys), None))
 
 
 def create_server(llm: LLM, settings: Settings, provider: TracerProvider | None) -> FastAPI:

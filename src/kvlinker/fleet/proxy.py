@@ -160,7 +160,7 @@ class Proxy:
 
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
         """Pass a request on to a replica; returns False where another one may answer it."""
-        began = time.monotonic()
+        began, builds = time.monotonic(), decision.replica in self._builders()
         trace = headers_of_trace()
         note_attributes(
             kvlinker_replica=decision.replica,
@@ -188,9 +188,7 @@ class Proxy:
             return True
         except httpx.HTTPError:
             await self._backends.ask(decision.replica)
-            if request.method != "GET" and not (
-                request.url.path in _GENERATING or decision.replica in self._builders()
-            ):
+            if request.method != "GET" and request.url.path not in _GENERATING and not builds:
                 error = ReplicaLostError("The replica ended before it answered. Try again.")
                 await _refuse(error, request, send)
                 return True

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
+from typing import Protocol
 
-import httpx
-
-from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore
 
 LEAST_PATIENCE = 1.0
@@ -32,45 +30,47 @@ MOST_ASKED = 16
 logger = logging.getLogger(__name__)
 
 
+class BuilderClient(Protocol):
+    """Speaks with builders. Methods may be called from any thread."""
+
+    def urls(self) -> Sequence[str]:
+        """Return the addresses of the builders that there are now."""
+        ...
+
+    def build(self, url: str, key: str, seconds: float) -> bool:
+        """Have a builder compute a chunk into the shared tiers, and return whether it has done so.
+        Raises TimeoutError where it takes longer than ``seconds``, and ConnectionError where it is
+        gone, or ends meanwhile."""
+        ...
+
+    def close(self) -> None:
+        """End what is asked, which then raises ConnectionError."""
+        ...
+
+
 class Builders:
     """Is ``Elsewhere``. Each chunk is asked for at one builder, the same for all servers, so that
     it is computed once. Methods may be called from any thread."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        client: BuilderClient,
         store: ChunkStore,
         *,
         token_bytes: int,
         least_tokens: int,
-        api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``urls`` are builders' addresses, who take ``api_key``, an admin's. Chunks of fewer than
-        ``least_tokens`` are not asked for; one token's KV has ``token_bytes``."""
-        self._urls = tuple(urls)
+        """``client`` belongs to this. Chunks of fewer than ``least_tokens`` are not asked for; one
+        token's KV has ``token_bytes``."""
+        self._client = client
         self._store = store
         self._token_bytes = token_bytes
         self._least_tokens = least_tokens
         self._clock = clock
         self._away_until: dict[str, float] = {}
         self._places = threading.Semaphore(MOST_ASKED)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(headers=headers, trust_env=False)
         self._threads = ThreadPoolExecutor(MOST_ASKED, "kvlinker-builders")
-
-    @classmethod
-    def of(cls, settings: Settings, store: ChunkStore, *, token_bytes: int) -> Builders | None:
-        """Make what the settings say; None where they name no builders, or this is one."""
-        if not settings.builders or settings.role == "build":
-            return None
-        return cls(
-            settings.builders,
-            store,
-            token_bytes=token_bytes,
-            least_tokens=settings.build_tokens,
-            api_key=next(iter(settings.admin_keys), None),
-        )
 
     def ask(self, key: str, tokens: int, seconds: float | None) -> Future[bool] | None:
         shared = next((tier for tier in self._store.slower_tiers() if tier.shared), None)
@@ -81,7 +81,7 @@ class Builders:
         ):
             return None
         now = self._clock()
-        urls = [url for url in self._urls if self._away_until.get(url, 0.0) <= now]
+        urls = [url for url in self._client.urls() if self._away_until.get(url, 0.0) <= now]
         if not urls or not self._places.acquire(blocking=False):
             return None
         patience = UNMEASURED_SECONDS if seconds is None else PATIENCE * seconds
@@ -103,18 +103,13 @@ class Builders:
                 if left <= 0:
                     return False
                 try:
-                    answer = self._client.post(
-                        f"{url}/v1/chunks/build", json={"key": key}, timeout=left
-                    )
-                except httpx.ReadTimeout:  # it computes, and others would take as long
+                    if self._client.build(url, key, left):
+                        return True
+                except TimeoutError:  # it computes, and others would take as long
                     return False
-                except (httpx.HTTPError, RuntimeError) as error:
-                    logger.info("The builder %s is not asked for a while: %r", url, error)
+                except ConnectionError as error:
+                    logger.info("The builder %s is not asked for a while: %s", url, error)
                     self._away_until[url] = self._clock() + AWAY_SECONDS
-                    continue
-                if answer.is_success:
-                    return True
-                logger.info("The builder %s answers %d.", url, answer.status_code)
             return False
         finally:
             self._places.release()

@@ -16,7 +16,7 @@ from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import load_model
-from kvlinker.service.builders import Builders
+from kvlinker.service.builders import BuilderClient, Builders
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
 
@@ -56,8 +56,10 @@ class EmbeddedSource:
 
     uses_host_memory = True
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, builders: BuilderClient | None = None) -> None:
+        """``builders`` are asked for chunks that the engine lacks, by an engine that is made."""
         self._loaded = loaded
+        self._builders = builders
         self.tokenizer = loaded.tokenizer
         self.sampling_defaults = loaded.sampling_defaults
         self.device: torch.device | None = loaded.device
@@ -78,6 +80,14 @@ class EmbeddedSource:
                 fingerprint=self._loaded.fingerprint,
                 limit=settings.max_variants,
             )
+        elsewhere = None
+        if self._builders is not None:
+            elsewhere = Builders(
+                self._builders,
+                store,
+                token_bytes=self._loaded.kv_bytes_per_token,
+                least_tokens=settings.build_tokens,
+            )
         return EmbeddedEngine(
             self._loaded,
             store=store,
@@ -85,12 +95,13 @@ class EmbeddedSource:
             settings=settings,
             variants=variants,
             speeds=speeds,
-            elsewhere=Builders.of(settings, store, token_bytes=self._loaded.kv_bytes_per_token),
+            elsewhere=elsewhere,
         )
 
 
-def engine_source(settings: Settings) -> EngineSource:
-    """Return the source of the engine that ``settings.engine`` names, on ``settings.model``.
+def engine_source(settings: Settings, builders: BuilderClient | None = None) -> EngineSource:
+    """Return the source of the engine that ``settings.engine`` names, on ``settings.model``; the
+    embedded engine asks ``builders`` for chunks that it lacks.
 
     Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not
     installed.
@@ -102,7 +113,7 @@ def engine_source(settings: Settings) -> EngineSource:
     began = time.monotonic()
     loaded = load_model(settings)
     logger.info("The model is loaded and checked (%.1f s).", time.monotonic() - began)
-    return EmbeddedSource(loaded)
+    return EmbeddedSource(loaded, builders)
 
 
 class StateDirectory(NamedTuple):

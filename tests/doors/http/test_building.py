@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvlinker.doors.serving import builder_client
 from kvlinker.llm import LLM
+from kvlinker.settings import load_settings
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
@@ -30,7 +32,8 @@ def start(
             settings = tiny_settings(
                 tmp_path / name, catalog_url=catalog, redis_url=redis_server.url, **options
             )
-            return stack.enter_context(serving(LLM.from_model(tiny_model(), settings), settings))
+            llm = LLM.from_model(tiny_model(), settings, builders=builder_client(settings))
+            return stack.enter_context(serving(llm, settings))
 
         yield start
 
@@ -92,3 +95,18 @@ def test_a_server_loads_what_its_builder_built(start: Any) -> None:
     assert builder.llm.store.is_resident(key_of(server, chunk["id"]))
     alone = start("alone")
     assert alone.post("/v1/chat/completions", body).json()["choices"] == answer["choices"]
+
+
+def test_who_asks_builders() -> None:
+    """A server whose settings name some, or for which some are found; none that builds itself."""
+    assert builder_client(load_settings()) is None
+    named = load_settings(builders="http://10.0.0.7:8000/,http://10.0.0.8:8000")
+    asked = builder_client(named)
+    assert asked is not None
+    assert asked.urls() == ("http://10.0.0.7:8000", "http://10.0.0.8:8000")
+    found = builder_client(named, lambda: ["http://10.0.0.9:1"])
+    assert found is not None
+    assert found.urls() == ["http://10.0.0.9:1"]
+    assert builder_client(named.model_copy(update={"role": "build"})) is None
+    with pytest.raises(Exception, match="is no address"):
+        load_settings(builders="10.0.0.7:8000")

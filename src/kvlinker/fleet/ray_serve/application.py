@@ -11,8 +11,8 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from kvlinker.doors.http.edge.address import check_address
-from kvlinker.fleet.ray_serve.deployments import Ingress, Server
-from kvlinker.fleet.ray_serve.options import FleetOptions, check_engine, key_of_fleet, read_options
+from kvlinker.fleet.ray_serve.deployments import Builder, Ingress, Server
+from kvlinker.fleet.ray_serve.options import FleetOptions, check, key_of_fleet, read_options
 from kvlinker.fleet.ray_serve.scaling import Scaling
 from kvlinker.fleet.ray_serve.serving import LAST_SECONDS
 from kvlinker.settings import Settings
@@ -40,7 +40,7 @@ def build(args: dict[str, Any]) -> Application:
     options = read_options(args)
     settings = options.read_settings()
     key_of_fleet(settings)
-    check_engine(settings)
+    check(options, settings)
     for address in (settings.host, *_nodes()):
         check_address(address, settings.accepted_keys)
     gpus = _gpus(settings) if options.gpus is None else options.gpus
@@ -54,11 +54,16 @@ def build(args: dict[str, Any]) -> Application:
         "graceful_shutdown_wait_loop_s": 0.1,
         "max_constructor_retry_count": STARTS,
     }
-    servers = serve.deployment(
-        Server,
-        ray_actor_options={"num_cpus": options.cpus or 1, "num_gpus": gpus},
-        **_number(options),
-        **common,
+    common_of_models = common | {
+        "ray_actor_options": {"num_cpus": options.cpus or 1, "num_gpus": gpus}
+    }
+    builders = None
+    if options.build_replicas:
+        builders = serve.deployment(
+            Builder, num_replicas=options.build_replicas, **common_of_models
+        ).bind(options)
+    servers = serve.deployment(Server, **_number(options), **common_of_models).bind(
+        options, builders
     )
     resources = {options.ingress_resource: 1} if options.ingress_resource else {}
     ingresses = serve.deployment(
@@ -67,7 +72,7 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": INGRESS_CPUS, "resources": resources},
         **common,
     )
-    return ingresses.bind(servers.bind(options), options)
+    return ingresses.bind(options, [servers] if builders is None else [servers, builders])
 
 
 def _number(options: FleetOptions) -> dict[str, Any]:

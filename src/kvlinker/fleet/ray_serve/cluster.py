@@ -50,7 +50,7 @@ class FleetError(KVLinkerError):
 def own_ray(options: FleetOptions) -> Iterator[FleetOptions]:
     """Start Ray in this process, for as long as the block runs; returns the options with what its
     processes need. Their logs come out on this process's stderr."""
-    cpus = options.most_replicas * (options.cpus or 1) + options.ingresses * INGRESS_CPUS
+    cpus = options.most_models * (options.cpus or 1) + options.ingresses * INGRESS_CPUS
     with tempfile.TemporaryDirectory(prefix="kvlinker-", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(

@@ -3,8 +3,13 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+from threading import Thread
 from typing import Any
 
 import ray
@@ -22,6 +27,10 @@ from kvlinker.fleet.ray_serve.serving import BackgroundServer, log_as
 _SHARING_PROCESSORS = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 """Keeps vLLM from binding its threads to processors: on CPUs, all replicas of a machine would bind
 them to the same. It then has as many as Ray sets aside, in OMP_NUM_THREADS."""
+
+
+POLL_SECONDS = 2.0
+"""The seconds between two questions which builders there are."""
 
 
 class NotServingError(KVLinkerError):
@@ -49,20 +58,25 @@ class _Process:
             self._log.close()
 
 
-class Server(_Process):
-    """One server: the model, and kvlinker's routes on a port of its own."""
+class _Model(_Process):
+    """The model, and kvlinker's routes on a port of its own."""
 
-    def __init__(self, options: FleetOptions) -> None:
+    def __init__(
+        self,
+        options: FleetOptions,
+        builders: Callable[[], Sequence[str]] | None = None,
+        **changes: Any,
+    ) -> None:
         super().__init__(options)
         os.environ.setdefault(*_SHARING_PROCESSORS)  # before vLLM is imported
-        from kvlinker.doors.serving import create_server
+        from kvlinker.doors.serving import builder_client, create_server
         from kvlinker.llm import LLM
 
         host = ray.util.get_node_ip_address()
-        settings = options.read_settings(host=host, port=0, cors_origins=())
+        settings = options.read_settings(host=host, port=0, cors_origins=(), **changes)
         check_address(host, settings.accepted_keys)
         listener = bind(host, 0)
-        llm = LLM.from_settings(settings)
+        llm = LLM.from_settings(settings, builders=builder_client(settings, builders))
         app = create_server(llm, settings, provider_from_environment())
         self._load = Load(lambda: llm.current_load().running + llm.current_load().waiting)
         llm.events.subscribe(self._note)
@@ -88,15 +102,51 @@ class Server(_Process):
             self._load.first_token(event.seconds)
 
 
+class Server(_Model):
+    """One server, which asks the fleet's builders where there are some."""
+
+    def __init__(self, options: FleetOptions, builders: DeploymentHandle[Any] | None) -> None:
+        if builders is None:
+            super().__init__(options)
+        else:
+            super().__init__(options, FoundReplicas(builders), role="serve")
+
+
+class Builder(_Model):
+    """One server that computes chunks for the others."""
+
+    def __init__(self, options: FleetOptions) -> None:
+        super().__init__(options, role="build")
+
+
+class FoundReplicas:
+    """Tells the addresses of a deployment's replicas that there were a moment ago."""
+
+    def __init__(self, deployment: DeploymentHandle[Any]) -> None:
+        self._deployment = deployment
+        self._urls: tuple[str, ...] = ()
+        Thread(target=self._follow, name="kvlinker-builders", daemon=True).start()
+
+    def __call__(self) -> Sequence[str]:
+        return self._urls
+
+    def _follow(self) -> None:
+        while True:
+            with suppress(Exception):  # whatever finds them: those that are known go on
+                self._urls = tuple(asyncio.run(ask_all(self._deployment, "url")))
+            time.sleep(POLL_SECONDS)
+
+
 class Ingress(_Process):
     """One router, at the fleet's address."""
 
-    def __init__(self, servers: DeploymentHandle[Any], options: FleetOptions) -> None:
+    def __init__(self, options: FleetOptions, deployments: list[DeploymentHandle[Any]]) -> None:
         super().__init__(options)
         from kvlinker.fleet.app import create_router
 
         async def find() -> Iterable[str]:
-            return await ask_all(servers, "url")
+            found = await asyncio.gather(*(ask_all(each, "url") for each in deployments))
+            return chain.from_iterable(found)
 
         settings = options.read_settings()
         check_address(settings.host, settings.accepted_keys)

@@ -23,6 +23,9 @@ class FleetOptions(BaseModel):
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=1, ge=1)
 
+    build_replicas: int = Field(default=0, ge=0)
+    """How many more there are that compute chunks for these, and answer nobody."""
+
     ingresses: int = Field(default=2, ge=1)
     """The processes that take requests, on the same address of one machine, or one on each of so
     many."""
@@ -66,9 +69,9 @@ class FleetOptions(BaseModel):
         return self
 
     @property
-    def most_replicas(self) -> int:
-        """The most replicas that there will be."""
-        return self.replicas or self.max_replicas
+    def most_models(self) -> int:
+        """The most replicas that there will be, those that build for others included."""
+        return (self.replicas or self.max_replicas) + self.build_replicas
 
     def read_settings(self, **changes: Any) -> Settings:
         """Return the settings of a server on this machine. Raises InvalidRequestError."""
@@ -87,9 +90,16 @@ def read_options(given: dict[str, Any]) -> FleetOptions:
         raise InvalidRequestError(f"The fleet's options are wrong: {complaints}.") from None
 
 
-def check_engine(settings: Settings) -> None:
-    """Raise InvalidRequestError where a replica's vLLM would itself ask Ray for processes: its GPUs
-    are the replica's already, so that it would wait for ever."""
+def check(options: FleetOptions, settings: Settings) -> None:
+    """Raise InvalidRequestError for settings that replicas cannot work with: those by which a
+    replica's vLLM would itself ask Ray for GPUs, and wait for ever for what its replica has; and
+    builders that nobody could fetch from."""
+    if options.build_replicas and not (settings.redis_url or settings.object_url):
+        raise InvalidRequestError(
+            "Builders hand chunks over through Redis or an object store: set redis_url or"
+            " object_url.",
+            param="build_replicas",
+        )
     if settings.engine == "vllm" and "ray" in (
         settings.vllm_options.get("distributed_executor_backend"),
         settings.vllm_options.get("data_parallel_backend"),

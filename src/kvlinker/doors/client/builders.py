@@ -1,0 +1,41 @@
+"""Asks builders, which are other servers, for chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import httpx
+
+BUILD = "v1/chunks/build"
+
+logger = logging.getLogger(__name__)
+
+
+class BuilderClient:
+    """Speaks with builders over HTTP. Methods may be called from any thread."""
+
+    def __init__(self, urls: Callable[[], Sequence[str]], api_key: str | None) -> None:
+        """``urls`` returns the addresses of the builders that there are now, who take ``api_key``,
+        an admin's."""
+        self.urls = urls
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(headers=headers, trust_env=False)
+
+    def build(self, url: str, key: str, seconds: float) -> bool:
+        """Have a builder compute a chunk into the shared tiers, and return whether it has done so.
+        Raises TimeoutError where it takes longer than ``seconds``, and ConnectionError where it is
+        gone, or ends meanwhile."""
+        try:
+            answer = self._client.post(f"{url}/{BUILD}", json={"key": key}, timeout=seconds)
+        except httpx.ReadTimeout as error:
+            raise TimeoutError(f"It has not answered in {seconds:.1f} s.") from error
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: this client is closed
+            raise ConnectionError(repr(error)) from error
+        if not answer.is_success:
+            logger.info("The builder %s answers %d.", url, answer.status_code)
+        return answer.is_success
+
+    def close(self) -> None:
+        """End what is asked."""
+        self._client.close()
