@@ -1,5 +1,5 @@
-"""Tests of what needs no model, and the modules that they test, are loaded without torch and
-without a server."""
+"""What needs no model is loaded without torch: tests of it, with the modules that they test, and
+the router."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def test_collecting_loads_nothing_heavy() -> None:
         check=True,
     )
     assert run.stderr.split() == ["0"], run.stdout + run.stderr
+
+
+def test_the_router_needs_no_torch() -> None:
+    """So that it starts at once, and takes little memory."""
+    code = "import sys, kvlinker.cli.router, kvlinker.fleet.app; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "kvlinker.llm"} & set(run.stdout.split())

@@ -14,7 +14,7 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from kvlinker.base.events import Events
-from kvlinker.doors.http.audit import AuditObject, KindAudit, PolicyAudit, PolicySetting
+from kvlinker.doors.http.fields.audit import AuditObject, KindAudit, PolicyAudit, PolicySetting
 from kvlinker.fleet.audit import pooled
 from kvlinker.llm import LLM
 from kvlinker.service.audit.comparison import Comparison, RequestKind

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlinker.doors.http.app import create_app
-from kvlinker.doors.http.status import ServerStatus
+from kvlinker.doors.http.fields.server_status import ServerStatus
 from kvlinker.fleet.metrics import FleetMetrics
 from kvlinker.fleet.views import summed
 from kvlinker.llm import LLM

@@ -69,7 +69,7 @@ def router(
     with failures(), closing(bind(settings.host, settings.port)) as listener:
         from kvlinker.doors.http.edge.access_log import logging_to_stderr
         from kvlinker.doors.http.edge.connections import EngineServer, server_config
-        from kvlinker.doors.http.tracing import provider_from_environment
+        from kvlinker.doors.http.edge.request_spans import provider_from_environment
         from kvlinker.fleet.app import create_router
         from kvlinker.fleet.backends import always
 

@@ -42,7 +42,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
         from kvlinker.doors.http.edge.access_log import logging_to_stderr
-        from kvlinker.doors.http.tracing import provider_from_environment
+        from kvlinker.doors.http.edge.request_spans import provider_from_environment
     with logging_to_stderr(settings.log_level, settings.log_format):
         provider = provider_from_environment()
         while (served := _serve_until_failure(settings, listener, console, provider)) is not None:

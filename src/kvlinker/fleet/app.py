@@ -14,7 +14,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.http import pages
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
-from kvlinker.doors.http.tracing import telemetry_options
+from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.fleet import views
 from kvlinker.fleet.backends import Backends, Find
 from kvlinker.fleet.proxy import Proxy

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from kvlinker.doors.http.audit import (
+from kvlinker.doors.http.fields.audit import (
     AuditObject,
     AuditRow,
     DecisionObject,

@@ -31,7 +31,7 @@ from kvlinker.doors.http.edge.errors import (
     take_request_id,
 )
 from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
-from kvlinker.doors.http.tracing import headers_of_trace, note_attributes
+from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
 from kvlinker.fleet.backends import Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router

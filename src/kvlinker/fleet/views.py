@@ -10,13 +10,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ValidationError
 
 from kvlinker.base.errors import EngineClosedError, PermissionDeniedError
-from kvlinker.doors.http.audit import AuditObject
 from kvlinker.doors.http.edge.access import CallerParam
-from kvlinker.doors.http.metrics import CONTENT_TYPE
-from kvlinker.doors.http.status import (
+from kvlinker.doors.http.fields.audit import AuditObject
+from kvlinker.doors.http.fields.server_status import (
     PromptTokenCounts,
     RequestCounts,
     ServerStatus,
@@ -119,7 +119,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
         asked = backends.ready()
         texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
         told = dict(zip((each.id for each in asked), texts, strict=True))
-        return Response(sums.exposition(told), media_type=CONTENT_TYPE)
+        return Response(sums.exposition(told), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return shown
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -90,8 +89,7 @@ def started(
         lines: list[str] = []
         try:
             url = next(filter(None, map(_address, _noted(process.stderr, lines))))
-            rest = _noted(process.stderr, lines)
-            threading.Thread(target=lambda: deque(rest, maxlen=0), daemon=True).start()
+            threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True).start()
             with httpx.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
                 fleet = RunningFleet(process, url, http, lines)
                 wait_until(lambda: http.get("/health").status_code == 200, START_SECONDS)
@@ -100,13 +98,12 @@ def started(
             raise AssertionError("".join(lines)) from None
         finally:
             kill_all(process)
+            state.with_name(f"{state.name}.log").write_text("".join(lines))
 
 
 def _noted(output: Iterable[str], lines: list[str]) -> Iterator[str]:
-    """Yield a fleet's log, which a test that fails shows, too."""
     for line in output:
         lines.append(line)
-        sys.stderr.write(line)
         yield line
 
 

@@ -32,6 +32,7 @@ from kvlinker.doors.http.edge.access import OPEN_PATHS
 from kvlinker.doors.http.edge.draining import PROBES, Drain
 from kvlinker.doors.http.edge.errors import error_model, error_responses, prompt_body_bytes
 from kvlinker.doors.http.edge.guards import add_guards
+from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.doors.http.edge.routing import refuse_unknown_query
 from kvlinker.doors.http.fields.parts import UnknownPart
 from kvlinker.doors.http.messages import routes as messages
@@ -42,7 +43,7 @@ from kvlinker.doors.http.models import ServedModel
 from kvlinker.doors.http.responses import routes as responses
 from kvlinker.doors.http.responses.events import ResponseStreamEvent
 from kvlinker.doors.http.responses.items import UnknownItem
-from kvlinker.doors.http.tracing import Tracing, telemetry_options
+from kvlinker.doors.http.tracing import Tracing
 from kvlinker.llm import LLM
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.settings import Settings

@@ -30,8 +30,6 @@ from kvlinker.base.types.messages import TextSource
 from kvlinker.llm import LLM
 from kvlinker.service.model_calls import PREFILL_TOKENS
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 SOURCES = ("cached", "recomputed", "fresh")
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)

@@ -9,9 +9,16 @@ from typing import Any, Literal
 from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.metrics import CONTENT_TYPE
+from kvlinker.doors.http.fields.server_status import (
+    PromptTokenCounts,
+    RequestCounts,
+    ServerStatus,
+    SlotCounts,
+    TierStatus,
+)
 from kvlinker.doors.http.models import ServedModelParam
 
 router = APIRouter(tags=["status"])
@@ -33,62 +40,6 @@ class Version(ResponseBody):
     """The version of kvlinker."""
 
     version: str
-
-
-class RequestCounts(ResponseBody):
-    """Requests that run and wait now, and that ended since the start."""
-
-    running: int
-    waiting: int
-    finished: int
-
-
-class SlotCounts(ResponseBody):
-    """Slots of the KV pool; one slot holds one token."""
-
-    used: int
-    total: int
-
-
-class PromptTokenCounts(ResponseBody):
-    """Prompt tokens since the start, by what became of them."""
-
-    cached: int
-    recomputed: int
-    fresh: int
-
-
-class TierStatus(ResponseBody):
-    """A tier's fill level and measured bandwidth; null where nothing was measured yet. Servers that
-    tell the same ``place`` share the tier; null for memory."""
-
-    name: str
-    used_bytes: int
-    budget_bytes: int
-    chunks: int
-    bytes_per_second: float | None
-    place: str | None
-
-
-class ServerStatus(ResponseBody):
-    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
-
-    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is
-    written to disk.
-    """
-
-    model: str
-    max_model_len: int
-    policy: str
-    started_at: int
-    requests: RequestCounts
-    kv_slots: SlotCounts
-    prompt_tokens: PromptTokenCounts
-    output_tokens: int
-    prefill_tokens_per_second: float | None
-    kv_bytes_per_token: int
-    disk_codec: str
-    tiers: list[TierStatus]
 
 
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
@@ -130,7 +81,9 @@ async def live() -> Liveness:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(served: ServedModelParam) -> Response:
     """Tell all metrics in Prometheus' text format."""
-    return Response(await run_in_threadpool(served.metrics.exposition), media_type=CONTENT_TYPE)
+    return Response(
+        await run_in_threadpool(served.metrics.exposition), media_type=CONTENT_TYPE_PLAIN_0_0_4
+    )
 
 
 @router.get("/status")

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Event, FirstToken
 from kvlinker.doors.http.edge.address import bind, check_address
-from kvlinker.doors.http.tracing import provider_from_environment
+from kvlinker.doors.http.edge.request_spans import provider_from_environment
 from kvlinker.fleet.ray_serve.options import FleetOptions, key_of_fleet
 from kvlinker.fleet.ray_serve.ray_names import ask_all, bind_no_port
 from kvlinker.fleet.ray_serve.scaling import Load

@@ -1,0 +1,61 @@
+"""What a server tells at /status."""
+
+from __future__ import annotations
+
+from kvlinker.doors.http.fields.bodies import ResponseBody
+
+
+class RequestCounts(ResponseBody):
+    """Requests that run and wait now, and that ended since the start."""
+
+    running: int
+    waiting: int
+    finished: int
+
+
+class SlotCounts(ResponseBody):
+    """Slots of the KV pool; one slot holds one token."""
+
+    used: int
+    total: int
+
+
+class PromptTokenCounts(ResponseBody):
+    """Prompt tokens since the start, by what became of them."""
+
+    cached: int
+    recomputed: int
+    fresh: int
+
+
+class TierStatus(ResponseBody):
+    """A tier's fill level and measured bandwidth; null where nothing was measured yet. Servers that
+    tell the same ``place`` share the tier; null for memory."""
+
+    name: str
+    used_bytes: int
+    budget_bytes: int
+    chunks: int
+    bytes_per_second: float | None
+    place: str | None
+
+
+class ServerStatus(ResponseBody):
+    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
+
+    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is
+    written to disk.
+    """
+
+    model: str
+    max_model_len: int
+    policy: str
+    started_at: int
+    requests: RequestCounts
+    kv_slots: SlotCounts
+    prompt_tokens: PromptTokenCounts
+    output_tokens: int
+    prefill_tokens_per_second: float | None
+    kv_bytes_per_token: int
+    disk_codec: str
+    tiers: list[TierStatus]
