@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlinker.cli.documents.conversion import FORMATS, convert
-
-
-class NoTextError(Exception):
-    """The file has no text that could be cached; the message says why."""
+from kvlinker.prompting.documents import read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +29,7 @@ class File:
 
         Raises NoTextError, and MissingLibraryError where the format's converter is not installed.
         """
-        if self.path.suffix.lower() in FORMATS:
-            try:
-                text = convert(self.content, self.path.suffix.lower())
-            except ValueError as error:
-                raise NoTextError(str(error)) from error
-        elif b"\0" in self.content:
-            raise NoTextError("it is not UTF-8 text")
-        else:
-            try:
-                text = self.content.decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise NoTextError("it is not UTF-8 text") from error
-        if not text.strip():
-            raise NoTextError(
-                "it is empty" if not self.content.strip() else "there is no text in it"
-            )
-        return text
+        return read_document(self.content, self.path.suffix).text
 
 
 def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:

@@ -13,9 +13,9 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.context_cache import LONGEST_VALUE
 from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import warn
-from kvlinker.cli.documents.conversion import MissingLibraryError
-from kvlinker.cli.documents.files import File, NoTextError
+from kvlinker.cli.documents.files import File
 from kvlinker.cli.documents.library import CacheLibrary, ExistingCache
+from kvlinker.prompting.documents import MissingLibraryError, NoTextError
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""

@@ -40,8 +40,13 @@ class EncodingThreads:
 
     async def run(self, request: Request, function: Callable[[], T]) -> T:
         """Return what ``function`` returns, for a request whose body has been read."""
-        is_long = len(await request.body()) >= LONG_BODY_BYTES
-        return await anyio.to_thread.run_sync(function, limiter=self._long if is_long else None)
+        if len(await request.body()) >= LONG_BODY_BYTES:
+            return await self.run_long(function)
+        return await anyio.to_thread.run_sync(function)
+
+    async def run_long(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, which takes long whatever the body's length."""
+        return await anyio.to_thread.run_sync(function, limiter=self._long)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,16 @@ the application."""
 
 from fastapi import APIRouter
 
-from kvlinker.doors.http.context_caches import creation, resource, splitting, texts, usage
+from kvlinker.doors.http.context_caches import (
+    creation,
+    extraction,
+    resource,
+    splitting,
+    texts,
+    usage,
+)
 
 router = APIRouter()
-for part in (creation, splitting, texts, usage, resource):  # names such as "usage" before any id
+# names such as "usage" before any id
+for part in (creation, extraction, splitting, texts, usage, resource):
     router.include_router(part.router)

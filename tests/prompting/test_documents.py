@@ -6,12 +6,11 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
-from pathlib import Path
+from pathlib import PurePath
 
 import pytest
 
-from kvlinker.cli.documents.conversion import FORMATS, MissingLibraryError
-from kvlinker.cli.documents.files import File, NoTextError
+from kvlinker.prompting.documents import FORMATS, MissingLibraryError, NoTextError, read_document
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 PACKAGE = "http://schemas.openxmlformats.org/package/2006"
@@ -105,7 +104,7 @@ HTML = """<html><head><title>t</title><style>p {color: red}</style></head>
 
 
 def text_of(name: str, content: bytes) -> str:
-    return File(Path(name), content).text()
+    return read_document(content, PurePath(name).suffix).text
 
 
 def test_html() -> None:
@@ -172,8 +171,8 @@ def test_without_the_converter(suffix: str, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (b"", "it is empty"),
         (b" \n", "it is empty"),
-        (b"a\0b", "not UTF-8 text"),
-        (b"K\xe4se", "not UTF-8 text"),
+        (b"a\0b", "it is not text"),
+        (b"\x89PNG\r\n" + bytes(range(1, 256)), "it is not text"),
     ],
 )
 def test_files_without_text(content: bytes, reason: str) -> None:
@@ -181,5 +180,26 @@ def test_files_without_text(content: bytes, reason: str) -> None:
         text_of("a.txt", content)
 
 
-def test_byte_order_mark_is_no_text() -> None:
-    assert text_of("a.txt", b"\xef\xbb\xbfText") == "Text"
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_byte_order_mark_is_no_text(encoding: str) -> None:
+    assert text_of("a.txt", "Ærø".encode(encoding)) == "Ærø"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Käse", "cp1252"),
+        ("Noël à Besançon était très chaud; le garçon a mangé du pâté.", "cp1252"),
+        ("Zażółć gęślą jaźń. Mira mieszka w Warnie i pracuje jako piekarz.", "cp1250"),
+        ("Мира живет в Варне, она работает пекарем. Том живет в Осло.", "cp1251"),
+        ("Η Μίρα ζει στη Βάρνα και εργάζεται ως αρτοποιός.", "cp1253"),
+        ("ミラはヴァルナに住んでいます。彼女はパン屋です。", "cp932"),
+    ],
+)
+def test_encodings_are_guessed(text: str, encoding: str) -> None:
+    found = read_document(text.encode(encoding), ".txt")
+    assert (found.text, found.encoding) == (text, encoding)
+
+
+def test_utf8_is_no_guess() -> None:
+    assert read_document("Käse".encode(), ".txt").encoding is None

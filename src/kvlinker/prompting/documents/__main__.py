@@ -1,0 +1,31 @@
+"""``python -m kvlinker.prompting.documents SUFFIX`` reads a file from standard input, and writes a
+line of JSON: its ``text`` and ``encoding``, or why there is none in ``no_text`` or ``missing``."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict
+
+from kvlinker.prompting.documents import MissingLibraryError, NoTextError, read_document
+
+MOST_MEMORY_BYTES = 8 * 2**30
+"""What a file that unpacks to far more than it is may take before it is given up."""
+
+
+def main(suffix: str) -> None:
+    """Read the file, within ``MOST_MEMORY_BYTES``."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    told: dict[str, str | None]
+    try:
+        told = asdict(read_document(sys.stdin.buffer.read(), suffix))
+    except NoTextError as error:
+        told = {"no_text": str(error)}
+    except MissingLibraryError as error:
+        told = {"missing": str(error)}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
