@@ -14,7 +14,7 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium postgresql
+.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium postgresql
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -107,6 +107,10 @@ redis-server chromium postgresql:
 chromium: FONTS := fonts-dejavu-core
 # Debian puts its programs outside the PATH.
 postgresql: ELSEWHERE := || ls /usr/lib/postgresql/*/bin/initdb
+
+# The pictures of the page in docs/images.
+pictures: $(INSTALLED) chromium
+	KVLINKER_PICTURES=1 $(VENV)/bin/python -m pytest tests/doors/page/test_pictures.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

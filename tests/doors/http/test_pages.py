@@ -46,13 +46,13 @@ def test_no_script_writes_markup(served: Served) -> None:
 def test_scripts_use_ids_that_the_page_has(served: Served) -> None:
     page = served.get("/").text
     ids = set(re.findall(r'id="([\w-]+)"', page))
-    for path in PAGE_PATHS - {"/static/docs.js", "/static/policies.js"}:
+    for path in PAGE_PATHS - {"/static/docs.js", "/static/conversation/policies.js"}:
         if path.endswith(".js"):
             assert set(re.findall(r'\bby\("([\w-]+)"\)', served.get(path).text)) <= ids
 
 
 def test_the_page_reads_what_the_status_tells(served: Served) -> None:
-    used = set(re.findall(r"\bstatus\.(\w+)", served.get("/static/status.js").text))
+    used = set(re.findall(r"\bstatus\.(\w+)", served.get("/static/server/status.js").text))
     of_a_fleet = {"replicas"}
     assert of_a_fleet <= set(FleetStatus.model_fields)
     assert used <= set(served.get("/status").json()) | of_a_fleet | {"js"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.doors.http.serving import Served
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
+
+KEYS = ("key-alpha", "key-beta", "key-gamma", "key-delta", "key-epsilon")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -62,10 +66,10 @@ def reading(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="package")
 def guarded(reading: Served) -> Iterator[Served]:
-    """The same behind API keys."""
+    """The same behind API keys, of which each test has its own."""
     from tests.doors.http.serving import serving
 
-    settings = reading.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})
+    settings = reading.llm.settings.model_copy(update={"api_keys": KEYS})
     with serving(reading.llm, settings, closes=False) as running:
         yield running
 
@@ -97,19 +101,47 @@ class Watched:
     expected: tuple[str, ...] = ()
     """Parts of complaints that the test means to cause."""
 
+    def load(self, url: str) -> None:
+        """Open an address, or the one that is open again, and wait until the page has begun."""
+        self.page.goto(url)
+        self.wait_until_begun()
+
+    def wait_until_begun(self) -> None:
+        self.page.locator("body[data-ready]").wait_for()
+        self.page.evaluate(
+            "document.getElementById('answer-tokens').value = 16"
+        )  # the model goes on and on where it knows no answer
+
     def drop(self, **files: str | bytes) -> None:
         """Drop files on the page; ``__`` in a name stands for a dot."""
         self.drop_all({name.replace("__", "."): content for name, content in files.items()})
 
     def drop_all(self, files: Mapping[str, str | bytes]) -> None:
         """Drop files on the page, and wait until each is cached or refused."""
-        before = self.page.locator("#uploads li").count()
+        with self.uploading():
+            self.start_drop(files)
+
+    def start_drop(self, files: Mapping[str, str | bytes]) -> None:
+        """Drop files on the page."""
         contents = {
             name: text.encode() if isinstance(text, str) else text for name, text in files.items()
         }
         self.page.evaluate(DROP, [[name, list(content)] for name, content in contents.items()])
-        self.page.locator("#uploads li").nth(before + len(files) - 1).wait_for()
-        self.page.locator("#uploads progress").first.wait_for(state="detached")
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Wait until what the block uploads is cached or refused."""
+        uploads = self.page.locator("#uploads")
+        before = int(uploads.get_attribute("data-batches") or 0)
+        yield
+        self.page.locator(f"#uploads[data-batches='{before + 1}']").wait_for(state="attached")
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Have the drawer of settings open."""
+        self.page.get_by_role("button", name="Settings").click()
+        yield
+        self.page.get_by_role("button", name="Done").click()
 
     def ask(self, question: str) -> None:
         """Ask, and wait for the answer and its prompt."""
@@ -132,7 +164,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
     def open_page(url: str, **options: object) -> Watched:
         options = {"viewport": {"width": 1280, "height": 900}, "locale": "en-GB"} | options
         context = browser.new_context(**options)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(1000 * PATIENCE)
         watched = Watched(context.new_page(), context, url)
         pages.append(watched)
         watched.page.on("request", lambda request: watched.requests.append(request.url))
@@ -140,10 +172,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
         watched.page.on(
             "console", lambda message: watched.complaints.append(f"{message.type}: {message.text}")
         )
-        watched.page.goto(f"{url}/")
-        watched.page.evaluate(
-            "document.getElementById('answer-tokens').value = 16"
-        )  # the model goes on and on where it knows no answer
+        watched.load(f"{url}/")
         return watched
 
     yield open_page

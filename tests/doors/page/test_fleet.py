@@ -32,12 +32,14 @@ def test_replicas_and_where_chunks_lie_are_shown(
     watched = opened(router)
     page = watched.page
     name = urlsplit(reading.url).netloc
+    page.get_by_role("tab", name="Server").click()
     rows = page.locator("#replicas tbody tr")
     rows.nth(1).wait_for()
     assert rows.nth(0).locator("td").all_inner_texts()[:2] == [name, "ready"]
     assert rows.nth(1).locator("td").all_inner_texts()[:2] == ["127.0.0.1:9", "starting"]
     watched.drop(nurse__txt=NURSE)
     page.get_by_role("row", name=f"{name} ready 0 0 1").wait_for()
+    page.get_by_role("tab", name="Ask").click()
     page.locator("#library summary").click()
     page.get_by_text(f"in memory of {name}").wait_for()
     watched.ask("Where does Ana Petrov live?")
@@ -45,5 +47,6 @@ def test_replicas_and_where_chunks_lie_are_shown(
 
 
 def test_a_server_shows_no_replicas(shown: Watched) -> None:
+    shown.page.get_by_role("tab", name="Server").click()
     shown.page.locator("#load dd").first.wait_for()
     assert not shown.page.locator("#replicas").is_visible()

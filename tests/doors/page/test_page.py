@@ -3,7 +3,9 @@ may load."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,15 +14,19 @@ from tests.doors.page.conftest import Watched, fresh_page
 from tests.doors.page.test_conversation import choose_policy
 from tests.doors.page.test_documents import NURSE, PEOPLE
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 PHONE = {"width": 360, "height": 740}
 
 
 def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) -> None:
     page = shown.page
-    page.get_by_text("100.0% of the answers are compared with the full computation").wait_for()
     shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
     choose_policy(shown, "legolink", tokens="3")
     shown.ask("Where does Tom Reyes live?")
+    page.get_by_role("tab", name="Server").click()
+    assert not page.locator("#question").is_visible()
     assert reading.llm.policy_manager.auditor is not None
     assert reading.llm.policy_manager.auditor.wait(30)
     row = page.locator("#audit tr", has_text="legolink-3")
@@ -42,6 +48,47 @@ def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) ->
     assert "–" not in page.inner_text("#store")
     page.get_by_text("All metrics").click()
     page.get_by_text("kvlinker:store_bytes", exact=False).first.wait_for()
+    assert re.match(
+        r"Under \S+, \d+\.\d% of \d+ compared answers? begin as the full computation would",
+        page.inner_text("#audit-state"),
+    )
+
+
+def test_the_last_ten_minutes_are_drawn(shown: Watched) -> None:
+    """From counters: what came between two readings of them."""
+    page = shown.page
+    shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
+    page.clock.install()
+    page.reload()
+    shown.wait_until_begun()
+    for question in ("Where does Tom Reyes live?", "Where does Mira Holt live?"):
+        shown.ask(question)
+        page.clock.run_for(4000)
+    page.get_by_role("tab", name="Server").click()
+    page.get_by_role("img", name=re.compile(r"First token: mean of those that came \d")).wait_for()
+    page.get_by_role("img", name=re.compile("Throughput: prompt tokens .*output tokens")).wait_for()
+    page.get_by_role("img", name=re.compile(r"Chunks found, by tier: .*host \d")).wait_for()
+    assert page.locator("#chart-first polyline").count() >= 1
+    page.reload()
+    shown.wait_until_begun()
+    page.locator("#chart-first polyline").first.wait_for(state="attached")
+    page.clock.run_for(11 * 60_000)
+    page.locator("#chart-first polyline").first.wait_for(state="detached")
+
+
+def test_a_server_that_goes_is_told_until_it_is_back(shown: Watched) -> None:
+    shown.expected = ("net::ERR",)
+    address = shown.url.removeprefix("http://")
+    shown.page.route("**/status", lambda route: route.abort())
+    notice = shown.page.locator("#notice")
+    notice.get_by_text(f"The server at {address} does not answer.").wait_for()
+    shown.page.unroute("**/status")
+    shown.page.locator("#notice:empty").wait_for(state="attached")
+
+
+def test_no_key_is_asked_for_where_none_is_wanted(shown: Watched) -> None:
+    assert not shown.page.get_by_label("API key").is_visible()
+    assert not shown.page.get_by_role("button", name="Forget the key").is_visible()
 
 
 def test_a_server_with_keys(guarded: Served, opened: Callable[..., Watched]) -> None:
@@ -49,9 +96,13 @@ def test_a_server_with_keys(guarded: Served, opened: Callable[..., Watched]) -> 
     watched.expected = ("401",)
     page = watched.page
     page.get_by_text("The server asks for an API key.").wait_for()
+    page.get_by_label("API key").fill("key-wrong")
+    page.get_by_label("API key").press("Enter")
+    page.get_by_text("The server does not take this key.").wait_for()
     page.get_by_label("API key").fill("key-alpha")
     page.get_by_label("API key").press("Enter")
     page.get_by_text("Nothing is cached yet.").wait_for()
+    assert not page.get_by_label("API key").is_visible()
     watched.drop(nurse__txt=NURSE)
     watched.ask("Where does Ana Petrov live?")
     assert watched.answers == ["Lima"]
@@ -61,6 +112,10 @@ def test_a_server_with_keys(guarded: Served, opened: Callable[..., Watched]) -> 
     assert not any("key-alpha" in url for url in watched.requests)
     page.reload()
     page.locator("#library summary", has_text="nurse.txt").wait_for()
+    page.get_by_role("button", name="Forget the key").click()
+    page.get_by_text("The server asks for an API key.").wait_for()
+    assert page.evaluate("sessionStorage.apiKey") is None
+    page.locator("#library summary").wait_for(state="detached")
     page.get_by_label("API key").fill("key-beta")
     page.get_by_label("API key").press("Enter")
     page.get_by_text("Nothing is cached yet.").wait_for()
@@ -103,16 +158,31 @@ def test_a_phone_needs_no_sideways_scrolling(
     page.locator("#library summary").click()
     choose_policy(watched, "cacheblend")
     watched.ask("Where does Ana Petrov live?" + "?" * 200)
-    page.locator("#audit").wait_for(state="attached")
     page.get_by_role("button", name="Compare with the full computation").click()
     page.locator(".verdict").wait_for()
+    fits(page)
+    page.get_by_role("tab", name="Server").click()
     page.get_by_text("All metrics").click()
     page.locator("#metrics pre").filter(has_text="kvlinker").wait_for()
+    fits(page)
+
+
+def fits(page: Page) -> None:
+    """Assert that a phone shows the page's whole width, and that fingers hit its buttons."""
     width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert width == [PHONE["width"]] * 2
     for button in page.get_by_role("button").all():
         box = button.bounding_box()
         assert box is None or box["height"] >= 32, "a finger hits it"
+
+
+def test_on_a_phone_the_question_comes_first(
+    reading: Served, opened: Callable[..., Watched]
+) -> None:
+    watched = fresh_page(reading, opened, viewport=PHONE, has_touch=True, is_mobile=True)
+    box = watched.page.locator("#question").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < PHONE["height"] / 2
 
 
 CONTRAST = """() => {
@@ -221,5 +291,6 @@ def test_every_control_has_a_name(shown: Watched) -> None:
 
 def test_all_routes_are_told(reading: Served, opened: Callable[..., Watched]) -> None:
     page = opened(reading.url).page
+    page.get_by_role("tab", name="Server").click()
     page.get_by_role("link", name="All routes").click()
     page.get_by_text("/v1/context_caches/search").wait_for()

@@ -1,4 +1,4 @@
-"""The pictures of the documentation: taken anew, and kept, where KVLINKER_PICTURES is set."""
+"""The pictures of the documentation: taken anew, and kept by ``make pictures``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.doors.http.serving import Served
 from tests.doors.page.conftest import Watched, fresh_page
+from tests.waiting import PATIENCE
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 SCREEN = {"width": 1180, "height": 1000}
@@ -133,8 +134,31 @@ def test_picture_of_a_comparison(
 ) -> None:
     watched = fresh_page(reading, opened, viewport=SCREEN)
     watched.drop_all(houses())
-    watched.page.fill("#limit", "11")
+    with watched.settings():
+        watched.page.fill("#limit", "11")
     watched.ask("Where does Leo Novak live?")
     watched.page.get_by_role("button", name="Compare with the full computation").click()
     watched.page.locator(".verdict").wait_for()
+    watched.page.get_by_label("Recompute more or less").fill("0")
+    watched.page.get_by_role("button", name="Measure").click()
+    watched.page.locator(".side").nth(2).wait_for()
     keep("-comparison", watched.page.locator("#comparison").screenshot())
+
+
+def test_picture_of_the_server(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    """After four minutes of questions, by the page's clock."""
+    watched = fresh_page(reading, opened, viewport=SCREEN)
+    watched.page.clock.install()
+    watched.page.reload()
+    watched.wait_until_begun()
+    watched.drop_all({f"people/{name}.md": text for name, text in HOMES})
+    for name in ("Leo Novak", "Ana Petrov", "Tom Reyes", "Eva Silva"):
+        watched.ask(f"Where does {name} live?")
+        watched.page.clock.run_for(60_000)
+    assert reading.llm.policy_manager.auditor is not None
+    assert reading.llm.policy_manager.auditor.wait(PATIENCE)
+    watched.page.get_by_role("tab", name="Server").click()
+    watched.page.locator("#chart-first polyline").first.wait_for(state="attached")
+    keep("-server", watched.page.screenshot())

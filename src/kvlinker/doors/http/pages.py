@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import HTMLResponse
@@ -13,11 +14,23 @@ router = APIRouter(tags=["status"])
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 _FOLDER = files("kvlinker.doors.http").joinpath("static")
-_TEXTS = {
-    file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir() if file.is_file()
-}
 
-PAGE_PATHS = frozenset({"/", "/docs", *(f"/static/{name}" for name in _TEXTS)})
+
+def _texts(folder: Traversable, below: str = "") -> dict[str, str]:
+    """Return the texts of all files in a folder, and in those below it, by their paths."""
+    found = {}
+    for entry in folder.iterdir():
+        path = f"{below}{entry.name}"
+        if entry.is_dir():
+            found |= _texts(entry, f"{path}/")
+        else:
+            found[path] = entry.read_text(encoding="utf-8")
+    return found
+
+
+_TEXTS = _texts(_FOLDER)
+
+PAGE_PATHS = frozenset({"/", "/docs", *(f"/static/{path}" for path in _TEXTS)})
 """The paths of all pages and their files, which hold no data of anybody's."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -56,12 +69,12 @@ async def docs() -> Response:
     return _file("docs.html")
 
 
-@router.get("/static/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
+@router.get("/static/{path:path}", include_in_schema=False)
+async def page_file(path: str) -> Response:
     """Return a file of a page."""
-    if name not in _TEXTS:
-        raise HTTPException(404, f"There is no file {name!r}.")
-    return _file(name)
+    if path not in _TEXTS:
+        raise HTTPException(404, f"There is no file {path!r}.")
+    return _file(path)
 
 
 def _file(name: str) -> Response:

@@ -1,6 +1,10 @@
 /** The prompt of an answer, token by token: what became of each, and how much the question attends to it. */
 
-import { by, legendOf, make, percent } from "./dom.js";
+import { post } from "../base/api.js";
+import { by, counted, legendOf, make, number, percent } from "../base/dom.js";
+
+/** The explanations that came with answers, by turn; of others, the server is asked for one. */
+export const explanations = new WeakMap();
 
 const ALL_LAYERS = -1;
 
@@ -18,13 +22,19 @@ export function startPrompt() {
   });
 }
 
-/** Show the prompt of a turn. */
-export function showPrompt({ question, chunks, answer: { explanation, usage } }) {
+/** Show the prompt of a turn, whose request is `body`. */
+export async function showPrompt(turn, body) {
+  const came = explanations.get(turn);
+  const link = { policy: turn.policy, attention: true };
+  const explanation = came || await post("v1/link/explain", { messages: body.messages, link });
+  explanations.set(turn, explanation);
+  const { question, chunks } = turn;
   by("prompt").hidden = false;
   by("comparison").replaceChildren();
-  by("prompt-of").textContent = `Of “${question}”, under ${explanation.settled_policy}`;
+  by("prompt-of").textContent = `Of “${question}”, under ${explanation.settled_policy}${came ? "" : ", as it would be linked now"}`;
+  by("meaning").textContent = meaningOf(explanation);
   const layers = explanation.layers.at(-1).last + 1;
-  const titles = new Map(chunks.map(({ id, name, metadata }) => [id, metadata.source || name || id]));
+  const titles = new Map(chunks.map(({ id, document }) => [id, document]));
   const parts = new Array(explanation.tokens).fill(null);
   for (const part of explanation.segments) parts.fill(part, part.start, part.end);
   const spans = explanation.token_texts.map((text, position) => {
@@ -33,12 +43,19 @@ export function showPrompt({ question, chunks, answer: { explanation, usage } })
     if (parts[position]?.type === "chunk" && parts[position].start === position) span.classList.add("begins");
     return span;
   });
-  shown = { explanation, usage, layers, parts, titles, spans, states: statesOf(explanation, layers), current: -1 };
+  shown = { explanation, layers, parts, titles, spans, states: statesOf(explanation, layers), current: -1 };
   by("tokens").replaceChildren(...spans);
   by("token").textContent = "";
   Object.assign(by("layer"), { max: layers - 1, value: ALL_LAYERS });
   by("shade").disabled = !explanation.attention;
   paint();
+}
+
+/** Say in one sentence what linking did. */
+function meaningOf({ tokens, cost: { cached_tokens: cached, recomputed_tokens: recomputed, fresh_tokens: fresh, flops_ratio: work } }) {
+  if (cached + recomputed === 0) return `Nothing of this prompt had been read before: all ${counted(tokens, "token")} were computed.`;
+  const again = recomputed ? `, ${number(recomputed)} more were computed again so that they fit in here` : "";
+  return `Of this prompt's ${counted(tokens, "token")}, ${number(cached)} had been read before and were reused${again}, and ${number(fresh)} ${fresh === 1 ? "is" : "are"} new: ${percent(work)} of the work of reading all of it.`;
 }
 
 /** Return what became of each token in each layer: [layer][position]. */

@@ -9,14 +9,28 @@ export function make(tag, properties = {}, ...children) {
   return made;
 }
 
+/** Return a button that does something when it is pressed. */
+export function button(words, action, properties = {}) {
+  const made = make("button", { type: "button", ...properties }, words);
+  made.addEventListener("click", action);
+  return made;
+}
+
 export const number = value => value.toLocaleString("en");
 export const percent = share => `${(100 * share).toFixed(1)}%`;
 export const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 export const milliseconds = value => (value < 1000 ? `${value.toFixed(value < 10 ? 1 : 0)} ms` : `${(value / 1000).toFixed(2)} s`);
 
+/** Return a number of bytes as `kvlinker ingest` writes it: in decimal units. */
 export function bytes(value) {
-  const power = value ? Math.min(4, Math.floor(Math.log2(value) / 10)) : 0;
-  return `${(value / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  const power = value ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${(value / 1000 ** power).toFixed(power ? 1 : 0)} ${["B", "KB", "MB", "GB", "TB"][power]}`;
+}
+
+/** Return how long something will take, roughly. */
+export function duration(seconds) {
+  if (seconds < 60) return `${Math.max(1, Math.round(seconds))} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
 export const STATES = ["cached", "recomputed", "fresh"];
@@ -45,4 +59,28 @@ export function legendOf(tokens) {
     const key = make("i", { className: `key ${state}` });
     return make("li", { className: "legend-entry" }, key, `${state} ${number(tokens[state])}`);
   });
+}
+
+/** Have the browser save a text as a file. */
+export function save(name, content, type) {
+  const link = make("a", { download: name, href: URL.createObjectURL(new Blob([content], { type })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href));
+}
+
+/** Put a text into the clipboard, and tell so on the button that was pressed. */
+export async function copy(content, pressed) {
+  try {
+    await navigator.clipboard.writeText(content);
+  } catch { // only pages that came encrypted, or from this machine, have a clipboard
+    const area = make("textarea", { value: content });
+    (pressed.closest("dialog") || document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const words = pressed.textContent;
+  pressed.textContent = "Copied";
+  pressed.addEventListener("blur", () => { pressed.textContent = words }, { once: true });
+  pressed.focus();
 }

@@ -1,16 +1,19 @@
 /** The choice of a linking policy: its family, and fields for its parameters. */
 
-import { get } from "./api.js";
-import { by, make } from "./dom.js";
+import { get } from "../base/api.js";
+import { by, make } from "../base/dom.js";
 
 const OTHER = "other";
+const LADDER = ["naive", "legolink-16", "query-2-sensitive", "query-5-sensitive", "query-15-sensitive", "query-40-sensitive", "full"];
 const STARTS = { percent: 15, tokens: 16 };
 
 let policies = [];
+let usual = ""; // the name of the server's own
 
 export async function startPolicies() {
   const told = await get("v1/policies");
   policies = told.data.filter(policy => policy.supported);
+  usual = told.default;
   const before = by("policy").value;
   by("policy").replaceChildren(
     make("option", { value: "" }, `the server's (${told.default})`),
@@ -18,8 +21,25 @@ export async function startPolicies() {
     make("option", { value: OTHER }, "another, by name"),
   );
   by("policy").value = before;
-  by("policy").onchange = showParameters;
+  by("policy").oninput = showParameters; // before the drawer sums up
   showParameters();
+  dispatchEvent(new Event("policies"));
+}
+
+/** Return the names of policies that the slider goes through, from the cheapest to the full computation. */
+export const ladder = () => LADDER.filter(name => policies.some(policy => name === policy.name || name.startsWith(`${policy.name}-`)));
+
+/** Return the name of the policy that the next question is linked under. */
+export const policyInForce = () => chosenPolicy() || usual;
+
+/** Choose a policy by its name; the server's own without one. */
+export function usePolicy(name) {
+  const value = name || "";
+  const known = !value || policies.some(policy => policy.name === value && !policy.parameters.length);
+  by("policy").value = known ? value : OTHER;
+  showParameters();
+  if (!known) by("policy-name").value = value;
+  dispatchEvent(new Event("policies"));
 }
 
 function showParameters() {

@@ -1,12 +1,15 @@
 /** The server's figures, renewed every few seconds: load, tiers, audit, metrics. */
 
-import { get, text } from "./api.js";
-import { by, bytes, counted, fillBar, legendOf, make, milliseconds, number, percent } from "./dom.js";
+import { get, text } from "../base/api.js";
+import { by, bytes, counted, fillBar, legendOf, make, milliseconds, number, percent } from "../base/dom.js";
+import { sample } from "./charts.js";
 
 const EVERY = 3000;
 
+let unreachable = false; // until it answers again, the notice says so
+
 export function startStatus(tell) {
-  by("metrics").addEventListener("toggle", () => { if (by("metrics").open) refreshMetrics(true) });
+  by("metrics").addEventListener("toggle", () => { if (by("metrics").open) refresh(tell) });
   const renew = async () => {
     if (!document.hidden) await refresh(tell);
     setTimeout(renew, EVERY);
@@ -17,12 +20,15 @@ export function startStatus(tell) {
 /** Read all figures once; `tell` gets what keeps the server from telling them, or nothing. */
 export async function refresh(tell) {
   try {
-    showStatus(await get("status"));
+    const status = await get("status");
+    showStatus(status);
     showAudit(await get("v1/audit"));
-    await refreshMetrics(by("metrics").open);
-    tell("");
+    await refreshMetrics(status);
+    if (unreachable) tell("");
+    unreachable = false;
   } catch (error) {
-    tell(error.status === 401 ? "The server asks for an API key." : error.status ? error.message : "The server does not answer.");
+    unreachable = error.status === 0;
+    if (error.status !== 401) tell(error.message);
   }
 }
 
@@ -63,11 +69,20 @@ function showStatus(status) {
   )));
 }
 
-function showAudit({ share, pending, policies, setting }) {
-  const target = setting.target === null ? "" : ` It keeps ${percent(setting.target)} agreement; the default is ${setting.policy} now.`;
-  by("audit-state").textContent = share
-    ? `${percent(share)} of the answers are compared with the full computation; ${number(pending)} wait.${target}`
-    : "Off. `kvlinker serve --audit 1%` compares one answer in a hundred with the full computation.";
+/** Say in a sentence what the audit found of the policy that answered most. */
+function verdictOf({ share, pending, policies, setting }) {
+  if (!share) return "The audit is off: nobody compares answers with the full computation. Start the server with --audit 1% to have one answer in a hundred compared.";
+  const waiting = pending ? ` ${number(pending)} more wait to be compared.` : "";
+  const target = setting.target === null ? "" : ` The target is ${percent(setting.target)}; to keep it, the default is ${setting.policy} now.`;
+  if (!policies.length) return `${percent(share)} of the answers are compared with the full computation; none has been yet.${waiting}${target}`;
+  const most = policies.reduce((one, other) => (other.samples > one.samples ? other : one));
+  const { policy, samples, agreement, ci_low: low, ci_high: high } = most;
+  return `Under ${policy}, ${percent(agreement)} of ${counted(samples, "compared answer")} begin as the full computation would (between ${percent(low)} and ${percent(high)} of all, most likely).${waiting}${target}`;
+}
+
+function showAudit(audit) {
+  const { policies } = audit;
+  by("audit-state").textContent = verdictOf(audit);
   by("audit").hidden = !policies.length;
   by("audit").tBodies[0].replaceChildren(...policies.map(row => make(
     "tr", {}, make("td", {}, row.policy), make("td", {}, number(row.samples)),
@@ -75,14 +90,24 @@ function showAudit({ share, pending, policies, setting }) {
   )));
 }
 
-/** Read the metrics for what they alone tell; with `all`, show them as they are. */
-async function refreshMetrics(all) {
+/** Read the metrics for what they alone tell; all of them are shown where they are open. */
+async function refreshMetrics(status) {
   const told = await text("metrics");
-  const sum = name => told.split("\n").reduce((total, line) => (line.startsWith(name) && " {".includes(line[name.length]) ? total + Number(line.split(" ").at(-1)) : total), 0);
+  const lines_ = told.split("\n").filter(line => line && !line.startsWith("#"));
+  const of = name => lines_.filter(line => line.startsWith(name) && " {".includes(line[name.length]));
+  const value = line => Number(line.split(" ").at(-1));
+  const sum = name => of(name).reduce((total, line) => total + value(line), 0);
   const [seconds, count] = ["sum", "count"].map(part => sum(`kvlinker:time_to_first_token_seconds_${part}`));
+  const hits = {};
+  for (const line of of("kvlinker:chunk_lookups_total")) {
+    const tier = line.match(/tier="(\w+)"/)?.[1];
+    if (tier && tier !== "none" && line.includes('result="hit"')) hits[tier] = (hits[tier] || 0) + value(line);
+  }
+  const { cached, recomputed, fresh } = status.prompt_tokens;
+  sample({ time: Date.now(), first: [seconds, count], output: status.output_tokens, prompt: cached + recomputed + fresh, hits });
   by("store").replaceChildren(...lines(
     ["first token, on average", count ? milliseconds((1000 * seconds) / count) : "–"],
     ["evicted chunks", number(sum("kvlinker:evictions_total"))],
   ));
-  if (all) by("metrics").querySelector("pre").textContent = told;
+  if (by("metrics").open) by("metrics").querySelector("pre").textContent = told;
 }
