@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.doors.page.conftest import Watched, fresh_page
 from tests.doors.page.test_documents import NURSE, PEOPLE
 from tests.doors.page.test_page import PHONE
 
-SCREENS = {
+SCREENS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": PHONE, "has_touch": True, "is_mobile": True},

@@ -187,7 +187,7 @@ def test_what_has_no_room_is_asked_for(shown: Watched, reading: Served, anyway: 
 
 def interrupted(shown: Watched, reading: Served) -> None:
     """Drop a document of some chunks, and cancel it once the first of them are cached."""
-    kept = []
+    kept: list[Any] = []
 
     def first_only(route: Any) -> None:
         if not kept:

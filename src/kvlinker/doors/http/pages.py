@@ -18,7 +18,7 @@ _FOLDER = files("kvlinker.doors.http").joinpath("static")
 
 def _texts(folder: Traversable, below: str = "") -> dict[str, str]:
     """Return the texts of all files in a folder, and in those below it, by their paths."""
-    found = {}
+    found: dict[str, str] = {}
     for entry in folder.iterdir():
         path = f"{below}{entry.name}"
         if entry.is_dir():
