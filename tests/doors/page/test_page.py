@@ -38,7 +38,7 @@ def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) ->
     page.get_by_text(f"{status['requests']['finished']:,}", exact=True).first.wait_for()
     tiers = page.locator(".tier").all_inner_texts()
     assert [text.partition(":")[0] for text in tiers] == ["host", "disk"]
-    assert "2 chunks" in tiers[0]
+    assert f"{status['tiers'][0]['chunks']} chunks" in tiers[0]
     load = page.inner_text("#load")
     for name in ("running", "waiting", "answered", "output tokens", "KV slots in use"):
         assert name in load

@@ -61,12 +61,12 @@ function card({ policy, text, kl, first, whole, usage }, full) {
   const { recomputed, cached } = usedTokens(usage);
   const reusable = recomputed + cached;
   const lines = [
-    ["difference from full (KL)", kl === null ? "–" : kl < 0.0005 ? "below 0.0005 nats a token" : `${kl.toFixed(3)} nats a token`],
-    ["first token after", milliseconds(first)], ["all after", milliseconds(whole)],
-    ["recomputed of what is cached", reusable ? percent(recomputed / reusable) : "–"],
-    ["computed", `${number(computed({ usage }))} of ${counted(usage.prompt_tokens, "prompt token")}`],
+    ["KL to full", kl === null ? "–" : `${kl < 0.0005 ? "< 0.0005" : kl.toFixed(3)} nats a token`],
+    ["first token", milliseconds(first)], ["all", milliseconds(whole)],
+    ["of cached, recomputed", reusable ? percent(recomputed / reusable) : "–"],
+    ["computed", `${number(computed({ usage }))} of ${counted(usage.prompt_tokens, "token")}`],
   ];
-  if (policy === FULL) lines[0][1] = "none: this is the measure";
+  if (policy === FULL) lines[0][1] = "the measure";
   return make(
     "div", { className: "side" }, make("h3", {}, policy),
     make("p", { className: "answered" }, ...words.map(([word, differs]) => (differs ? make("mark", {}, word) : word))),

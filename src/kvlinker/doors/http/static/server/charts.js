@@ -48,7 +48,7 @@ function show(id, title, words, series) {
   const x = time => WIDTH * (1 - (now - time) / SPAN);
   const y = value => HEIGHT - 2 - (HEIGHT - 6) * (most ? value / most : 0);
   const lines = Object.values(series).flatMap((points, index) => parted(points).map(part => svg("polyline", {
-    class: STYLES[index % STYLES.length], points: part.map(([time, value]) => `${x(time).toFixed(1)},${y(value).toFixed(1)}`).join(" "),
+    class: `${STYLES[index % STYLES.length]}${part[0] === part.at(-1) ? " alone" : ""}`, points: part.map(([time, value]) => `${x(time).toFixed(1)},${y(value).toFixed(1)}`).join(" "),
   })));
   const last = points => points.findLast(([, value]) => value !== null)?.[1];
   const told = Object.entries(series).map(([name, points]) => [name, last(points) === undefined ? "–" : words(last(points))]);
@@ -65,11 +65,11 @@ function show(id, title, words, series) {
   );
 }
 
-/** Return the parts of a series between its gaps; a point alone becomes a short line. */
+/** Return the parts of a series between its gaps; a point alone is there twice, for a line has two ends. */
 function parted(points) {
   const parts = [[]];
   for (const point of points) {
     if (point[1] === null) parts.push([]); else parts.at(-1).push(point);
   }
-  return parts.filter(part => part.length).map(part => (part.length > 1 ? part : [part[0], [part[0][0] - 3000, part[0][1]]]));
+  return parts.filter(part => part.length).map(part => (part.length > 1 ? part : [part[0], part[0]]));
 }
