@@ -61,12 +61,11 @@ function card({ policy, text, kl, first, whole, usage }, full) {
   const { recomputed, cached } = usedTokens(usage);
   const reusable = recomputed + cached;
   const lines = [
-    ["KL to full", kl === null ? "–" : `${kl < 0.0005 ? "< 0.0005" : kl.toFixed(3)} nats a token`],
+    ["KL to full, in nats", kl === null ? "–" : policy === FULL ? "0" : kl < 0.0005 ? "< 0.0005" : kl.toFixed(3)],
     ["first token", milliseconds(first)], ["all", milliseconds(whole)],
-    ["of cached, recomputed", reusable ? percent(recomputed / reusable) : "–"],
+    ["recomputed", reusable ? percent(recomputed / reusable) : "–"],
     ["computed", `${number(computed({ usage }))} of ${counted(usage.prompt_tokens, "token")}`],
   ];
-  if (policy === FULL) lines[0][1] = "the measure";
   return make(
     "div", { className: "side" }, make("h3", {}, policy),
     make("p", { className: "answered" }, ...words.map(([word, differs]) => (differs ? make("mark", {}, word) : word))),
