@@ -12,7 +12,8 @@ from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, T
 from kvlinker.fleet.costs import STALE_SECONDS, UNMEASURED_SHARE
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import BELIEVED_SECONDS
-from kvlinker.fleet.router import BUSY_SHARE, MISS_WEIGHT, SATURATION, Router
+from kvlinker.fleet.router import MISS_WEIGHT, SATURATION, Router
+from kvlinker.fleet.slowdown import MOST_SHARE
 
 PER_TOKEN = 1e-3
 
@@ -287,14 +288,36 @@ def test_a_busy_replica_is_no_better_for_computing_a_little_faster() -> None:
     for replica, seconds in (("r0", PER_TOKEN), ("r1", 1.3 * PER_TOKEN)):
         empty = ResidencyReport("e", 1, True, {}, ())
         router.report(replica, empty, running=0, waiting=0, seconds_per_token=seconds)
-    sent = []
+    sent: list[str] = []
     for number in range(20):
         decision = router.choose(outline(f"new {number}"), 0.0)
         assert decision is not None
-        router.began(decision, decision.wait + decision.expected)
+        slower = 1 + MOST_SHARE * sent.count(decision.replica)
+        router.began(decision, slower * (decision.wait + decision.expected))
         sent.append(decision.replica)
     assert sent[0] == "r0"
     assert sent.count("r1") > 5
+
+
+def test_answers_that_slow_nothing_down_count_no_more() -> None:
+    """With measurements, the chunk decides again."""
+    router = routers({"a"}, set())
+    under_way = []
+    for number in range(600):
+        decision = router.choose(outline(f"new {number}", tokens=20), 0.0)
+        assert decision is not None
+        router.began(decision, decision.wait + decision.expected + router._seconds)
+        under_way.append(decision)
+        if len(under_way) > 20 + number % 20:
+            router.ended(under_way.pop(0))
+            router.ended(under_way.pop(0))
+    for decision in under_way:
+        router.ended(decision)
+    for _ in range(10):
+        decision = router.choose(outline("name a", tokens=20), 0.0)
+        assert decision is not None
+        assert decision.replica == "r0"
+        router.began(decision, decision.wait + decision.expected + router._seconds)
 
 
 def test_a_slow_replica_is_tried_again_after_a_while() -> None:
@@ -362,15 +385,16 @@ def test_nothing_is_lost_and_the_least_cost_wins(
     for prompt in prompts:
         wanted = outline(*(f"name {key}" for key in prompt))
         long = SATURATION * PER_TOKEN * sum(c.tokens for c in wanted.chunks) + router._seconds
-        least = router._own_wait.min()
+        waits = router._own_wait.tolist()
         costs = {}
         for number, replica in enumerate(router.replicas):
             missing = (c.tokens for c in wanted.chunks if not has(router, number, c.name))
             computing = PER_TOKEN * sum(missing)
+            elsewhere = (sum(waits) - waits[number]) / max(1, len(waits) - 1)
             costs[replica] = (
-                (router._own_wait[number] - least) / (1 + least / long)
+                waits[number] / (1 + elsewhere / long)
                 + MISS_WEIGHT * computing
-                + router._open[number] * BUSY_SHARE * (router._seconds + computing)
+                + router._open[number] * router._slowdown.share * (router._seconds + computing)
             )
         decision = router.choose(wanted, 0.0)
         assert decision is not None

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from kvlinker.base.types.residency import ResidencyReport, TierCost
 from kvlinker.fleet.costs import PromptCosts
 from kvlinker.fleet.naming import PromptOutline
+from kvlinker.fleet.slowdown import Slowdown
 
 MISS_WEIGHT = 2.5
 """How much a second of loading or computing a chunk counts against a second of waiting: what is
@@ -19,9 +21,9 @@ brought to memory elsewhere is brought there again and again, and takes the plac
 chunks."""
 
 SATURATION = 0.5
-"""Waits beyond the least one count in full while somebody is idle, and half as much when even the
-least is so many times what computing the whole prompt takes. Where all replicas are overloaded,
-having the chunks decides, which is what ends the overload."""
+"""A wait counts in full where all others are idle, and half as much where those have a mean wait of
+so many times what computing the whole prompt takes. Where all replicas are overloaded, having the
+chunks decides, which is what ends the overload."""
 
 FIRST_SECONDS = 0.05
 """The expected time of a request until some were measured, beyond computing what is missing."""
@@ -31,10 +33,6 @@ LEAST_SECONDS = 1e-3
 
 SMOOTHING = 0.1
 """The share of the last request in the mean of what requests take."""
-
-BUSY_SHARE = 0.1
-"""By what share of itself a request's time to the first byte grows with each answer under way:
-every step computes for all of them."""
 
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
@@ -83,6 +81,14 @@ class Replica:
     """True if it is forgotten when the last of this router's requests has ended."""
 
 
+class _Pending(NamedTuple):
+    """A request without a first byte: the seconds for which others are expected to wait for it, and
+    how many answers were under way at its replica when it was sent."""
+
+    seconds: float
+    answers: int
+
+
 class Router:
     """Keeps the view of all replicas, and decides. Belongs to one thread, or one event loop. Times
     are in seconds of one monotonic clock."""
@@ -94,14 +100,16 @@ class Router:
         self._unused: list[int] = []  # numbers of replicas that were removed
         self._costs = PromptCosts()
         self._requests = 0
-        self._pending: dict[int, float] = {}  # expected seconds of requests without a first byte
+        self._pending: dict[int, _Pending] = {}  # requests without a first byte
         self._seconds = FIRST_SECONDS
+        self._slowdown = Slowdown()
         self._random = np.random.default_rng(seed)
         # by replica
         self._ready = np.zeros(0, dtype=bool)
         self._own_wait = np.zeros(0)  # seconds of this router's requests without a first byte
         self._others = np.zeros(0)  # requests of others
         self._open = np.zeros(0, dtype=np.int64)  # this router's requests under way
+        self._waiting = np.zeros(0, dtype=np.int64)  # those of them without a first byte
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
@@ -188,10 +196,10 @@ class Router:
             return None
         needed = self._costs.of(prompt, now)
         wait = np.maximum(self._own_wait + self._others * self._seconds, 0.0)
-        least = wait[possible].min()
         long = SATURATION * needed.computed + self._seconds
-        cost = (wait - least) / (1 + least / long) + MISS_WEIGHT * needed.seconds
-        cost += self._open * BUSY_SHARE * (self._seconds + needed.seconds)
+        elsewhere = np.maximum(wait[possible].sum() - wait, 0.0) / max(1, possible.sum() - 1)
+        cost = wait / (1 + elsewhere / long) + MISS_WEIGHT * needed.seconds
+        cost += self._open * self._slowdown.share * (self._seconds + needed.seconds)
         cost += self._random.random(len(cost)) * _CHANCE_SECONDS
         number = int(np.where(possible, cost, np.inf).argmin())
         self._requests += 1
@@ -210,7 +218,9 @@ class Router:
 
     def began(self, decision: Decision, seconds: float) -> None:
         """Note that a request has its first byte, so many seconds after it was sent."""
-        if self._settle(decision):
+        pending = self._settle(decision)
+        if pending is not None:
+            self._slowdown.note(pending.answers, decision.wait + pending.seconds, seconds)
             beyond = max(LEAST_SECONDS, seconds - decision.expected - decision.wait)
             self._seconds += SMOOTHING * (beyond - self._seconds)
 
@@ -226,6 +236,7 @@ class Router:
         self._own_wait = np.append(self._own_wait, 0.0)
         self._others = np.append(self._others, 0.0)
         self._open = np.append(self._open, 0)
+        self._waiting = np.append(self._waiting, 0)
         return len(self._ids) - 1
 
     def _forget_if_gone(self, replica: str) -> None:
@@ -237,15 +248,20 @@ class Router:
 
     def _take(self, decision: Decision, number: int) -> None:
         """Count a request to its replica."""
+        pending = _Pending(
+            decision.expected + self._seconds, int(self._open[number] - self._waiting[number])
+        )
+        self._pending[decision.request] = pending
+        self._own_wait[number] += pending.seconds
         self._open[number] += 1
+        self._waiting[number] += 1
         self._replicas[decision.replica].counted += 1
-        self._pending[decision.request] = decision.expected + self._seconds
-        self._own_wait[number] += self._pending[decision.request]
 
-    def _settle(self, decision: Decision) -> bool:
-        """Let nobody wait for a request any more; returns False where nobody did."""
-        seconds = self._pending.pop(decision.request, None)
-        if seconds is None:
-            return False
-        self._own_wait[self._numbers[decision.replica]] -= seconds
-        return True
+    def _settle(self, decision: Decision) -> _Pending | None:
+        """Let nobody wait for a request any more; returns None where nobody did."""
+        pending = self._pending.pop(decision.request, None)
+        if pending is not None:
+            number = self._numbers[decision.replica]
+            self._own_wait[number] -= pending.seconds
+            self._waiting[number] -= 1
+        return pending
