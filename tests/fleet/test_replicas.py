@@ -64,3 +64,23 @@ def test_the_index_has_what_was_reported_last(
         index.forget(replica)
     assert not index._copies
     assert not any(index._shared.values())
+
+
+def believed(index: ResidencyIndex, name: str) -> list[int]:
+    return index.copies(name, 1.0).believed
+
+
+def test_what_was_sent_is_believed_until_the_replica_tells_of_it() -> None:
+    index = ResidencyIndex()
+    index.report(0, {KEYS[0]: (1 << MEMORY_TIER, ["old"])}, (), whole=True)
+    for replica in (0, 1):
+        index.believe(replica, ["old", "new"], 0.0)
+    assert believed(index, "old") == believed(index, "new") == [0, 1]
+    index.report(0, {}, (KEYS[0],), whole=False)
+    assert believed(index, "old") == [1], "it is gone"
+    assert believed(index, "new") == [0, 1], "nothing was told of it"
+    index.report(0, {KEYS[1]: (1 << MEMORY_TIER, ["new"])}, (), whole=False)
+    assert believed(index, "new") == [1]
+    assert index.copies("new", 1.0).replicas.tolist() == [0]
+    index.report(1, {KEYS[0]: (1 << DISK, ["old"])}, (), whole=False)
+    assert believed(index, "old") == [], "it is on disk"

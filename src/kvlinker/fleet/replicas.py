@@ -14,8 +14,8 @@ MEMORY_TIER = 0
 """The number of the tier that takes no time."""
 
 BELIEVED_SECONDS = 10.0
-"""The seconds for which a chunk counts as resident where a request was sent that wants it: by then,
-a report tells."""
+"""The most seconds for which a chunk counts as resident where a request was sent that wants it, if
+no report tells of it before."""
 
 MOST_BELIEVED = 1_000_000
 """The most names of chunks that are believed at a time."""
@@ -53,7 +53,9 @@ class ResidencyIndex:
         self._shared_bits = 0
         self._in_memory: Counter[int] = Counter()  # by replica
         self._numbers: dict[int, int] = {}  # one object for each number in _copies
-        self._believed: OrderedDict[str, dict[int, float]] = OrderedDict()  # since when, by name
+        self._believed: OrderedDict[int | str, dict[int, float]] = OrderedDict()
+        """By key, or by name while that is unknown: since when, by replica."""
+
         self._beginnings: OrderedDict[str, set[int]] = OrderedDict()  # by name
 
     def count(self, replica: int) -> int:
@@ -71,12 +73,20 @@ class ResidencyIndex:
         numbers = () if key is None else self._copies.get(key, ())
         told = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
         shared = [tier for tier, keys in self._shared.items() if key in keys]
-        believed = self._believed.get(name, {})
+        believed = [self._believed.get(name)]
+        if key is not None:
+            believed.append(self._believed.get(key))
         return Copies(
             told & ((1 << _REPLICA_BITS) - 1),
             told >> _REPLICA_BITS,
             tuple(shared),
-            [each for each, at in believed.items() if now - at < BELIEVED_SECONDS],
+            [
+                each
+                for replicas in believed
+                if replicas
+                for each, at in replicas.items()
+                if now - at < BELIEVED_SECONDS
+            ],
         )
 
     def key(self, name: str) -> int | None:
@@ -103,28 +113,34 @@ class ResidencyIndex:
         if whole:
             told = {int(key, 16) for key in chunks}
             self._remove(replica, [key for key in mine if key not in told])
-        self._remove(replica, (int(key, 16) for key in gone))
+        lost = [int(key, 16) for key in gone]
+        self._remove(replica, lost)
+        for key in lost:
+            self._doubt(replica, key)
         for written, (tiers, names) in chunks.items():
             key = int(written, 16)
             if mine.get(key) != tiers:
                 self._remove(replica, [key])
                 self._add(replica, key, tiers)
+            self._doubt(replica, key)
             for name in names:
                 self._keys[name] = key
                 self._keys.move_to_end(name)
+                self._doubt(replica, name)
         while len(self._keys) > MOST_NAMES:
             self._keys.popitem(last=False)
 
     def believe(self, replica: int, names: Iterable[str], now: float) -> None:
-        """Count chunks as resident until a report can tell."""
+        """Count chunks as resident until a report tells of them."""
         for name in names:
-            self._believed.setdefault(name, {})[replica] = now
-            self._believed.move_to_end(name)
+            chunk = self._keys.get(name, name)
+            self._believed.setdefault(chunk, {})[replica] = now
+            self._believed.move_to_end(chunk)
         while self._believed:
-            name, since = next(iter(self._believed.items()))
+            chunk, since = next(iter(self._believed.items()))
             if now - max(since.values()) < BELIEVED_SECONDS and len(self._believed) < MOST_BELIEVED:
                 break
-            del self._believed[name]
+            del self._believed[chunk]
 
     def begin(self, replica: int, names: Iterable[str]) -> None:
         """Note beginnings of a conversation that is sent to a replica, or lines of its texts."""
@@ -149,6 +165,12 @@ class ResidencyIndex:
         self._believed = OrderedDict((name, each) for name, each in self._believed.items() if each)
         for replicas in self._beginnings.values():
             replicas.discard(replica)
+
+    def _doubt(self, replica: int, chunk: int | str) -> None:
+        """Believe no more that a replica has a chunk, since it has told."""
+        believed = self._believed.get(chunk)
+        if believed is not None and believed.pop(replica, None) is not None and not believed:
+            del self._believed[chunk]
 
     def _add(self, replica: int, key: int, tiers: int) -> None:
         self._tiers[replica][key] = tiers
