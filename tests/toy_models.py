@@ -59,6 +59,7 @@ YARN_ROPE = {
     "original_max_position_embeddings": 512,
 }
 
+WINDOWS_IN_TWO_OF_THREE = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 DYNAMIC_ROPE = {
     "rope_type": "dynamic",
@@ -102,6 +103,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-latents-interleaved": ("deepseek_v3", LATENT | {"rope_parameters": MSCALE_ROPE}),
     "deepseek_v2-latents-interleaved": ("deepseek_v2", LATENT | {"q_lora_rank": None}),
     "minicpm3-latents": ("minicpm3", LATENT),
+    "gemma4-shared-two-sizes": (
+        "gemma4_text",
+        HEADS_OF_16
+        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": WINDOW}
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCABULARY, "layer_types": WINDOWS_IN_TWO_OF_THREE},
+    ),
+    "gemma3n-shared": (
+        "gemma3n_text",
+        HEADS_OF_16
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCABULARY, "layer_types": WINDOWS_IN_TWO_OF_THREE}
+        | {"sliding_window": WINDOW, "activation_sparsity_pattern": [0.9] + [0.0] * 5},
+    ),
+    "llama4-interleaved-nope": (
+        "llama4_text",
+        HEADS_OF_16
+        | {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size_mlp": 96}
+        | {"attention_chunk_size": 256, "floor_scale": 300},
+    ),
+    "diffllama-two-attentions": ("diffllama", {"attention_dropout": 0.0}),
     "longcat-latents-interleaved": (
         "longcat_flash",
         LATENT

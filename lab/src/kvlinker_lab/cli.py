@@ -8,6 +8,7 @@ import typer
 
 from kvlinker.cli.bench.command import BenchmarkGroup
 from kvlinker_lab.figures.command import figure
+from kvlinker_lab.models.command import models
 
 
 class LabGroup(BenchmarkGroup):
@@ -33,3 +34,4 @@ def main() -> None:
 
 
 app.command()(figure)
+app.command()(models)

@@ -38,7 +38,8 @@ def check(
 
     from kvlinker.engines.contract.cost import kv_bytes_per_token
     from kvlinker.engines.contract.model_files import read_model
-    from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
+    from kvlinker.engines.embedded.model.anatomy import trace_layers
+    from kvlinker.engines.embedded.model.bounds import context_window
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():

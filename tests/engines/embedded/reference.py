@@ -97,6 +97,12 @@ class Reference:
                 ],
             )
 
+    @property
+    def asked(self):
+        """The layers in which policies are asked: those that have keys and values of their own, the
+        first ones."""
+        return self.layers if self.placed is None else len(self.placed)
+
     def _place(self, span, kv):
         if self.placed is None:
             length = len(self.prompt)

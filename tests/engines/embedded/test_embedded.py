@@ -25,6 +25,7 @@ FAMILIES = [
     "gpt_oss-sinks",
     "mixtral-moe",
     "mistral-window",
+    "gemma4-shared-two-sizes",
     "deepseek_v3-latents-interleaved",
     "longcat-latents-interleaved",
 ]

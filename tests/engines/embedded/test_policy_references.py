@@ -27,6 +27,8 @@ MODELS = {
     "mixtral-moe": {"num_hidden_layers": 4},
     "gpt_neox-partial": {"num_hidden_layers": 5},
     "cohere2-interleaved-nope": {},
+    "gemma3n-shared": {},
+    "gemma4-shared-two-sizes": {},
     "deepseek_v3-latents-interleaved": {"num_hidden_layers": 5},
     "longcat-latents-interleaved": {"num_layers": 3, "num_hidden_layers": 6},
 }
@@ -128,7 +130,7 @@ def blended(reference, percent, *, onestep=False, parts="kv", spread=25, also=Fa
     more = min(behind * spread / 100, 100 - behind)
     shares = np.linspace(behind + more, behind - more, reference.layers - 1)
     own, masks = reference.inexact, [reference.inexact]
-    for layer in range(1, reference.layers):
+    for layer in range(1, reference.asked):
         if onestep and layer > 1:
             break
         deviation = reference.deviation(masks, layer, parts)
@@ -148,7 +150,7 @@ def test_cacheblend(bench, model, prompt):
     counts = [mask.sum() for mask in masks]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < counts[1] < counts[0]
-    for layer in range(1, reference.layers):
+    for layer in range(1, reference.asked):
         active = masks[layer - 1]
         for name, part in (("key_deviation", "k"), ("value_deviation", "v")):
             shown = score(explanation, name, layer)
@@ -363,7 +365,7 @@ def focused(reference, selected, window, also=False):
     question = min(spans[-1].end, len(reference.prompt) - 1)
     total = np.zeros(len(spans))
     masks, history = [selected | also], []
-    for layer in range(reference.layers - 1):
+    for layer in range(reference.asked - 1):
         attention = reference.run(masks).attention[layer].double().mean(0).numpy()
         total += [attention[question:, span.start : span.end].sum() for span in spans]
         growth = entropy_growth(total.tolist())
@@ -431,7 +433,7 @@ def test_the_focus_of_several_questions(bench, model, prompt):
     attention = reference.run(masks).attention
     shown = [found for found in explanation.scores if found.name == "chunk_attention"]
     dropped = masks[-1].sum() < masks[0].sum()
-    assert [found.layer for found in shown] == list(range(1 if dropped else reference.layers - 1))
+    assert [found.layer for found in shown] == list(range(1 if dropped else reference.asked - 1))
     for found in shown:
         by_chunk = [
             attention[found.layer][:, question:, s.start : s.end].mean(0).sum()

@@ -6,8 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.embedded.execution.runner import Runner
-from kvlinker.engines.embedded.model import anatomy, precision
-from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
+from kvlinker.engines.embedded.model import bounds, precision
+from kvlinker.engines.embedded.model.anatomy import trace_layers
+from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model_loading import prepare_model
@@ -97,7 +98,7 @@ def test_a_context_window_that_is_not_known_is_asked_for(monkeypatch):
 
 def test_what_depends_on_far_positions_is_refused(monkeypatch):
     """As with a model that scales its queries by a parameter of another name."""
-    monkeypatch.setattr(anatomy, "QUERY_SCALING", "unknown")
+    monkeypatch.setattr(bounds, "QUERY_SCALING", "unknown")
     model = random_model("ministral3", rope_parameters=SCALED, sliding_window=None)
     checks = self_test(model)
     assert [check.name for check in checks if not check.passed] == ["far"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from kvlinker.base.events import Events
+from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.quality.bench.harness.files import chunk_files
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Row
@@ -91,7 +92,7 @@ def _random_kv(subject: MeasuredModel, tokens: int) -> ChunkKV:
     return ChunkKV(
         tuple(
             LayerKV(random(layer.kv_heads, layer.key_dim), random(layer.kv_heads, layer.value_dim))
-            for layer in subject.loaded.layers
+            for layer in keeping(subject.loaded.layers)
         ),
         None,
     )

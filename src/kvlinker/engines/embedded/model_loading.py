@@ -13,7 +13,8 @@ from kvlinker.engines.contract.model_files import (
     model_folder,
     read_model,
 )
-from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
+from kvlinker.engines.embedded.model.anatomy import trace_layers
+from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.norms import quicken_norms

@@ -30,7 +30,12 @@ from kvlinker.engines.embedded.execution.batch import (
 )
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
-from kvlinker.engines.embedded.model.anatomy import LayerShape, context_window, trace_layers
+from kvlinker.engines.embedded.model.anatomy import (
+    LayerShape,
+    keeping,
+    trace_layers,
+)
+from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
@@ -177,7 +182,7 @@ class _Subject:
     def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
         """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
         place."""
-        form = RotatedKeys(tuple(self.layers))
+        form = RotatedKeys(keeping(self.layers))
         shared = tuple(
             SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens)
             for (begin, _), kv in chunks.items()

@@ -122,10 +122,13 @@ def plant_layer_by_layer(bench, prompt, policy):
     masks = computed_layers(
         bench.explain(prompt, policy, tenant=f"true {policy}"), len(bench.loaded.layers)
     )
+    kept = [
+        mask for mask, layer in zip(masks, bench.loaded.layers, strict=True) if layer.source is None
+    ]
     spoiled = []
     for kv, span in zip(chunks_kv, prompt.spans, strict=True):
         layers = []
-        for layer, mask in zip(kv.layers, masks, strict=True):
+        for layer, mask in zip(kv.layers, kept, strict=True):
             alone = with_garbage(
                 ChunkKV((layer,)), np.flatnonzero(mask[span.start : span.end]).tolist()
             )
@@ -288,6 +291,19 @@ def test_rotary_embeddings_that_depend_on_length_are_exact_up_to_the_window(benc
         for outcome in made.answer_twice(prompt, policy, tenant=policy, max_tokens=4):
             assert outcome.tokens == tokens
             np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+
+
+def test_queries_that_would_be_scaled_further_on_are_not_by_their_place_in_a_step(bench):
+    """A step with more tokens than ``floor_scale``: transformers scales by rows, not positions."""
+    made = bench("llama4-interleaved-nope", max_step_tokens=2048)
+    prompts = [linked_prompt(100, 90, fresh=40, seed=seed) for seed in range(3)]
+    assert sum(map(len, prompts)) > 300 > made.engine.max_model_len == 256
+    expected = [full_forward("llama4-interleaved-nope", prompt, 2) for prompt in prompts]
+    with made.held():
+        outcomes = [made.submit(prompt, "full", max_tokens=2)[0] for prompt in prompts]
+    for outcome, (tokens, logprobs) in zip(outcomes, expected, strict=True):
+        assert outcome.wait().tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,7 +13,7 @@ from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.store.chunk_kv import LayerKV
-from tests.every_model import LATENT, SMALL, small_config, small_model
+from kvlinker_lab.models.small_models import LATENT, SMALL, small_config, small_model
 from tests.toy_models import tiny_model
 
 V3 = "deepseek_v3-latents-interleaved"

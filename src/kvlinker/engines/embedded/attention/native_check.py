@@ -11,8 +11,8 @@ from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
-from kvlinker.engines.embedded.model.interception import RotaryFunction
 from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.model.rotary_forms import RotaryFunction
 
 HEAD_DIM = 64
 

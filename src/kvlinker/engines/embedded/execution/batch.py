@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlinker.engines.contract.observation import Observer, ScoreCollector
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
-from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
 from kvlinker.linking.plan import DroppedTokens
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -129,7 +129,7 @@ class Capture:
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
         the same order."""
-        self._shapes = layers
+        self._shapes = keeping(layers)
         self._spans = tuple(spans)
         self._dtype = dtype
         self.scores = scores
@@ -153,7 +153,7 @@ class Capture:
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position
-        ``start`` on."""
+        ``start`` on, in this layer of those that keep any."""
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
             begin, end = max(start, first), min(start + key.shape[1], last)
             if begin < end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from kvlinker.engines.embedded.attention.views import AttentionPlan, View
 from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape
-from kvlinker.engines.embedded.model.interception import RotaryFunction
+from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
+from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 
@@ -69,6 +69,8 @@ class ForwardPass:
         """``native`` is False where observers are to be shown weights that PyTorch alone
         computes."""
         self._layers = layers
+        self._kept_by = kept_by(layers)
+        self._attended = 0
         self._pool = pool
         self._kernel = kernel
         self._profile = profile
@@ -86,49 +88,47 @@ class ForwardPass:
         self.remaining = batch
         """The batch of the tokens that the hidden states still have."""
 
+        self.remaining_rows = torch.arange(len(batch.slots), device=self._device)
+        """Where these tokens were in the batch at first."""
+
         self.left: dict[object, int] = {}
         """The owners that left, with the first layer that their chunks lacked."""
 
         self._enter(batch)
 
-    @property
-    def attentions(self) -> int:
-        """The number of attention layers."""
-        return len(self._layers)
-
-    def enter_layer(
-        self, indices: range, hidden: Tensor, compute: Callable[[Tensor], object]
-    ) -> Tensor:
-        """Return the input [1, tokens, width] of the decoder layer that has the attention layers
-        ``indices``, without the tokens that leave before it.
+    def enter_layer(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]) -> Tensor:
+        """Return the input [..., tokens, width] of the decoder layer whose turn it is, without the
+        tokens that leave before it.
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything:
         where all tokens are computed and few are kept, it is worth computing the layer's keys and
-        values ahead. ``compute`` runs the layer on an input. Raises EmptyStepError.
+        values ahead. ``compute`` runs the layer on an input with these ``remaining_rows``. Raises
+        EmptyStepError.
         """
+        first = self._attended
+        block = self._layers[first].block
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
-        for index in indices:
-            hidden = self._without_late(index, hidden)
+        for layer, kept in zip(self._layers[first:], self._kept_by[first:], strict=True):
+            if layer.block == block:
+                hidden = self._without_late(kept, hidden)
         self._asked = {
             id(refinement)
             for refinement, _, _ in self._batch.refinements()
             if not refinement.dropped
         }
-        if not self._asked:
+        if not self._asked or self._layers[first].source is not None:
             return hidden
         with self._timed("select"):
 
             def ahead(rows: slice) -> tuple[Tensor, Tensor]:
                 return self._peek(rows, hidden, compute)
 
-            kept = self._refine(indices[0], ahead, at_entry=True)
-        return hidden if kept is None else self._narrowed(hidden, kept)
+            kept_rows = self._refine(first, ahead, at_entry=True)
+        return hidden if kept_rows is None else self._narrowed(hidden, kept_rows)
 
-    def rotary(
-        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Do nothing: the tables that were traced at load replace the model's own."""
 
     def attend(
@@ -137,7 +137,8 @@ class ForwardPass:
         """Write and attend one layer; see ``Interceptor.attend``."""
         if self._peeking:
             raise _Peeked(key[0], value[0])
-        index = int(module.layer_idx)  # type: ignore[arg-type]
+        index = self._attended
+        self._attended += 1
         with self._timed("attention"):
             return self._attend(
                 index, query[0], key[0], value[0], AttentionOptions.of_call(query, options)
@@ -159,7 +160,7 @@ class ForwardPass:
         self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. If all
+        """Return ``hidden`` without the tokens of owners whose chunks lack this layer of KV. If all
         owners lack it and there is nobody else to compute, wait for the layers first."""
         while lacking := self._lacking(index):
             late = {owner for owner, _ in lacking}
@@ -197,21 +198,12 @@ class ForwardPass:
         """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are
         dropped in this layer."""
         shape = self._layers[index]
-        tokens, earlier = query.shape[1], self._unnarrowed
-        if earlier is not None:  # dropped by an attention before this one in the same decoder layer
-            query, key, value = query[:, earlier], key[:, earlier], value[:, earlier]
-        for run, rows in self._batch.rows():
-            if run.capture is not None:
-                run.capture.record(index, run.start, key[:, rows], value[:, rows])
-        with self._timed("select"):
-            kept = self._refine(index, lambda rows: (key[:, rows], value[:, rows]), at_entry=False)
-        self._asked = set()
-        if kept is not None:
-            self._unnarrowed = kept if earlier is None else earlier[kept]
-            query, key, value = query[:, kept], key[:, kept], value[:, kept]
+        tokens = query.shape[1]
+        if self._unnarrowed is not None:  # by an attention before this one in the same layer
+            query = query[:, self._unnarrowed]
+        if shape.source is None:
+            query = self._keep(index, query, key, value)
         views, plan = self._plan(index)
-        pool = self._pool.keys[index], self._pool.values[index]
-        self._kernel.write(plan, key, value, self._slots, shape.rotary, pool)
         segments = self._segments(index)
         if shape.latents is not None:
             query = shape.latents.absorbed(query)
@@ -226,10 +218,33 @@ class ForwardPass:
             return whole.index_copy_(0, self._unnarrowed, output)
         return output
 
+    def _keep(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write one layer's new keys and values, and return ``query`` without the tokens that are
+        dropped here."""
+        earlier = self._unnarrowed
+        if earlier is not None:
+            key, value = key[:, earlier], value[:, earlier]
+        into = self._kept_by[index]
+        for run, rows in self._batch.rows():
+            if run.capture is not None:
+                run.capture.record(into, run.start, key[:, rows], value[:, rows])
+        with self._timed("select"):
+            kept = self._refine(index, lambda rows: (key[:, rows], value[:, rows]), at_entry=False)
+        self._asked = set()
+        if kept is not None:
+            self._unnarrowed = kept if earlier is None else earlier[kept]
+            query, key, value = query[:, kept], key[:, kept], value[:, kept]
+        _, plan = self._plan(index)
+        pool = self._pool.keys[into], self._pool.values[into]
+        self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
+        return query
+
     def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
         """Return what all queries see in this layer; it is the same in all layers of the same
         epochs."""
-        epochs = tuple(visible.own.epoch(index) for visible, _ in self._sights)
+        source = self._layers[index].source
+        computed = index if source is None else source
+        epochs = tuple(visible.own.epoch(computed) for visible, _ in self._sights)
         if epochs not in self._plans:
             views = [
                 view
@@ -257,8 +272,9 @@ class ForwardPass:
     def _segments(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return key and value of all segments in this layer: the shared chunks, then spans of the
         pool. Latents are part of both, behind the shared key."""
-        layers = [_layer(kv, index).to(self._device) for kv in self._chunks.values()]
-        key, value = self._pool.keys[index], self._pool.values[index]
+        kept = self._kept_by[index]
+        layers = [_layer(kv, kept).to(self._device) for kv in self._chunks.values()]
+        key, value = self._pool.keys[kept], self._pool.values[kept]
         for slot, size in self._spans:
             layers.append(LayerKV(key[:, slot : slot + size], value[:, slot : slot + size]))
         if self._layers[index].latents is not None:
@@ -311,7 +327,7 @@ class ForwardPass:
             deviations = LayerDeviations(
                 positions,
                 visible.shared,
-                [_layer(chunk.kv, index) for chunk in visible.shared],
+                [_layer(chunk.kv, self._kept_by[index]) for chunk in visible.shared],
                 self._layers[index].rotary,
                 new=partial(computed, rows),
             )
@@ -331,16 +347,17 @@ class ForwardPass:
         moved = self._batch.logit_rows
         self.logit_rows.zero_()
         self.logit_rows[: len(moved)] = torch.tensor(moved, dtype=torch.long)
-        return hidden[:, kept]
+        self.remaining_rows = self.remaining_rows[kept]
+        return hidden[..., kept, :]
 
     def _peek(
-        self, rows: slice, hidden: Tensor, compute: Callable[[Tensor], object]
+        self, rows: slice, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's keys, un-rotated, and values of these rows, without the layer's
         attention and what follows it."""
         self._peeking = True
         try:
-            compute(hidden[:, rows])
+            compute(hidden[..., rows, :], self.remaining_rows[rows])
         except _Peeked as peeked:
             return peeked.key, peeked.value
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -104,37 +104,40 @@ class Runner:
 
 
 @contextmanager
-def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
+def _narrowing(model: nn.Module, forward: ForwardPass) -> Iterator[None]:
     """Let tokens leave the hidden states before every decoder layer."""
+    tokens = len(forward.remaining_rows)
 
     def enter(
-        indices: range, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if active_interceptor() is not forward:
             return args, kwargs  # another engine's thread runs the same model
 
-        def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (
-                ((hidden, *args[1:]), kwargs)
-                if args
-                else (args, kwargs | {"hidden_states": hidden})
-            )
+        def with_input(hidden: Tensor, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            def narrowed(value: Any) -> Any:
+                is_of_tokens = isinstance(value, Tensor) and value.ndim == 3
+                return (
+                    value[:, rows]
+                    if is_of_tokens and len(rows) < value.shape[1] == tokens
+                    else value
+                )
 
-        def compute(hidden: Tensor) -> object:
-            changed_args, changed_kwargs = with_input(hidden)
+            others = {name: narrowed(value) for name, value in kwargs.items()}
+            if args:
+                return (hidden, *map(narrowed, args[1:])), others
+            return args, others | {"hidden_states": hidden}
+
+        def compute(hidden: Tensor, rows: Tensor) -> object:
+            changed_args, changed_kwargs = with_input(hidden, rows)
             return layer.forward(*changed_args, **changed_kwargs)
 
-        return with_input(
-            forward.enter_layer(indices, args[0] if args else kwargs["hidden_states"], compute)
-        )
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = forward.enter_layer(hidden, compute)
+        return with_input(hidden, forward.remaining_rows)
 
-    layers = decoder_layers(model)
-    each = forward.attentions // len(layers)  # some decoder layers have two
     handles = [
-        layer.register_forward_pre_hook(
-            partial(enter, range(index * each, (index + 1) * each)), with_kwargs=True
-        )
-        for index, layer in enumerate(layers)
+        layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in decoder_layers(model)
     ]
     try:
         yield

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import KV
 
@@ -123,8 +123,8 @@ def _size(span: SlotSpan) -> int:
 
 
 class KVPool:
-    """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim]
-    each, where they are latents with the shared key side by side.
+    """Keys (with rotary embedding) and values of all layers that keep any: per layer [kv_heads,
+    slots, head_dim] each, where they are latents with the shared key side by side.
 
     A span of slots is a strided view that attention reads without a copy.
     """
@@ -135,7 +135,7 @@ class KVPool:
         self.slots = slots
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        for layer in layers:
+        for layer in keeping(layers):
             if layer.latents is None:
                 key, value = (
                     _zeros((layer.kv_heads, slots, dim), dtype, device)

@@ -3,7 +3,7 @@ code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.engines.contract.cost import AttentionShape
+from kvlinker.engines.embedded.model.bounds import context_window, scale_queries_alike
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
     EXPANSION,
-    RotaryFunction,
     attention_of,
     cos_and_sin,
     intercepted,
@@ -34,14 +34,7 @@ from kvlinker.engines.embedded.model.obstacles import (
     rotary_modules,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles change once a sequence passes the length that the model was
-pretrained with."""
-
-QUERY_SCALING = "llama_4_scaling_beta"
-"""The rotary parameter by which queries beyond the length that the model was pretrained with are
-scaled."""
+from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +50,18 @@ class LayerShape(AttentionShape):
     latents: Latents | None = None
     """How it attends to latents; None where it keeps keys and values."""
 
+    source: int | None = None
+    """The layer whose keys and values it attends to; None where it has its own."""
+
+    block: int = 0
+    """The number of the decoder layer's call, among all of a pass, in which it is computed."""
+
+    @property
+    def values_per_token(self) -> int:
+        if self.source is not None:
+            return 0
+        return super(LayerShape, self).values_per_token
+
     @property
     def expanded_values_per_token(self) -> int:
         """The number of values that one token's KV would have here if it were not latents."""
@@ -71,19 +76,20 @@ class LayerShape(AttentionShape):
 
 
 def trace_layers(model: Any) -> tuple[LayerShape, ...]:
-    """Return the shape of every attention layer, in layer order.
+    """Return the shape of every attention, in the order in which the model computes them.
 
     Raises UnsupportedModelError when a layer's attention or positions do not pass through the two
     places that kvlinker steps into, or when a layer keeps more than keys and values.
     """
     transformers_logging.set_verbosity_error()
     prepare(model)
+    scale_queries_alike(model)
     device = model.get_input_embeddings().weight.device
     positions = torch.arange(LOOKED_AT, device=device)[None]
     tracer = _Tracer(context_window(model))
     try:
         with (
-            _watch_rotary_modules(model, tracer),
+            _watched(model, tracer),
             attention_of(model, ATTENTION_NAME),
             intercepted(tracer),
             torch.inference_mode(),
@@ -99,45 +105,47 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
         raise refusal(model, Obstacle.STATE)
     if has_indexer(model):
         raise refusal(model, Obstacle.SELECTION)
-    expected = model.config.get_text_config().num_hidden_layers
-    if sorted(tracer.layers) != list(range(expected)):
+    with_attention = {layer.block for layer in tracer.layers}
+    if not tracer.layers or with_attention != set(range(tracer.blocks)):
         raise refusal(
             model,
             obstacle_of(model, Obstacle.ATTENTION_FORM),
-            f"It has {expected} layers; attention with keys and values was seen in layers"
-            f" {sorted(tracer.layers)}.",
+            f"It has {tracer.blocks} layers; attention with keys and values was seen in"
+            f" {len(with_attention)} of them.",
         )
-    if all(layer.rotary is None for layer in tracer.layers.values()):
+    if all(layer.rotary is None for layer in tracer.layers):
         raise refusal(model, obstacle_of(model, Obstacle.ROTARY_FORM))
-    return tuple(tracer.layers[index] for index in range(expected))
+    return tuple(tracer.layers)
 
 
-def context_window(model: Any) -> int:
-    """Count the positions that the model is made for, and over which it computes the same
-    everywhere: neither its rotary embedding nor the scale of its queries changes.
-
-    Raises UnsupportedModelError where its configuration does not say.
-    """
-    config = model.config.get_text_config()
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
-    window = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE or parameters.get(QUERY_SCALING):
-            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
-    return window
+def keeping(layers: Sequence[LayerShape]) -> tuple[LayerShape, ...]:
+    """Return the layers that have keys and values of their own: those that chunks and the pool
+    keep."""
+    return tuple(layer for layer in layers if layer.source is None)
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the model's decoder layers, in order."""
-    wanted = set(range(model.config.get_text_config().num_hidden_layers))  # type: ignore
-    return next(
-        part
-        for part in model.modules()
-        if isinstance(part, nn.ModuleList)
-        and {getattr(each, "layer_idx", None) for each in part.modules()} - {None} == wanted
-    )
+def kept_by(layers: Sequence[LayerShape]) -> tuple[int, ...]:
+    """Return, for each layer, which of ``keeping(layers)`` has the keys and values that it attends
+    to."""
+    sources = [
+        index if layer.source is None else layer.source for index, layer in enumerate(layers)
+    ]
+    own = sorted(set(sources))
+    return tuple(own.index(source) for source in sources)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's decoder layers: what is listed in it and has attention, but for what is in
+    another of them."""
+    found: list[nn.Module] = []
+    for part in model.modules():  # a layer comes before its parts
+        if isinstance(part, nn.ModuleList) and not any(part in layer.modules() for layer in found):
+            found += [each for each in part if _has_attention(each)]
+    return found
+
+
+def _has_attention(module: nn.Module) -> bool:
+    return any(hasattr(part, "layer_idx") for part in module.modules())
 
 
 class _Tracer:
@@ -145,7 +153,9 @@ class _Tracer:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self.layers: dict[int, LayerShape] = {}
+        self.layers: list[LayerShape] = []
+        self.blocks = 0
+        self._seen: list[tuple[Tensor, Tensor]] = []
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[int, str, int], Rotary] = {}
         self._pending: Rotary | None = None
@@ -164,18 +174,17 @@ class _Tracer:
     ) -> None:
         self._tables.append((cos_and_sin(output)[0], module, args, kwargs))
 
-    def rotary(
-        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
-        for table, module, args, kwargs in reversed(self._tables):
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        apply, width, cos, _ = form.rotation(args, kwargs)
+        for table, module, inputs, options in reversed(self._tables):
             if table is cos or (table.shape == cos.shape and torch.equal(table, cos)):
                 constants = repr(
-                    [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
+                    [a for a in (*inputs, *options.values()) if not isinstance(a, Tensor)]
                 )
-                identity = (id(module), constants, key.shape[-1])
+                identity = (id(module), constants, width)
                 if identity not in self._kinds:
                     self._kinds[identity] = Rotary(
-                        module, args, kwargs, apply, width=key.shape[-1], longest=self._window
+                        module, inputs, options, apply, width=width, longest=self._window
                     )
                 self._pending = self._kinds[identity]
                 return
@@ -184,17 +193,23 @@ class _Tracer:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):
-            raise LookupError(f"{type(module).__name__} does not say which layer it belongs to")
         latents = Latents.of(module, query, key) if hasattr(module, EXPANSION) else None
-        self.layers[index] = LayerShape(
-            query_heads=query.shape[1],
-            kv_heads=key.shape[1],
-            key_dim=key.shape[-1],
-            value_dim=value.shape[-1],
-            rotary=self._pending,
-            latents=latents,
+        same_key = [index for index, (seen, _) in enumerate(self._seen) if seen is key]
+        same = [index for index in same_key if self._seen[index][1] is value]
+        if self._pending is None and same_key:
+            self._pending = self.layers[same_key[0]].rotary
+        self._seen.append((key, value))
+        self.layers.append(
+            LayerShape(
+                query_heads=query.shape[1],
+                kv_heads=key.shape[1],
+                key_dim=key.shape[-1],
+                value_dim=value.shape[-1],
+                rotary=self._pending,
+                latents=latents,
+                source=same[0] if same else None,
+                block=self.blocks - 1,
+            )
         )
         self._pending = None
         width = value.shape[-1] if latents is None else latents.value_dim
@@ -202,11 +217,17 @@ class _Tracer:
 
 
 @contextmanager
-def _watch_rotary_modules(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _watched(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    def tables(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tracer.saw_tables(module, args, kwargs, output)
 
-    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in rotary_modules(model)]
+    def block(module: nn.Module, args: Any) -> None:
+        tracer.blocks += 1
+
+    handles = [
+        part.register_forward_hook(tables, with_kwargs=True) for part in rotary_modules(model)
+    ]
+    handles += [part.register_forward_pre_hook(block) for part in decoder_layers(model)]
     try:
         yield
     finally:

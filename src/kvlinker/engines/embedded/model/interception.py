@@ -1,7 +1,7 @@
 """Steps into an unmodified transformers model at three places: rotary embedding, attention, and the
 expansion of latents.
 
-Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` and every attention's
+Every modeling module's functions of rotary embedding and every attention's
 ``expand_kv(latent, key)`` are wrapped once, process-wide, and an attention function is registered
 under ``ATTENTION_NAME``. They act only while an interceptor is active in the current context;
 models that other code runs in the same process are not affected.
@@ -10,17 +10,17 @@ models that other code runs in the same process are not affected.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 
 ATTENTION_NAME = "kvlinker"
 ROTARY_FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
@@ -28,18 +28,13 @@ ROTARY_FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "a
 EXPANSION = "expand_kv"
 """The method by which attention with latents makes keys and values of them."""
 
-RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Takes (query, key, cos, sin, …) and returns the first two with rotary embedding."""
-
 
 class Interceptor(Protocol):
     """Replaces rotary embedding and attention during one forward pass."""
 
-    def rotary(
-        self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
-        """Called when the model is about to rotate; the model then gets ``query`` and ``key`` back
-        unchanged."""
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the model is about to rotate by the form's function; the model then gets what
+        would be rotated back unchanged."""
         ...
 
     def attend(
@@ -100,53 +95,22 @@ def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
 
 
 def _wrap_rotary(module: ModuleType, name: str) -> None:
-    original: RotaryFunction = getattr(module, name)
+    original = getattr(module, name)
     if hasattr(original, "__kvlinker__"):
         return
-    wanted = _tables_wanted(original)
-    if wanted == ("cos", "sin"):
-        _replace(module, name, _rotary_of_cos_and_sin(original))
-    elif wanted == ("freqs_cis",):
-        _replace(module, name, _rotary_of_complex(original))
-
-
-def _rotary_of_cos_and_sin(original: RotaryFunction) -> RotaryFunction:
-    @wraps(original)
-    def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        interceptor = _active.get()
-        if interceptor is None:
-            return original(q, k, cos, sin, *args, **kwargs)
-        interceptor.rotary(original, q, k, cos, sin)
-        return q, k
-
-    return apply_rotary_pos_emb
-
-
-def _rotary_of_complex(original: RotaryFunction) -> RotaryFunction:
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return original(q, k, torch.complex(cos, sin))
+    form = RotaryForm.of(original)
+    if form is None:
+        return
 
     @wraps(original)
-    def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         interceptor = _active.get()
         if interceptor is None:
-            return original(xq, xk, freqs_cis)
-        interceptor.rotary(apply, xq, xk, *cos_and_sin(freqs_cis))
-        return xq, xk
+            return original(*args, **kwargs)
+        interceptor.rotary(form, args, kwargs)
+        return form.unchanged(args, kwargs)
 
-    return apply_rotary_emb
-
-
-def _tables_wanted(function: RotaryFunction) -> tuple[str, ...]:
-    """Return the names of the first two arguments behind queries and keys that a function needs."""
-    wanted = [
-        name
-        for name, each in signature(function).parameters.items()
-        if each.default is Parameter.empty
-    ]
-    return tuple(wanted[2:4])
+    _replace(module, name, apply_rotary_pos_emb)
 
 
 def _wrap_expansion(kind: type[nn.Module]) -> None:

@@ -11,7 +11,7 @@ from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
 from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
-from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
 from kvlinker.store.chunk_kv import LayerKV
 
 
@@ -21,6 +21,7 @@ class RotatedKeys:
     with rotary embedding; latents beside the shared key."""
 
     layers: tuple[LayerShape, ...]
+    """Those that keep keys and values."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         """Return the layer with rotated keys."""
@@ -76,7 +77,7 @@ class LoadedModel:
     @property
     def resident_form(self) -> RotatedKeys:
         """The form in which chunks are attended to."""
-        return RotatedKeys(self.layers)
+        return RotatedKeys(keeping(self.layers))
 
     @property
     def kv_bytes_per_token(self) -> int:

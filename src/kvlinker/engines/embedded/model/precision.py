@@ -13,14 +13,18 @@ from torch import Tensor, nn
 CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
 
+SMALL = 1 << 16
+"""The most numbers of a weight that is small: the weight of a norm, a scale."""
+
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
     Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other
-    modules have their weights in fp32 for as long as they run: memory rises by the largest of these
-    parts only. A model in fp32 is left as it is.
+    modules have their weights in fp32: small ones all the time, since others may read them, too,
+    large ones for as long as they run. Memory rises by these small ones, and by the largest part. A
+    model in fp32 is left as it is.
     """
     with ExitStack() as undo:
         for module in model.modules():
@@ -31,6 +35,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 module.forward = partial(_linear_in_fp32, module)  # type: ignore[method-assign]
             elif isinstance(module, nn.Embedding):
                 undo.callback(module.register_forward_hook(_widen_output).remove)
+            elif _is_small(module):
+                small: list[dict[str, Tensor | None]] = []
+                _widen_weights(small, module, None)
+                undo.callback(_restore, small, module, None, None)
             else:
                 kept: list[dict[str, Tensor | None]] = []
                 undo.callback(
@@ -45,6 +53,11 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 def _in_fp32_already(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in own)
+
+
+def _is_small(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return all(tensor.numel() <= SMALL for tensor in own)
 
 
 def _linear_in_fp32(linear: nn.Linear, inputs: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def arrange_weights(
     first = next(model.parameters())
     groups = _groups(model, seen)
     if weights in QUANTISED:
-        inside = set(decoder_layers(model).modules())
+        inside = {part for layer in decoder_layers(model) for part in layer.modules()}
         experts = _expert_counts(model.config)
         chosen = [
             group

@@ -61,7 +61,8 @@ SMALL: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 16,
 }
-"""The sizes that any configuration takes which has them."""
+"""The sizes that any configuration takes which has them; of layers there are more where some kind
+comes later."""
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 FULL_ROPE = {
@@ -132,6 +133,7 @@ OWN: dict[str, dict[str, Any]] = {
     | LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "minicpm3": LATENT,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen4_exp_text": EXPERIMENTAL,
     "qwen4_exp": {"text_config": EXPERIMENTAL},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32]},
@@ -162,6 +164,10 @@ def _shrunk(full: PretrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
     for part in full.sub_configs:
         if isinstance(getattr(full, part, None), PretrainedConfig):
             sizes[part] = _shrunk(getattr(full, part), own.get(part, {}))
+    kinds = getattr(full, "layer_types", None)
+    if kinds and "num_hidden_layers" in sizes and "layer_types" not in own:
+        first = max(kinds.index(kind) for kind in set(kinds)) + 1
+        sizes["num_hidden_layers"] = max(sizes["num_hidden_layers"], first)
     return sizes | {name: value for name, value in own.items() if name not in full.sub_configs}
 
 

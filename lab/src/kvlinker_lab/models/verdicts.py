@@ -1,0 +1,122 @@
+"""Says of every causal language model class of transformers if it is linked, and makes a table of
+it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlinker.base.errors import InvalidRequestError, UnsupportedModelError
+from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle
+from kvlinker.engines.embedded.selftest import refusal_after, self_test
+from kvlinker_lab.models.small_models import NOT_MADE, small_model
+
+BEGIN, END = "<!-- kvlinker-lab models -->", "<!-- end of kvlinker-lab models -->"
+"""What the table stands between on a page."""
+
+UNMEASURED = "relocate"
+"""The check whose error is that of angles in fp32, whatever the model."""
+
+NEWLY_SEEN = "for no reason that is known"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says if models of a class are linked.
+
+    ``error`` is the largest of the self-test's, relative to the model's own logits; None where the
+    class is refused, and ``reason`` says why.
+    """
+
+    kind: str
+    error: float | None = None
+    bounded: bool = False
+    reason: str = ""
+
+
+def verdict(kind: str) -> Verdict:
+    """Try a small random model of this class."""
+    if kind in NOT_MADE:
+        return Verdict(kind, reason=f"not tried here: {NOT_MADE[kind]}")
+    try:
+        model = small_model(kind)
+        checks = self_test(model)
+        error = refusal_after(model, checks)
+        if error is not None:
+            raise error
+        window = context_window(model)
+    except UnsupportedModelError as refused:
+        return Verdict(kind, reason=_reason(refused))
+    except EXHAUSTED:
+        raise
+    except Exception as error:  # a mistake of ours: the table shows it
+        return Verdict(kind, reason=f"{NEWLY_SEEN} ({type(error).__name__}: {error})")
+    most = max(check.error for check in checks if check.name != UNMEASURED)
+    bounded = window < model.config.get_text_config().max_position_embeddings
+    return Verdict(kind, error=most, bounded=bounded)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Make a Markdown table: a row for each class that is linked, and one for each reason why
+    others are not."""
+    refused: dict[str, list[str]] = {}
+    lines = ["| class | linked | largest error |", "|---|---|---:|"]
+    for each in sorted(verdicts, key=lambda found: found.kind):
+        if each.error is None:
+            refused.setdefault(each.reason, []).append(f"`{each.kind}`")
+        else:
+            linked = "in a bounded context" if each.bounded else "exactly"
+            lines.append(f"| `{each.kind}` | {linked} | {each.error:.0e} |")
+    for reason, kinds in sorted(refused.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {', '.join(kinds)} | no: {reason} | |")
+    return "\n".join(lines)
+
+
+def counts(verdicts: Sequence[Verdict]) -> str:
+    """Count the verdicts in a sentence."""
+    linked = [each for each in verdicts if each.error is not None]
+    bounded = sum(each.bounded for each in linked)
+    return (
+        f"{len(linked)} of {len(verdicts)} classes are linked exactly, {bounded} of these in a"
+        f" bounded context; {len(verdicts) - len(linked)} are not."
+    )
+
+
+def read_linked(page: Path) -> Mapping[str, bool]:
+    """Read from a page's table which classes are linked."""
+    text = page.read_text(encoding="utf-8")
+    rows = text[text.index(BEGIN) : text.index(END)].splitlines()
+    return dict(_linked(rows))
+
+
+def write_table(page: Path, verdicts: Sequence[Verdict]) -> None:
+    """Replace the table on a page. Raises InvalidRequestError where it has none."""
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise InvalidRequestError(
+            f"{page} has no place for the table: it goes between the lines {BEGIN} and {END}."
+        )
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    sentence = textwrap.fill(counts(verdicts), 100)
+    page.write_text(
+        f"{before}{BEGIN}\n{sentence}\n\n{table(verdicts)}\n{END}{after}", encoding="utf-8"
+    )
+
+
+def _linked(rows: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    for row in rows:
+        if row.startswith("| `"):
+            kinds, linked, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+            yield from (
+                (kind.strip(" `"), not linked.startswith("no:")) for kind in kinds.split(",")
+            )
+
+
+def _reason(error: UnsupportedModelError) -> str:
+    """Return the kind of obstacle that a refusal names, else all of it."""
+    named = (each.value for each in Obstacle if f"not supported yet: {each}. " in error.message)
+    return next(named, error.message)

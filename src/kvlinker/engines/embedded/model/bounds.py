@@ -1,0 +1,49 @@
+"""How far on in a text a model computes the same: what depends on absolute positions beyond some
+length bounds its context there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlinker.engines.embedded.model.obstacles import Obstacle, obstacle_of, refusal
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles change once a sequence passes the length that the model was
+pretrained with."""
+
+QUERY_SCALING = "llama_4_scaling_beta"
+"""The rotary parameter by which queries beyond the length that the model was pretrained with are
+scaled."""
+
+STEPWISE_SCALING = "attn_temperature_tuning"
+"""Says that queries are scaled from position ``floor_scale`` - 1 on."""
+
+
+def context_window(model: Any) -> int:
+    """Count the positions that the model is made for, and over which it computes the same
+    everywhere: neither its rotary embedding nor the scale of its queries changes, and no attention
+    is cut at fixed positions.
+
+    Raises UnsupportedModelError where its configuration does not say.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
+    window = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE or parameters.get(QUERY_SCALING):
+            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        window = min(window, int(config.attention_chunk_size))
+    if getattr(config, STEPWISE_SCALING, False):
+        window = min(window, int(config.floor_scale) - 1)
+    return window
+
+
+def scale_queries_alike(model: Any) -> None:
+    """Have attention leave out a scale of queries that is 1 all over ``context_window``: it goes by
+    a token's place in the pass, where tokens of many requests stand."""
+    for part in model.modules():
+        if getattr(part, STEPWISE_SCALING, False):
+            setattr(part, STEPWISE_SCALING, False)
