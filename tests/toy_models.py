@@ -124,6 +124,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_chunk_size": 256, "floor_scale": 300},
     ),
     "diffllama-two-attentions": ("diffllama", {"attention_dropout": 0.0}),
+    "gptj-interleaved-written-out": ("gptj", {"rotary_dim": 8}),
+    "falcon-one-key-written-out": ("falcon", {"multi_query": True, "alibi": False}),
     "longcat-latents-interleaved": (
         "longcat_flash",
         LATENT

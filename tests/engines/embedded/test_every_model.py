@@ -28,8 +28,6 @@ REFUSED = {
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},
     Obstacle.ALIBI: {"bloom", "mpt"},
-    Obstacle.ROTARY_FORM: {"codegen", "gptj"},
-    Obstacle.ATTENTION_FORM: {"falcon", "gpt_neox_japanese"},
     Obstacle.NO_ROTARY: {"ctrl"},
     Obstacle.INPUT: {"xmod"},
     Obstacle.INEXACT: {"doge"},
@@ -58,6 +56,8 @@ def test_the_page_says_which_classes_are_linked():
 def test_what_is_linked_is_exact_by_a_wide_margin():
     for kind in (
         "afmoe",
+        "codegen",
+        "gpt_neox_japanese",
         "diffllama",
         "gemma3n_text",
         "gemma4_text",
@@ -84,7 +84,7 @@ def test_what_is_linked_is_exact_by_a_wide_margin():
 def test_models_of_other_forms_keep_working_outside_kvlinker():
     """What looks at them changes nothing for whoever else runs them in the process."""
     tokens = torch.arange(3, 60)[None]
-    for kind in ("gptj", "gemma4_text", "llama4_text", "qwen4_exp_text"):
+    for kind in ("gptj", "falcon", "gemma4_text", "llama4_text", "qwen4_exp_text"):
         model = small_model(kind)
         with torch.inference_mode():
             before = model(tokens).logits

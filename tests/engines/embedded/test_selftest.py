@@ -40,12 +40,14 @@ def test_supported_families_pass_by_a_wide_margin(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype):
-    model = tiny_model(family).to(dtype)
+    model = tiny_model(family)
+    for weight in model.parameters():  # as files are loaded: tables stay in fp32
+        weight.data = weight.data.to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert worst(self_test(model)) < 5e-6
     after = model.state_dict()
     assert all(
-        after[name].dtype == dtype and torch.equal(after[name], tensor)
+        after[name].dtype == tensor.dtype and torch.equal(after[name], tensor)
         for name, tensor in before.items()
     )
     assert not any("forward" in vars(module) for module in model.modules())
@@ -166,7 +168,7 @@ def test_memory_that_is_exhausted_is_no_kind_of_model(monkeypatch):
         require_exact(random_model("llama"))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "gptj", "falcon", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "deepseek_v3"])
 def test_models_that_cannot_be_linked_are_refused_clearly(kind):
     config = AutoConfig.for_model(kind, **BASE)
     model = AutoModelForCausalLM.from_config(config).eval()

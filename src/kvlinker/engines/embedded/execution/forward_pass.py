@@ -71,6 +71,7 @@ class ForwardPass:
         self._layers = layers
         self._kept_by = kept_by(layers)
         self._attended = 0
+        self._whole = batch
         self._pool = pool
         self._kernel = kernel
         self._profile = profile
@@ -81,9 +82,9 @@ class ForwardPass:
         self._unnarrowed: Tensor | None = None
         self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
-        """The rows of the last layer's output that hold the wanted tokens, in the order of
-        ``remaining.logit_owners``. When tokens leave, the rows are updated in place; entries beyond
-        the remaining owners are meaningless."""
+        """Where the wanted tokens are in the batch, in the order of ``remaining.logit_owners``.
+        When tokens leave, they are updated in place; entries beyond the remaining owners are
+        meaningless."""
 
         self.remaining = batch
         """The batch of the tokens that the hidden states still have."""
@@ -128,11 +129,25 @@ class ForwardPass:
             kept_rows = self._refine(first, ahead, at_entry=True)
         return hidden if kept_rows is None else self._narrowed(hidden, kept_rows)
 
+    def leave_layer(self, hidden: Tensor) -> Tensor:
+        """Return the output [..., tokens, width] of a decoder layer; that of the last one has all
+        tokens again, zero where they left, since models rely on their number."""
+        whole = len(self._whole.slots)
+        if self._attended < len(self._layers) or hidden.shape[-2] == whole:
+            return hidden
+        widened = hidden.new_zeros(*hidden.shape[:-2], whole, hidden.shape[-1])
+        return widened.index_copy_(-2, self.remaining_rows, hidden)
+
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Do nothing: the tables that were traced at load replace the model's own."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+        self,
+        module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
     ) -> Tensor:
         """Write and attend one layer; see ``Interceptor.attend``."""
         if self._peeking:
@@ -346,8 +361,8 @@ class ForwardPass:
         self.remaining = self._batch
         moved = self._batch.logit_rows
         self.logit_rows.zero_()
-        self.logit_rows[: len(moved)] = torch.tensor(moved, dtype=torch.long)
         self.remaining_rows = self.remaining_rows[kept]
+        self.logit_rows[: len(moved)] = self.remaining_rows[moved]
         return hidden[..., kept, :]
 
     def _peek(

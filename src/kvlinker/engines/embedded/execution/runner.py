@@ -94,7 +94,7 @@ class Runner:
                 )
         except EmptyStepError:
             return StepResult({}, forward.left)
-        for states in seen:
+        for states in (each[forward.remaining_rows] for each in seen):
             for run, rows in forward.remaining.rows():
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
@@ -105,7 +105,7 @@ class Runner:
 
 @contextmanager
 def _narrowing(model: nn.Module, forward: ForwardPass) -> Iterator[None]:
-    """Let tokens leave the hidden states before every decoder layer."""
+    """Let tokens leave the hidden states before every decoder layer, until the last one."""
     tokens = len(forward.remaining_rows)
 
     def enter(
@@ -136,9 +136,16 @@ def _narrowing(model: nn.Module, forward: ForwardPass) -> Iterator[None]:
         hidden = forward.enter_layer(hidden, compute)
         return with_input(hidden, forward.remaining_rows)
 
-    handles = [
-        layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in decoder_layers(model)
-    ]
+    def leave(layer: nn.Module, args: Any, output: Any) -> Any:
+        if active_interceptor() is not forward:
+            return output
+        if isinstance(output, Tensor):
+            return forward.leave_layer(output)
+        return (forward.leave_layer(output[0]), *output[1:])
+
+    layers = decoder_layers(model)
+    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(leave) for layer in layers]
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.model.bounds import context_window, scale_queries
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
     EXPANSION,
+    active_interceptor,
     attention_of,
     cos_and_sin,
     intercepted,
@@ -26,6 +27,7 @@ from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model.obstacles import (
     EXHAUSTED,
     LOOKED_AT,
+    ROUNDING,
     Obstacle,
     has_indexer,
     holds_state,
@@ -33,6 +35,7 @@ from kvlinker.engines.embedded.model.obstacles import (
     refusal,
     rotary_modules,
 )
+from kvlinker.engines.embedded.model.pass_tables import PassTables
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 
@@ -86,7 +89,7 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     scale_queries_alike(model)
     device = model.get_input_embeddings().weight.device
     positions = torch.arange(LOOKED_AT, device=device)[None]
-    tracer = _Tracer(context_window(model))
+    tracer = _Tracer(model, context_window(model))
     try:
         with (
             _watched(model, tracer),
@@ -151,13 +154,15 @@ def _has_attention(module: nn.Module) -> bool:
 class _Tracer:
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, model: Any, window: int) -> None:
+        self._model = model
         self._window = window
         self.layers: list[LayerShape] = []
         self.blocks = 0
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[int, str, int], Rotary] = {}
+        self._own: PassTables | None = None
         self._pending: Rotary | None = None
 
     @property
@@ -176,24 +181,38 @@ class _Tracer:
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         apply, width, cos, _ = form.rotation(args, kwargs)
-        for table, module, inputs, options in reversed(self._tables):
+        module, inputs, options = self._source(cos)
+        constants = repr([a for a in (*inputs, *options.values()) if not isinstance(a, Tensor)])
+        identity = (id(module), constants, width)
+        if identity not in self._kinds:
+            self._kinds[identity] = Rotary(
+                module, inputs, options, apply, width=width, longest=self._window
+            )
+        self._pending = self._kinds[identity]
+
+    def _source(self, cos: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Return what made a table, and what it was called with."""
+        for table, *call in reversed(self._tables):
             if table is cos or (table.shape == cos.shape and torch.equal(table, cos)):
-                constants = repr(
-                    [a for a in (*inputs, *options.values()) if not isinstance(a, Tensor)]
-                )
-                identity = (id(module), constants, width)
-                if identity not in self._kinds:
-                    self._kinds[identity] = Rotary(
-                        module, inputs, options, apply, width=width, longest=self._window
-                    )
-                self._pending = self._kinds[identity]
-                return
-        raise LookupError("the tables of cos and sin come from no rotary embedding module")
+                return tuple(call)
+        if rotary_modules(self._model):
+            raise LookupError("the tables of cos and sin come from no rotary embedding module")
+        if self._own is None:
+            self._own = PassTables(self._model, self._window)
+        positions = torch.arange(cos.shape[1], device=cos.device)[None]
+        if not torch.allclose(self._own(positions)[0].to(cos.dtype), cos, atol=ROUNDING):
+            raise LookupError("layers rotate by different tables")
+        return self._own, (positions,), {}
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+        self,
+        module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
     ) -> Tensor:
-        latents = Latents.of(module, query, key) if hasattr(module, EXPANSION) else None
+        latents = Latents.of(module, query, key) if module and hasattr(module, EXPANSION) else None
         same_key = [index for index, (seen, _) in enumerate(self._seen) if seen is key]
         same = [index for index in same_key if self._seen[index][1] is value]
         if self._pending is None and same_key:
@@ -222,7 +241,8 @@ def _watched(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
         tracer.saw_tables(module, args, kwargs, output)
 
     def block(module: nn.Module, args: Any) -> None:
-        tracer.blocks += 1
+        if active_interceptor() is tracer:  # not in a pass of PassTables
+            tracer.blocks += 1
 
     handles = [
         part.register_forward_hook(tables, with_kwargs=True) for part in rotary_modules(model)

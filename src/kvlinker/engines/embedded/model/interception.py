@@ -1,5 +1,5 @@
 """Steps into an unmodified transformers model at three places: rotary embedding, attention, and the
-expansion of latents.
+expansion of latents. Where attention is not called but written out, ``written_out.py`` follows it.
 
 Every modeling module's functions of rotary embedding and every attention's
 ``expand_kv(latent, key)`` are wrapped once, process-wide, and an attention function is registered
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.written_out import Followed
 
 ATTENTION_NAME = "kvlinker"
 ROTARY_FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
@@ -38,10 +39,15 @@ class Interceptor(Protocol):
         ...
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+        self,
+        module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
     ) -> Tensor:
         """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens,
-        heads, head_dim].
+        heads, head_dim]. ``module`` is None where the model writes attention out.
 
         Where attention expands latents, ``key`` is the part of the key that all heads share, and
         ``value`` the latent, of one head each.
@@ -101,6 +107,7 @@ def _wrap_rotary(module: ModuleType, name: str) -> None:
     form = RotaryForm.of(original)
     if form is None:
         return
+    writes_out = not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
     @wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +115,23 @@ def _wrap_rotary(module: ModuleType, name: str) -> None:
         if interceptor is None:
             return original(*args, **kwargs)
         interceptor.rotary(form, args, kwargs)
-        return form.unchanged(args, kwargs)
+        unchanged = form.unchanged(args, kwargs)
+        if not writes_out:
+            return unchanged
+        if isinstance(unchanged, Tensor):
+            return unchanged.as_subclass(Followed)
+        return tuple(each.as_subclass(Followed) for each in unchanged)
 
     _replace(module, name, apply_rotary_pos_emb)
+
+
+def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    interceptor = _active.get()
+    assert interceptor is not None, "followed only while one is active"
+    return interceptor.attend(None, query, key, value, {"scaling": scale}).transpose(1, 2)
+
+
+Followed.attend = staticmethod(_attend_written_out)
 
 
 def _wrap_expansion(kind: type[nn.Module]) -> None:

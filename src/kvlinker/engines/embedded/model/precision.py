@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ CHUNK_BYTES = 4 << 20
 SMALL = 1 << 16
 """The most numbers of a weight that is small: the weight of a norm, a scale."""
 
+_COMPUTING: WeakSet[nn.Module] = WeakSet()
+"""The models that compute in fp32 now."""
+
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
@@ -24,9 +28,14 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other
     modules have their weights in fp32: small ones all the time, since others may read them, too,
     large ones for as long as they run. Memory rises by these small ones, and by the largest part. A
-    model in fp32 is left as it is.
+    model in fp32 is left as it is, and so is one that computes in fp32 already.
     """
     with ExitStack() as undo:
+        if model in _COMPUTING:
+            yield
+            return
+        _COMPUTING.add(model)
+        undo.callback(_COMPUTING.remove, model)
         for module in model.modules():
             if _in_fp32_already(module):
                 continue
