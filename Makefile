@@ -40,6 +40,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/proselint --config .proselintrc.json check *.md docs/*.md lab/docs/*.md
 

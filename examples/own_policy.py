@@ -2,9 +2,11 @@
 costs."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker import LLM
-from kvlinker.linking import Policy, number, register
+from kvlinker.linking import Evidence, Policy, number, register
+from kvlinker.prompting.segments import Prompt
 
 
 @register
@@ -15,7 +17,7 @@ class ChunkEnds(Policy):
 
     tokens: int = number("tokens", 1, 1024)
 
-    def select(self, prompt, evidence):
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
         for span in prompt.spans:
             if not span.exact:

@@ -5,6 +5,7 @@ Start a server with ``make serve`` first; a URL may be given as the argument.
 """
 
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -17,9 +18,10 @@ CHUNKS = [
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    created = client.post("/context_caches", cast_to=object, body={"chunks": CHUNKS, "ttl": "600s"})
-    parts = [{"type": "context_cache", "id": cache["id"]} for cache in created["data"]]
-    question = {"type": "text", "text": "Question: Where does Tom Reyes live?"}
+    body = {"chunks": CHUNKS, "ttl": "600s"}
+    created: Any = client.post("/context_caches", cast_to=object, body=body)
+    parts: list[Any] = [{"type": "context_cache", "id": cache["id"]} for cache in created["data"]]
+    question: Any = {"type": "text", "text": "Question: Where does Tom Reyes live?"}
     stream = client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": [*reversed(parts), question]}],
@@ -33,7 +35,7 @@ def main() -> None:
         for choice in event.choices:
             print(choice.delta.content or "", end="", flush=True)
         if event.usage:
-            details = event.usage.prompt_tokens_details
+            details: Any = event.usage.prompt_tokens_details
             print(
                 f"\n{event.usage.prompt_tokens} prompt tokens, {details.cached_tokens} of them"
                 " cached,",

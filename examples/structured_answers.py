@@ -6,6 +6,7 @@ Start a server with ``make serve`` first; a URL may be given as the argument.
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -25,12 +26,14 @@ def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
 
-    def ask(question, **form):
-        messages = [{"role": "user", "content": f"{TEXT}Question: {question}"}]
+    def ask(question: str, **form: Any) -> str:
         answer = client.chat.completions.create(
-            model="default", messages=messages, temperature=0, **form
+            model="default",
+            messages=[{"role": "user", "content": f"{TEXT}Question: {question}"}],
+            temperature=0,
+            **form,
         )
-        return answer.choices[0].message.content
+        return answer.choices[0].message.content or ""
 
     schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
     print(json.loads(ask("Where does Tom Reyes live?", response_format=schema)))

@@ -34,6 +34,8 @@ BEYOND_SCHEMAS = {
         "Programs that generate requests give up at documents with a rule for each pair of fields."
     ),
     "cannot be enforced": "What a grammar can express is known by its compiler.",
+    "There is no text to cache": "What is text in a file is known by who reads it.",
+    "need a converter that is not installed": "What is installed is known by the server.",
     "Input should be a JSON object, as text": "A text may be JSON or not.",
     "a message of role": (
         "Where tools and documents are shown depends on the model's chat template."
