@@ -3,10 +3,12 @@
 import json
 import queue
 import time
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from kvlinker import LLM, AsyncLLM
 from kvlinker.base.errors import (
@@ -516,3 +518,16 @@ def test_a_string_is_one_chunk(make_llm):
     llm = make_llm()
     (cache,) = llm.generate_context_cache(TEXTS[0])
     assert cache.tokens == llm.generate_context_cache(TEXTS[:1])[0].tokens
+
+
+def test_long_calls_show_a_bar_where_it_is_asked_for(make_llm, monkeypatch):
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, force_jupyter=False, width=80)
+    path = "kvlinker.service.context_caches.progress.Console"
+    monkeypatch.setattr(path, lambda **_: console)
+    with make_llm() as llm:
+        llm.generate_context_cache(["One.", "Two."])
+        assert shown.getvalue() == "", "in notebooks alone"
+        llm.generate_context_cache(["Three.", "Four.", "Five."], progress=True)
+        assert "caching chunks" in shown.getvalue()
+        assert "3/3" in shown.getvalue()

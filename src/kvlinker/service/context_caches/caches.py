@@ -4,7 +4,7 @@ KV."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -114,9 +114,10 @@ class ContextCaches:
         pinned: bool = False,
         scope: Scope = Scope.PRIVATE,
         admin: bool = False,
+        advance: Callable[[], object] = lambda: None,
     ) -> Future[tuple[ContextCache, ...]]:
         """Create one context cache per text, in order; the future has them once the KV of all is in
-        the store.
+        the store. ``advance`` is called as that of each comes, from any thread.
 
         ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``:
         the caller may write shared ones. Raises InvalidRequestError and ContextLengthError for bad
@@ -132,6 +133,7 @@ class ContextCaches:
             metadata=metadata,
             context=context,
             pinned=pinned,
+            advance=advance,
         )
 
     @property

@@ -14,6 +14,7 @@ from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
 from kvlinker.service.context_caches.creation import Metadata
+from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 
 
@@ -35,26 +36,31 @@ class ContextCacheCalls:
         pinned: bool = False,
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
+        progress: bool | None = None,
     ) -> tuple[ContextCache, ...]:
         """Compute and keep the KV of each chunk; the results stand in message content. A string is
         one chunk.
 
         ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for
-        each. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises
-        QuotaExceededError and PinLimitError where the settings, or the store, have no room for it.
+        each. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it.
+        ``progress`` shows a bar; None: in notebooks. Raises QuotaExceededError and PinLimitError
+        where the settings, or the store, have no room for it.
         """
-        created = self.caches.create(
-            (chunks,) if isinstance(chunks, str) else chunks,
-            tenant=tenant,
-            expires_at=None if ttl is None else _expiry(ttl),
-            name=name,
-            metadata=metadata,
-            context=None if context is None else parse_context(context),
-            pinned=pinned,
-            scope=parse_scope(scope),
-            admin=True,
-        )
-        return created.result()
+        texts = (chunks,) if isinstance(chunks, str) else chunks
+        with progress_bar(len(texts), progress) as advance:
+            created = self.caches.create(
+                texts,
+                tenant=tenant,
+                expires_at=None if ttl is None else _expiry(ttl),
+                name=name,
+                metadata=metadata,
+                context=None if context is None else parse_context(context),
+                pinned=pinned,
+                scope=parse_scope(scope),
+                admin=True,
+                advance=advance,
+            )
+            return created.result()
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
         """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the

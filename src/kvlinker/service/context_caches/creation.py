@@ -65,6 +65,7 @@ class Creation:
         metadata: Metadata | None,
         context: GenerationContext | None,
         pinned: bool,
+        advance: Callable[[], object],
     ) -> Future[tuple[ContextCache, ...]]:
         """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of
         rights."""
@@ -95,9 +96,10 @@ class Creation:
         keys = [record.chunk_key for record in records]
         self._maintenance.spare(keys)
         try:
-            computed = gather(
-                [self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len
-            )
+            begun = [self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks]
+            for each in begun:
+                each.add_done_callback(lambda _: advance())
+            computed = gather(begun, len)
         except BaseException:
             self._maintenance.spare_no_longer(keys)
             raise
