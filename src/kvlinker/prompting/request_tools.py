@@ -81,7 +81,7 @@ class RequestTools:
             fields["grammar"] = form.calls_grammar(
                 called, tail=tail, several=several and named is None
             )
-            fields["stop"] = ()  # which end text, and there is none
+            fields["stop"] = fields["stop_token_ids"] = ()  # which end text, and there is none
             return fields
         fields["call_marks"] = form.call_marks(self._offered)
         if grammar := fields.get("grammar"):

@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from kvlinker.base.events import Event, Events
 from kvlinker.base.types.answers import Delta, Timing, Usage
+from kvlinker.base.types.call_marks import CallMarks
+from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished, GenerationRequest
 from kvlinker.engines.contract.output import Output, RequestClock, TextStream
 from kvlinker.linking import parse_policy
@@ -11,6 +13,11 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.linking.test_policies import chunk_prompt
 
 TOKENIZER = byte_tokenizer()
+PLAIN = SamplingParams()
+
+
+def ids_of(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
 def stream(text, stop=()):
@@ -18,7 +25,7 @@ def stream(text, stop=()):
     the stream."""
     out = TextStream(TOKENIZER, stop)
     pieces = []
-    for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:
+    for token in ids_of(text):
         pieces.append(out.push(token))
         if out.stopped:
             break
@@ -121,13 +128,13 @@ def test_a_start_that_is_told_late_lies_between_loading_and_the_first_token(cloc
     assert clock.timing(105.0) == Timing(load=2, queue=3, link=0, decode=5)
 
 
-def events_of(choice):
-    """The events of an answer of two tokens, and what listeners are told of it."""
+def output_of(sampling=PLAIN, choice=0):
+    """The output of a choice, its events, and what listeners are told."""
     told: list[tuple[object, ...]] = []
     listened: list[Event] = []
     events = Events()
     events.subscribe(listened.append)
-    request = GenerationRequest(chunk_prompt(4), parse_policy("naive"), n=3)
+    request = GenerationRequest(chunk_prompt(4), parse_policy("naive"), sampling, n=3)
     output = Output(
         request,
         lambda *event: told.append(event),
@@ -137,6 +144,43 @@ def events_of(choice):
         events=events,
         broken=lambda: None,
     )
+    return output, told, listened
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "ends"),
+    [
+        (CallMarks(("<call>",), anywhere=True), "a x<call>xx", [2]),
+        (CallMarks(("<call>",), anywhere=True), "<calx", [4]),
+        (CallMarks(('{"name": "f"',), anywhere=False), '{"xx', [3]),
+        (CallMarks(('{"name": "fx"',), anywhere=False), '{"name": "fx", x', []),
+        (None, "x<call>x", [0, 7]),
+    ],
+)
+def test_stop_tokens_end_text_not_calls(marks, text, ends):
+    (stop,) = ids_of("x")
+    output, *_ = output_of(SamplingParams(stop_token_ids=(stop,), call_marks=marks))
+    found = []
+    for index, token in enumerate(ids_of(text)):
+        if output.stops_at(token):
+            found.append(index)
+        output.push(token)
+    assert found == ends
+
+
+def test_stop_tokens_do_not_count_before_the_least_length():
+    (stop,) = ids_of("x")
+    output, *_ = output_of(SamplingParams(stop_token_ids=(stop,), min_tokens=2))
+    found = []
+    for _ in range(3):
+        found.append(output.stops_at(stop))
+        output.push(stop)
+    assert found == [False, False, True]
+
+
+def events_of(choice):
+    """The events of an answer of two tokens, and what listeners are told of it."""
+    output, told, listened = output_of(choice=choice)
     output.push(ord("a"))
     output.finish("length", Usage(4, 0, 3, 2), Delta("b", (ord("b"),)))
     return told, listened

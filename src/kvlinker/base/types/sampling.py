@@ -84,7 +84,8 @@ class SamplingParams:
     """The special tokens that the answer's text shows; all others are left out."""
 
     call_marks: CallMarks | None = None
-    """Where calls of tools begin in the answer; ``stop`` is not looked for from there on."""
+    """Where calls of tools begin in the answer; from there on, neither ``stop`` nor
+    ``stop_token_ids`` count."""
 
     grammar: AnswerGrammar | None = None
     """The grammar that the answer follows, which then also decides where it may end."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from kvlinker.base.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
@@ -41,10 +43,26 @@ def shown_tool(tool: Tool) -> Tool:
     }
 
 
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call, which may have been cut: all that is there of them, ended
+    there. A name without its value, and half a word such as ``tru``, are left out. Raises
+    ValueError for what is not the beginning of a JSON object."""
+    asked = text.strip() or "{}"
+    try:
+        parsed, end = json.JSONDecoder().raw_decode(asked)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError:
+        parsed, end = from_json(asked, allow_partial="trailing-strings"), len(asked)
+    if not isinstance(parsed, dict) or end < len(asked):
+        raise ValueError("not a JSON object, nor the beginning of one")
+    return parsed
+
+
 def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call of the assistant's, as OpenAI's API has it, as chat templates take it: with
-    arguments that are no text. Raises InvalidRequestError (``messages``) for one that has no name,
-    or whose arguments are no JSON object."""
+    arguments that are no text, also where it was cut. Raises InvalidRequestError (``messages``) for
+    one that has no name, or whose arguments are not the beginning of a JSON object."""
     function = call.get("function")
     name, arguments = (
         (function.get("name"), function.get("arguments"))
@@ -52,7 +70,9 @@ def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
         else (None, None)
     )
     try:
-        parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        parsed = (
+            parsed_arguments(arguments or "") if isinstance(arguments, str | None) else arguments
+        )
     except ValueError:
         parsed = None
     if not isinstance(name, str) or not isinstance(parsed, Mapping):

@@ -86,9 +86,9 @@ class TextStream:
         shows_stop: bool = False,
     ) -> None:
         """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens, nor
-        in calls of tools, which begin at ``call_marks``; with ``shows_stop``, the text ends behind
-        the one that ends it, else before. With ``skips_special``, special tokens are left out of
-        the text, but for ``shown_tokens``."""
+        in calls of tools, which begin at ``call_marks``, None for no calls; with ``shows_stop``,
+        the text ends behind the one that ends it, else before. With ``skips_special``, special
+        tokens are left out of the text, but for ``shown_tokens``."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
         self._shows_stop = shows_stop
@@ -104,8 +104,9 @@ class TextStream:
         self._count = 0
         self._decoded = ""
         self._held = ""
-        self._calls = call_marks if stop else None
+        self._calls = call_marks
         self._calling = False
+        self._may_call = False
         self._at_start = True
         self.stopped_by: str | None = None
         """The stop string that has appeared."""
@@ -114,6 +115,11 @@ class TextStream:
     def stopped(self) -> bool:
         """True once a stop string has appeared: no more tokens are wanted."""
         return self.stopped_by is not None
+
+    @property
+    def in_call(self) -> bool:
+        """True in a call, or in what is one by all that can be told so far."""
+        return self._calling or self._may_call
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is certain now."""
@@ -144,6 +150,7 @@ class TextStream:
         free = len(text)
         if self._calls is not None and not self._calling:
             end, self._calling = self._calls.free_part(text, is_start=self._at_start)
+            self._may_call = not self._calls.anywhere and end < len(text)
             free = free if is_last and not self._calling else end
         elif self._calling:
             free = 0
@@ -204,11 +211,19 @@ class Output:
             sampling.stop,
             min_tokens=sampling.min_tokens,
             shown_tokens=sampling.shown_tokens,
-            call_marks=sampling.call_marks,
+            call_marks=sampling.call_marks if sampling.stop or sampling.stop_token_ids else None,
             skips_special=sampling.skip_special_tokens,
             shows_stop=sampling.include_stop_str_in_output,
         )
         self._shows_stop = sampling.include_stop_str_in_output
+        self._stop_tokens = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+
+    def stops_at(self, token: int) -> bool:
+        """Return whether the request wants its answer to end with this token, if it is next: inside
+        calls of tools, none does."""
+        wanted = token in self._stop_tokens and self.tokens >= self._min_tokens
+        return wanted and not self._text.in_call
 
     def push(
         self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.limits import LONGEST_ARGUMENTS
-from kvlinker.base.types.tools import Tool, ToolCall, shown_tool, template_call
+from kvlinker.base.types.tools import Tool, ToolCall, parsed_arguments, shown_tool, template_call
 from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, ResponseBody, Text
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkableBody
@@ -76,16 +75,15 @@ CALLS: JsonValue = {"anyOf": [{"const": "required"}, {"type": "object"}]}
 
 def _check_arguments(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
+        parsed_arguments(text)
     except ValueError:
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("json_object", "Input should be a JSON object, as text")
+        raise PydanticCustomError("json_object", "Input should be a JSON object, as text") from None
     return text
 
 
 class CalledFunctionBody(RequestBody):
-    """A function that was called, with its arguments as JSON."""
+    """A function that was called, with its arguments as JSON, or the beginning of it where the call
+    was cut."""
 
     name: FunctionName
     arguments: Annotated[

@@ -54,13 +54,13 @@ class Generation(PromptRequest):
         if first is not None:
             self.clock = first.clock
         sampling = request.sampling_of(choice)
-        self._endings = frozenset(sampling.stop_token_ids) | (
+        self._endings = (
             frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
         )
         self._sampler = Sampler(
             sampling,
             prompt_length=len(request.prompt),
-            endings=self._endings,
+            endings=self._endings.union(sampling.stop_token_ids),
             bad_words=request.bad_words,
         )
         self._guide = None if guide is None else guide()
@@ -137,7 +137,7 @@ class Generation(PromptRequest):
                 return self._ended("stop", self._output.rest())
         sequence = self.sequence
         token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens), allowed)
-        if token in self._endings:
+        if token in self._endings or self._output.stops_at(token):
             end = self._output.push(token, ends="stop")
         else:
             is_last = self._output.tokens + 1 >= self._max_tokens

@@ -121,6 +121,8 @@ class ChoiceOutput:
         for index, token in enumerate(new.token_ids):
             is_last = index == len(new.token_ids) - 1
             ends = new.reason if is_last and not is_whole else None
+            if self._output.stops_at(token):
+                ends = "stop"
             end = self._output.push(token, self._logprobs(token, new, index), ends=ends)
             if end is not None:
                 self._end(*end)

@@ -285,7 +285,8 @@ def _vllm_sampling(
     transfer: Mapping[str, Any] | None,
     structured: Mapping[str, Any] | None,
 ) -> Any:
-    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself.
+    """Return vLLM's sampling parameters, without stop strings, and, where calls may come, without
+    stop tokens: kvlinker looks for them itself.
 
     ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its
     answer ends.
@@ -304,7 +305,7 @@ def _vllm_sampling(
         seed=None if sampling.seed is None else sampling.seed % 2**63,
         ignore_eos=sampling.ignore_eos and structured is None,
         min_tokens=sampling.min_tokens if structured is None else 0,
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop_token_ids=[] if sampling.call_marks else list(sampling.stop_token_ids),
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=None
