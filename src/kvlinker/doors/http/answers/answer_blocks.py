@@ -49,6 +49,9 @@ class BlockReader:
         """Without ``tells_reasoning``, reasoning is left out."""
         self._tells_reasoning = tells_reasoning
         self.blocks: list[AnswerBlock] = []
+        self.thoughts = ""
+        """All of the reasoning, also where it is left out."""
+
         self._reader = reader
         self._open: AnswerBlock | None = None
         self._unread: list[TokenLogprob] = []
@@ -67,6 +70,8 @@ class BlockReader:
 
     def _steps(self, pieces: Iterable[AnswerPiece]) -> Iterator[BlockStep]:
         for piece in pieces:
+            if piece.kind == "reasoning":
+                self.thoughts += piece.text
             match piece.kind:
                 case "call":
                     call = AnswerBlock(

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
-from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
+from kvlinker.doors.http.answers.answer_blocks import BlockReader, BlockStep
 from kvlinker.doors.http.answers.answering import (
     EventStream,
     PreparedRequest,
@@ -151,9 +151,9 @@ class DialectAnswer(Protocol):
         """Return the events of a step."""
         ...
 
-    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        """Take note of the end, with all blocks; ``events_of`` the last steps may yet be asked
-        for."""
+    def ended(self, reader: BlockReader, finished: Finished) -> None:
+        """Take note of the end, with all that was read; ``events_of`` the last steps may yet be
+        asked for."""
         ...
 
     def closing(self) -> Iterable[EventBody]:
@@ -219,7 +219,7 @@ async def respond_in_dialect(
             else:
                 _drain(reader.feed(event.text, event.logprobs))
     _drain(reader.finish(cut=finished.reason != "stop"))
-    answer.ended(reader.blocks, finished)
+    answer.ended(reader, finished)
     note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
     content = await run_in_threadpool(
         lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
@@ -240,7 +240,7 @@ async def _events(
             if isinstance(output, Finished):
                 note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
                 steps = list(reader.finish(cut=output.reason != "stop"))
-                answer.ended(reader.blocks, output)
+                answer.ended(reader, output)
             else:
                 steps = list(reader.feed(output.text, output.logprobs))
             for step in steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, RootModel
@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.types import Scope
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.doors.http.answers.answering import LinkBody, created_tokens, link_body
 from kvlinker.doors.http.edge.errors import as_messages_error, error_body
 from kvlinker.doors.http.fields.bodies import ResponseBody
@@ -199,8 +199,8 @@ class MessageAnswer:
             case "end":
                 yield ContentBlockStop(type="content_block_stop", index=index)
 
-    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        self._blocks = blocks
+    def ended(self, reader: BlockReader, finished: Finished) -> None:
+        self._blocks = reader.blocks
         self._finished = finished
 
     def closing(self) -> Iterable[MessageDelta | MessageStop]:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.messages import MARKS
-from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.doors.http.answers.answering import created_tokens, link_body
 from kvlinker.doors.http.answers.token_logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
@@ -62,6 +62,7 @@ class ResponseAnswer:
         self._ids: dict[int, str] = {}
         self._numbers = 0
         self._blocks: Sequence[AnswerBlock] = ()
+        self._thoughts = ""
         self._finished: Finished | None = None
 
     def opening(self, read: ReadPrompt) -> Iterable[AnyEvent]:
@@ -98,8 +99,9 @@ class ResponseAnswer:
                     **self._number(),
                 )
 
-    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
-        self._blocks, self._finished = blocks, finished
+    def ended(self, reader: BlockReader, finished: Finished) -> None:
+        self._blocks, self._thoughts = reader.blocks, reader.thoughts
+        self._finished = finished
 
     def closing(self) -> Iterable[AnyEvent]:
         whole = self.whole()
@@ -239,8 +241,7 @@ class ResponseAnswer:
         )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
-        thoughts = "".join(block.text for block in self._blocks if block.kind == "reasoning")
-        thought = len(self._llm.token_ids(thoughts)) if thoughts else 0
+        thought = len(self._llm.token_ids(self._thoughts)) if self._thoughts else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(
