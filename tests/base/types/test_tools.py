@@ -41,7 +41,7 @@ def test_arguments_are_ended_where_they_were_cut(text: str, parsed: object) -> N
     "text", ["x", "[1", '"a', "null", '{"a": 1}}', '{"a": 1} {', '{"a" 1', "{1", '{"a":' * 9999]
 )
 def test_what_is_not_the_beginning_of_an_object_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError):  # noqa: PT011  which the callers put into words
         parsed_arguments(text)
     with pytest.raises(InvalidRequestError, match="a JSON object"):
         template_call({"function": {"name": "f", "arguments": text}})

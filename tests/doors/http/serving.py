@@ -33,6 +33,8 @@ TEMPLATE = (
     " message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{%"
     " endif %}"
 )
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>")
+"""Tokens of their own in the vocabulary of models that call tools, or reason."""
 
 
 @dataclass(frozen=True)

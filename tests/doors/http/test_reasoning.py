@@ -152,13 +152,18 @@ def test_responses_repeat_what_was_asked(servers: dict[str, tuple[Served, FakeEn
     assert answer["reasoning"] == {"effort": "low", "summary": None}
 
 
+THINKING = (
+    TEMPLATE.replace("<|start|>", "<|im_start|>")
+    + "{% if enable_thinking is defined and not enable_thinking %}briefly{% endif %}<think>\n"
+    + "{# <tool_call> #}"
+)
+
+
 @pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server on the real engine, whose model begins each answer with reasoning."""
-    template = TEMPLATE.replace("<|start|>", "<|im_start|>") + "<think>\n{# <tool_call> #}"
-    settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
-    model = tiny_model(marks=("<think>", "</think>"))
-    with serving(LLM.from_model(model, settings), settings) as running:
+def thinking(llm_with: Callable[[str], LLM]) -> Iterator[Served]:
+    """A server on a real engine, whose model begins each answer with reasoning."""
+    llm = llm_with(THINKING)
+    with serving(llm, llm.settings, closes=False) as running:
         yield running
 
 
@@ -250,3 +255,28 @@ def test_reasoning_is_left_out_where_it_is_not_wanted(
     answer = thinking.post(path, {**turn, **limits, **length, **fields}).json()
     assert parts(path, answer)[0] == ""
     assert parts(path, answer)[1]
+    if path == RESPONSES:
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "off"),
+    [
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+    ],
+)
+def test_reasoning_is_turned_off_in_the_prompt(
+    thinking: Served, path: str, off: dict[str, Any]
+) -> None:
+    turn = {"input" if path == RESPONSES else "messages": QUESTION}
+    turn["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
+
+    def length(**fields: Any) -> int:
+        usage = thinking.post(path, turn | fields).json()["usage"]
+        found: int = usage.get("prompt_tokens") or usage["input_tokens"]
+        return found
+
+    assert length(**off) - length() == len(thinking.llm.token_ids("briefly"))

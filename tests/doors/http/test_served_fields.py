@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,14 @@ from pydantic import TypeAdapter
 
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.form import AnswerForm
-from tests.doors.http.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
+from tests.doors.http.serving import (
+    MODEL_NAME,
+    TEMPLATE,
+    Served,
+    serving,
+    tiny_model,
+    tiny_settings,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -208,20 +215,29 @@ def test_responses_tell_log_probabilities(served: Served) -> None:
 
 def test_responses_store_nothing(served: Served) -> None:
     assert ask(served, RESPONSES, store=True)["store"] is False
-    refused = served.post(RESPONSES, LEAST[RESPONSES] | {"previous_response_id": "resp_1"})
-    assert "nothing is kept between requests" in refused.json()["error"]["message"]
+    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
+        refused = served.post(RESPONSES, LEAST[RESPONSES] | {field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert "nothing is kept" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("path", "field"),
-    [(CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")],
+    ("path", "kind", "words"),
+    [
+        (CHAT, "image_url", "Images"),
+        (CHAT, "input_audio", "Audio files"),
+        (RESPONSES, "input_image", "Images"),
+        (RESPONSES, "input_audio", "Audio files"),
+        (MESSAGES, "image", "Images"),
+    ],
 )
-def test_media_are_refused_in_words(served: Served, path: str, field: str) -> None:
-    kind = {CHAT: "image_url", RESPONSES: "input_image", MESSAGES: "image"}[path]
+def test_media_are_refused_in_words(served: Served, path: str, kind: str, words: str) -> None:
+    field = "input" if path == RESPONSES else "messages"
     turn = {"role": "user", "content": [{"type": kind}]}
     refused = served.post(path, LEAST[path] | {field: [turn]})
     assert refused.status_code == 400
-    assert "Images are not supported: the model reads text" in refused.json()["error"]["message"]
+    message = refused.json()["error"]["message"]
+    assert f"{words} are not supported: the model reads text" in message
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
@@ -240,6 +256,8 @@ TAKEN = {
     "reasoning_effort": "low",
     "include_reasoning": True,
     "use_beam_search": False,
+    "chat_template_kwargs": {"colour": "red"},
+    "truncate_prompt_tokens": None,
 }
 
 
@@ -267,6 +285,22 @@ def test_messages_have_fields_that_are_not_known(served: Served) -> None:
         {"role": "user", "content": "Where?", "reasoning_content": "", "weight": 1},
     ]  # fmt: skip
     assert ask(served, messages=turns)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_reasoning_is_shown_to_templates_that_know_it(
+    llm_with: Callable[[str], LLM], field: str
+) -> None:
+    shows = TEMPLATE.replace("{{ message", "{{ message.reasoning_content }}{{ message", 1)
+    turns = [*QUESTION, {"role": "assistant", "content": "Here.", field: "I see a cat."}, *QUESTION]
+    body = {"messages": turns, "max_tokens": 1, "return_token_ids": True}
+    for template, there in ((shows, True), (TEMPLATE, False)):
+        llm = llm_with(template)
+        with serving(llm, llm.settings, closes=False) as running:
+            answer = running.post(CHAT, body)
+            assert answer.status_code == 200, answer.text
+            prompt = llm.tokenizer.decode(answer.json()["prompt_token_ids"])
+            assert ("I see a cat." in prompt) == there
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])

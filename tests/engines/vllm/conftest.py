@@ -3,14 +3,16 @@ others use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
-from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
+from tests.doors.http.serving import MARKS, Served, serving, tiny_model, tiny_settings
 
 HEAD_DIM = 32
 """The smallest that vLLM's attention on CPUs takes."""
@@ -22,7 +24,7 @@ def vllm_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """Of an engine on the tiny model, in fp32."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("served")
-    model = tiny_model(head_dim=HEAD_DIM)
+    model = tiny_model(head_dim=HEAD_DIM, marks=MARKS)
     model.model.save_pretrained(folder / "tiny")
     model.tokenizer.save_pretrained(folder / "tiny")
     return vllm_settings_for(folder / "tiny", folder / "state")
@@ -49,3 +51,45 @@ def served(vllm_settings: Settings) -> Iterator[Served]:
     """A server without keys, on vLLM."""
     with serving(LLM.from_settings(vllm_settings), vllm_settings) as running:
         yield running
+
+
+class _Lent:
+    """An engine that another LLM has, and closes."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        pass
+
+
+class _LentSource:
+    """Lends the engine of an LLM."""
+
+    uses_host_memory = False
+    device = None
+
+    def __init__(self, llm: LLM) -> None:
+        self.tokenizer = llm.tokenizer
+        self.sampling_defaults = llm.sampling_defaults
+        self._engine = llm.engine
+
+    def make(self, *_: Any) -> Any:
+        return _Lent(self._engine)
+
+
+@pytest.fixture(scope="module")
+def llm_with(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], LLM]]:
+    """Makes an LLM on the same engine, whose model has another chat template. It has no chunks."""
+    with ExitStack() as stack:
+
+        def make(template: str) -> LLM:
+            settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
+            return stack.enter_context(LLM.from_source(_LentSource(served.llm), settings))
+
+        yield make

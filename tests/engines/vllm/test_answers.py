@@ -46,23 +46,13 @@ from tests.doors.http.test_decoding import (  # noqa: F401
     test_logit_bias_forces_and_forbids,
     test_min_tokens_and_stop_tokens,
 )
-from tests.doors.http.test_served_fields import (  # noqa: F401
-    test_a_salt_keeps_beginnings_apart,
-    test_a_salt_keeps_chunks_that_are_found_by_content_apart,
-    test_a_stop_string_is_shown_where_it_is_wanted,
-    test_allowed_tokens_alone_come,
-    test_forms_in_older_words_are_kept,
-    test_ids_are_texts_again,
-    test_probes_and_the_version_are_told,
-    test_reasoning_ends_by_its_grammar,
-    test_responses_sample_as_chat_completions_do,
-    test_responses_tell_log_probabilities,
-    test_special_tokens_are_shown_where_they_are_wanted,
-    test_the_clients_types_hold_strictly,
-    test_token_ids_are_told_whole_and_in_streams,
-    test_tokens_of_log_probabilities_may_be_ids,
-    test_usage_is_told_all_along,
+from tests.doors.http.test_reasoning import (  # noqa: F401
+    test_limits_of_reasoning_are_kept,
+    test_reasoning_is_left_out_where_it_is_not_wanted,
+    test_reasoning_is_turned_off_in_the_prompt,
+    thinking,
 )
+from tests.doors.http.test_served_fields import *  # noqa: F403
 from tests.doors.http.test_structured import (  # noqa: F401
     client,
     test_answers_with_and_without_a_form_share_steps,
@@ -93,7 +83,7 @@ MARKED: Any = {
 }
 
 
-@pytest.fixture
+@pytest.fixture  # type: ignore[no-redef]
 def reusing(served: Served) -> Served:
     """vLLM's prefix cache is on."""
     return served
@@ -186,16 +176,6 @@ def test_the_end_of_the_form_is_the_end_of_the_answer(served: Served) -> None:
     }
     choice = served.post(CHAT, body | {"max_tokens": 20}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
-
-
-def test_a_form_that_ends_with_the_last_token_says_so(served: Served) -> None:
-    body = {"messages": QUESTION, "structured_outputs": {"choice": ["abc"]}, "ignore_eos": True}
-    reasons = []
-    for most in range(1, 5):
-        choice = served.post(CHAT, body | {"max_tokens": most}).json()["choices"][0]
-        assert (choice["message"]["content"] == "abc") == (choice["finish_reason"] == "stop")
-        reasons.append(choice["finish_reason"])
-    assert (reasons[0], reasons[-1]) == ("length", "stop")
 
 
 def test_what_vllm_refuses_is_the_clients_mistake(served: Served) -> None:
