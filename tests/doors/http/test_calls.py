@@ -116,7 +116,9 @@ def test_stop_tokens_end_text_where_calls_may_come(marked: Served, dialect: str)
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 def test_parallel_calls_come_in_order(marked: Served, dialect: str) -> None:
-    bias = closing(marked) | blanks(marked) | {str(marked.llm.tokenizer.eos_token_id): -100}
+    bias = closing(marked) | blanks(marked)
+    bias |= {str(token): -50 for token in marked.llm.token_ids("\n")}  # between calls
+    bias[str(marked.llm.tokenizer.eos_token_id)] = -100
     asked = Asked(
         choice="required", tools=[WEATHER], max_tokens=200, sampling={"seed": 1, "logit_bias": bias}
     )

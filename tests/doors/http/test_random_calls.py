@@ -63,7 +63,7 @@ def converse(
 
 
 @dialects
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_calls_hold_wherever_they_are_cut(
     marked: Served,  # noqa: F811
