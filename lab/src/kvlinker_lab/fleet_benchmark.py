@@ -127,6 +127,9 @@ def fleet(
     live: Annotated[
         bool, typer.Option(help="Real servers on this machine instead, of the configured model.")
     ] = False,
+    forms: Annotated[
+        str, typer.Option(help="How real servers get chunks: documents, or plain text.")
+    ] = ",".join(FORMS),
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
 ) -> Report:
     """Simulate a fleet whose corpus is as large as all its memory together, and compare rules.
@@ -142,7 +145,7 @@ def fleet(
     if live:
         rows = [
             row
-            for form, size in product(FORMS, sizes)
+            for form, size in product([_known(form, FORMS) for form in names(forms)], sizes)
             for row in run_live(
                 setup.settings,
                 size,
