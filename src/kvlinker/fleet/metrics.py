@@ -1,11 +1,10 @@
 """Puts the metrics of several replicas into one text: each with its replica's label, and the sums
-over all of them."""
+of gauges over all of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -28,59 +27,24 @@ _IN_MEMORY = {"device", "host"}
 """The tiers that no two replicas share."""
 
 
-class _Series(NamedTuple):
-    """One line of a sum: its family's name, type and meaning, its own name, and its labels."""
+def exposition(texts: Mapping[str, str]) -> bytes:
+    """Return the metrics of all replicas in Prometheus' text format, given theirs by id: with the
+    label ``replica``, and the sums of gauges.
 
-    family: str
-    type: str
-    meaning: str
-    name: str
-    labels: tuple[tuple[str, str], ...]
-
-
-class FleetMetrics:
-    """Keeps the sums of counters and histograms, which go on when a replica ends or begins anew.
-    Belongs to one thread, or one event loop."""
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[str, dict[_Series, float]] = defaultdict(dict)  # by replica
-        self._sums: defaultdict[_Series, float] = defaultdict(float)
-
-    def exposition(self, texts: Mapping[str, str]) -> bytes:
-        """Return the metrics of all replicas in Prometheus' text format, given theirs by id: with
-        the label ``replica``, and summed."""
-        told: dict[str, list[Metric]] = {}
-        for replica, text in texts.items():
-            try:
-                told[replica] = list(text_string_to_metric_families(text))
-            except ValueError:  # not Prometheus' format
-                continue
-        registry = CollectorRegistry()
-        registry.register(_Families(_labelled(told)))
-        registry.register(_Families(self._summed(told)))
-        return generate_latest(registry)
-
-    def _summed(self, told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-        gauges: defaultdict[_Series, float] = defaultdict(float)
-        for replica, families in told.items():
-            for series, value in _own(families):
-                if series.type == "gauge":
-                    gauges[series] += value
-                else:
-                    self._count(replica, series, value)
-        sums: dict[str, Metric] = {}
-        for series, value in (self._sums | gauges).items():
-            family = sums.setdefault(
-                series.family, Metric(series.family, series.meaning, series.type)
-            )
-            family.add_sample(series.name, dict(series.labels), value)
-        return list(sums.values())
-
-    def _count(self, replica: str, series: _Series, value: float) -> None:
-        """Add what has come since the last time; a replica that has counted less began anew."""
-        before = self._counts[replica].get(series, 0.0)
-        self._sums[series] += value - before if value >= before else value
-        self._counts[replica][series] = value
+    Counters have no sum here: it would fall when a replica ends, and differ from router to router
+    where one remembered those that ended, and to Prometheus a fall is a new beginning. It adds up
+    their rates itself.
+    """
+    told: dict[str, list[Metric]] = {}
+    for replica, text in texts.items():
+        try:
+            told[replica] = list(text_string_to_metric_families(text))
+        except ValueError:  # not Prometheus' format
+            continue
+    registry = CollectorRegistry()
+    registry.register(_Families(_labelled(told)))
+    registry.register(_Families(_summed(told.values())))
+    return generate_latest(registry)
 
 
 class _Families(Collector):
@@ -109,27 +73,21 @@ def _labelled(told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
     return list(labelled.values())
 
 
-def _own(families: Iterable[Metric]) -> Iterator[tuple[_Series, float]]:
-    """Yield what is added up of a replica's metrics."""
-    for family in families:
+def _summed(told: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """Return the sums of what is added up of replicas' metrics."""
+    sums: dict[str, Metric] = {}
+    values: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for family in (each for families in told for each in families):
         name = family.name.removeprefix(OWN)
-        if name == family.name:
+        if name == family.name or name not in _ADDING_UP:
             continue
-        if family.type == "gauge" and name not in _ADDING_UP:
-            continue
-        for sample in family.samples:
-            if family.type == "gauge" and not _is_its_own(sample):
-                continue
-            yield (
-                _Series(
-                    SUMMED + name,
-                    family.type,
-                    f"{family.documentation} All replicas.",
-                    sample.name.replace(OWN, SUMMED, 1),
-                    tuple(sorted(sample.labels.items())),
-                ),
-                sample.value,
-            )
+        summed = Metric(SUMMED + name, f"{family.documentation} All replicas.", "gauge")
+        sums.setdefault(summed.name, summed)
+        for sample in filter(_is_its_own, family.samples):
+            values[summed.name, tuple(sorted(sample.labels.items()))] += sample.value
+    for (name, labels), value in values.items():
+        sums[name].add_sample(name, dict(labels), value)
+    return list(sums.values())
 
 
 def _is_its_own(sample: Sample) -> bool:

@@ -25,7 +25,7 @@ from kvlinker.doors.http.fields.server_status import (
 )
 from kvlinker.fleet.audit import pooled
 from kvlinker.fleet.backends import Backends, ReplicaState
-from kvlinker.fleet.metrics import FleetMetrics
+from kvlinker.fleet.metrics import exposition
 from kvlinker.fleet.router import Router
 
 
@@ -59,7 +59,7 @@ class FleetStatus(ServerStatus):
 def routes(router: Router, backends: Backends) -> APIRouter:
     """Return the routes that show what ``backends`` tell, and what ``router`` knows of them."""
     shown = APIRouter()
-    sums, started_at = FleetMetrics(), int(time.time())
+    started_at = int(time.time())
 
     @shown.get("/status")
     async def status() -> FleetStatus:
@@ -119,7 +119,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
         asked = backends.ready()
         texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
         told = dict(zip((each.id for each in asked), texts, strict=True))
-        return Response(sums.exposition(told), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(exposition(told), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return shown
 
