@@ -6,10 +6,8 @@ from __future__ import annotations
 import itertools
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,64 +16,18 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fleet.ray_serve.fleets import START_SECONDS
+from tests.fleet.processes import KVLINKER, Processes, url
 from tests.postgres_server import PostgresServer
-from tests.redis_server import RedisServer, free_port
-from tests.waiting import PATIENCE, wait_until
+from tests.redis_server import RedisServer
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builders")]
 
-KVLINKER = str(Path(sys.executable).with_name("kvlinker"))
 CHAT = "/v1/chat/completions"
 TEXTS = [
     " ".join(f"Person {n}-{line} lives in town {n * line}." for line in range(40))
     for n in range(1, 5)
 ]
-
-
-class Processes:
-    """Servers of the model in the box, each with a state directory of its own."""
-
-    def __init__(self, folder: Path, postgres: PostgresServer, redis: RedisServer) -> None:
-        self._folder = folder
-        self._catalog, self._redis = postgres.new_database(), redis.url
-        self._stack = ExitStack()
-        self._count = 0
-
-    def start(self, *options: str, command: str = "serve") -> tuple[httpx.Client, Any]:
-        """Start a server, and return its client once it answers, and its process."""
-        self._count += 1
-        port = free_port()
-        shared: tuple[str, ...] = ()
-        if command == "serve":
-            shared = (
-                *("--state-dir", str(self._folder / str(self._count))),
-                *("--catalog-url", self._catalog, "--redis-url", self._redis, "--threads", "1"),
-                *("--disk-space", "0", "--host-memory", "256MiB", "--kv-slots", "8192"),
-            )
-        process = subprocess.Popen(
-            [KVLINKER, command, "--port", str(port), *shared, *options],
-            stdout=subprocess.DEVNULL,
-            stderr=(self._folder / f"{self._count}.log").open("w"),
-        )
-        self._stack.callback(process.wait, PATIENCE)
-        self._stack.callback(process.kill)
-        client = self._stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
-        )
-
-        def answers() -> bool:
-            assert process.poll() is None, (self._folder / f"{self._count}.log").read_text()
-            try:
-                return client.get("/health").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_until(answers, START_SECONDS)
-        return client, process
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 @pytest.fixture
@@ -106,10 +58,6 @@ def lookups(server: httpx.Client) -> dict[tuple[str, str], float]:
         for sample in family.samples
         if sample.name == "kvlinker:chunk_lookups_total"
     }
-
-
-def url(server: httpx.Client) -> str:
-    return str(server.base_url).rstrip("/")
 
 
 def test_a_corpus_of_a_builder_is_served_by_a_server_that_never_computed_it(

@@ -3,6 +3,7 @@ two servers gets wrong, and kills."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -37,6 +38,9 @@ TEXTS = [
     "Ada Brandt lives in Porto. She works as a nurse.\n\n",
     "Jon Okafor lives in Lima. He works as a cook.\n\n",
 ]
+BLOCK = 64
+"""The tokens at the end of a prompt that an engine may not keep: vLLM keeps whole blocks."""
+
 KEYS = {"KVLINKER_API_KEYS": "some,small", "KVLINKER_TENANT_QUOTAS": '{"small": {"caches": 5}}'}
 SMALL = {"authorization": "Bearer small"}
 
@@ -113,6 +117,35 @@ def test_a_quota_is_one_quota(fleet: RunningFleet) -> None:
             assert fleet.http.delete(f"{CACHES}/{cache_id}", headers=SMALL).status_code == 200
 
 
+def test_a_conversation_reuses_its_beginning(fleet: RunningFleet) -> None:
+    """Each turn goes where the turns before it were computed."""
+    turns = [{"role": "user", "content": "".join(TEXTS) + "Question: Where does Jon Okafor live?"}]
+    lengths, reused, replicas = [], [], set()
+    for number in range(6):
+        answer = fleet.http.post(CHAT, json=asked(messages=turns, max_tokens=16))
+        replicas.add(answer.headers["x-kvlinker-replica"])
+        usage = answer.json()["usage"]
+        lengths.append(usage["prompt_tokens"])
+        reused.append(usage["prompt_tokens_details"]["exact_cached_tokens"])
+        said = answer.json()["choices"][0]["message"]["content"]
+        turns += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": f"Question {number}: Where does Ada Brandt live?"},
+        ]
+    assert len(replicas) == 1
+    for before, now in itertools.pairwise(range(6)):
+        assert reused[now] >= lengths[before] - BLOCK
+
+
+def test_what_is_deleted_by_metadata_is_gone_everywhere(fleet: RunningFleet) -> None:
+    body = {"chunks": TEXTS, "metadata": {"of": "all"}}
+    assert fleet.http.post(CACHES, json=body, headers=SMALL).status_code == 200
+    removed = fleet.http.request("DELETE", CACHES, params={"metadata[of]": "all"}, headers=SMALL)
+    assert removed.json()["deleted"] == len(TEXTS)
+    for url in fleet.ready():
+        assert direct(url, "GET", CACHES, headers=SMALL).json()["data"] == []
+
+
 def test_nothing_listens_where_others_reach_it(fleet: RunningFleet) -> None:
     hosts = {
         each.laddr.ip
@@ -172,12 +205,25 @@ def test_a_killed_replica_is_replaced(fleet: RunningFleet) -> None:
 
 
 def test_a_killed_ingress_is_replaced(fleet: RunningFleet) -> None:
-    """Clients that connect anew find the other one."""
+    """In the middle of traffic: its connections break, and clients that connect anew find the other
+    one."""
     one, other = fleet.ingresses()
-    one.kill()
-    one.wait(PATIENCE)
-    for _ in range(10):
-        with httpx.Client(base_url=fleet.url, headers=fleet.http.headers) as client:
-            assert client.post(CHAT, json=asked(), timeout=PATIENCE).status_code == 200
+
+    def ask(_: int) -> int | None:
+        """The status of an answer over a new connection; None where that breaks."""
+        try:
+            url, headers = f"{fleet.url}{CHAT}", fleet.http.headers
+            return httpx.post(url, json=asked(), headers=headers, timeout=PATIENCE).status_code
+        except httpx.TransportError:
+            return None
+
+    with ThreadPoolExecutor(8) as clients:
+        under_way = [clients.submit(ask, number) for number in range(24)]
+        next(each for each in under_way if each.result() == 200)
+        one.kill()
+        one.wait(PATIENCE)
+        later = clients.map(ask, range(10))
+        assert set(later) == {200}
+        assert {each.result() for each in under_way} <= {200, None}
     wait_until(lambda: len(fleet.ingresses()) == 2, START_SECONDS)
     assert other in fleet.ingresses()
