@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, Unpack, overload
@@ -15,16 +16,13 @@ from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
 from kvlinker.base.events import Events
 from kvlinker.base.types.grammars import AnswerGrammar
-from kvlinker.base.types.messages import (
-    Implicit,
-    TemplateOptions,
-)
+from kvlinker.base.types.messages import Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.tools import Tool
 from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.linking import Explanation, Policy, parse_policy
+from kvlinker.linking import Explanation, Policy
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
@@ -38,16 +36,10 @@ from kvlinker.service.answer import (
 )
 from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.builders import BuilderClient
-from kvlinker.service.content import (
-    CompletionContent,
-    ContentPart,
-    Message,
-    parse_tools,
-)
+from kvlinker.service.content import CompletionContent, ContentPart, Message, parse_tools
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.context_caches.building import Building
-from kvlinker.service.implicit.caches import ImplicitCaches
-from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.context_caches.kept_answers import AnswerKeeper, KeepRequest
 from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
@@ -55,7 +47,7 @@ from kvlinker.service.prompt_calls import (
     PromptCalls,
     refuse_tools_in_text,
 )
-from kvlinker.service.reading import ContentReader, ReadDefaults, ReadPrompt
+from kvlinker.service.reading import ContentReader, ReadPrompt
 from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.settings import Options, Settings, load_settings
@@ -85,6 +77,7 @@ class PreparedChat(NamedTuple):
 
     explains: bool
     tenant: str
+    keep: KeepRequest | None
 
 
 @names_arguments
@@ -176,6 +169,10 @@ class LLM(ContextCacheCalls, PromptCalls):
             builds=settings.role == "build",
         )
         started.callback(self.caches.close)
+        self._keeper = AnswerKeeper(
+            self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
+        )
+        started.callback(self._keeper.close)
         self.building = Building(self.engine, self.catalog, self.store)
         started.callback(self.building.close)
         self.residency = Residency(self.store, kv_bytes_per_token=self.engine.kv_bytes_per_token)
@@ -187,21 +184,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
         started.callback(self.policy_manager.close)
         started.callback(self.engine.close)  # before all others, so that what they wait for ends
-        self._content = ContentReader(
-            self.builder,
-            self.caches,
-            ImplicitCaches(
-                self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl
-            ),
-            Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
-            ReadDefaults(
-                policy=self.policy_manager.default_policy,
-                implicit=Implicit(settings.implicit),
-                implicit_policy=None
-                if settings.implicit_policy is None
-                else parse_policy(settings.implicit_policy),
-                steered=self.policy_manager.controller is not None,
-            ),
+        self._content = ContentReader.of(
+            settings, self.builder, self.caches, self.catalog, self.events, self.policy_manager
         )
 
     def request_tools(
@@ -274,6 +258,7 @@ class LLM(ContextCacheCalls, PromptCalls):
             options=TemplateOptions(tools=tools.tools),
             policy=options.get("policy"),
             implicit=options.get("implicit"),
+            order=options.get("order") or "given",
             tenant=tenant,
         )
         known = SamplingFields.__annotations__
@@ -292,13 +277,23 @@ class LLM(ContextCacheCalls, PromptCalls):
             tools.reader(read.prompt),
             options.get("explain", False),
             tenant,
+            KeepRequest.of(
+                options.get("keep") or self.settings.keep_answers,
+                options.get("ttl"),
+                partial(tools.reader, read.prompt),
+            ),
         )
 
     def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
         """Queue one choice for what a call of ``chat_completion`` asks. Raises what ``submit``
         does."""
         return self.submit(
-            asked.read, asked.sampling, sink, explains=asked.explains, tenant=asked.tenant
+            asked.read,
+            asked.sampling,
+            sink,
+            explains=asked.explains,
+            keep=asked.keep,
+            tenant=asked.tenant,
         )
 
     def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
@@ -335,6 +330,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         n: int = 1,
         explains: bool = False,
         shows_attention: bool = False,
+        keep: KeepRequest | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from
@@ -343,7 +339,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses
         seed + i. When one choice cannot be queued, none is. The handle cancels all. With
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
-        linked, and with ``shows_attention`` the question's attention in it. Raises what
+        linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the only
+        choice's ``Finished`` tells what context cache it has become. Raises what
         ``Engine.generate`` does.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
@@ -358,7 +355,10 @@ class LLM(ContextCacheCalls, PromptCalls):
             bad_words=bad_words,
             explains=explains,
             shows_attention=shows_attention,
+            keeps_answer=keep is not None,
         )
+        if keep is not None:
+            sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
         return self.engine.generate(
             *self.policy_manager.watch(request, sink, implicit=read.implicit)
         )

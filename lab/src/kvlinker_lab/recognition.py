@@ -150,7 +150,9 @@ def _measured(
 ) -> Row:
     from kvlinker.service.implicit.recognition import Recognizer
 
-    recognizer = Recognizer(llm.catalog, llm.builder.encoder, fingerprint=llm.engine.fingerprint)
+    recognizer = Recognizer(
+        llm.catalog, llm.builder.encoder, llm.events, fingerprint=llm.engine.fingerprint
+    )
     seconds: list[float] = []
     others = [*questions[1:], questions[0]]
     again = [

@@ -91,6 +91,14 @@ class ChunkNamed:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerKept:
+    """An answer of the tenant's was to be kept: it is ``kept``, or could not be."""
+
+    tenant: str
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ImplicitEvicted:
     """So many implicit context caches were removed to make room."""
 
@@ -169,6 +177,7 @@ Event = (
     | TierUnavailable
     | ImplicitText
     | ChunkNamed
+    | AnswerKept
     | ImplicitEvicted
     | FirstToken
     | RequestFinished

@@ -115,6 +115,19 @@ class Link:
         return takes_first_pass(self.policy, self.prompt) and self.evidence.attention is None
 
     @property
+    def is_inexact(self) -> bool:
+        """True if the plan, or what it reuses, has KV of chunks that is not exact in its place."""
+        plan, reused = self._plan, self.prompt.reused
+        if reused is not None and any(reused.linked.values()):
+            return True
+        kept = (
+            self.prompt.inexact
+            if self.policy.needs.refines
+            else (self.prompt.inexact & ~plan.computed)
+        )
+        return bool(kept.any())
+
+    @property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores
         are needed, else those that the plan places. A chunk that stands twice is listed twice."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.chunks import Chunk, Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +180,8 @@ class Prompt:
         return mask
 
     def _is_exact(self, chunk: Chunk, start: int) -> bool:
-        return len(chunk.prefix) == start and self.tokens[:start].tolist() == list(chunk.prefix)
+        return (
+            len(chunk.prefix) == start
+            and chunk.origin is not Origin.LINKED_ANSWER
+            and self.tokens[:start].tolist() == list(chunk.prefix)
+        )

@@ -20,7 +20,7 @@ from kvlinker.base.types.answers import (
     TokenLogprob,
     Usage,
 )
-from kvlinker.base.types.context_cache import LinkedCache
+from kvlinker.base.types.context_cache import KeptAnswer, LinkedCache
 from kvlinker.base.types.tools import ToolCall
 from kvlinker.engines.contract.contract import (
     Failed,
@@ -59,6 +59,9 @@ class Answer:
     """The calls of tools that the model asks for; the text may be empty then. With
     ``finish_reason`` ``length``, the last one's arguments may be incomplete."""
 
+    kept: KeptAnswer | None = None
+    """The context cache that the answer has become, where it was to be kept."""
+
     reasoning: str = ""
     """What the model thought before it answered a conversation, where it tells that."""
 
@@ -80,6 +83,7 @@ class Answer:
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
             prompt_logprobs=finished.prompt_logprobs,
             explanation=finished.explanation,
+            kept=finished.kept,
         )
 
     def read_by(self, reader: Reader) -> Self:

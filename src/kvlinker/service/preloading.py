@@ -1,4 +1,5 @@
-"""Brings chunks to memory that others ask for often, before this server gets their requests."""
+"""Brings chunks to memory before requests need them: those that others ask for often, to a server
+that joins, and those that clients say they will use."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from itertools import islice
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.contract import Engine
@@ -16,6 +18,9 @@ from kvlinker.store.loading.prompt_load import Urgency
 
 MEMORY_SHARE = 0.9
 """The share of memory that may be full when one more chunk is brought there."""
+
+MOST_PENDING = 10_000
+"""The most chunks that may wait to be brought to memory."""
 
 AT_ONCE = 8
 """The chunks that are loaded, or computed, at a time."""
@@ -32,6 +37,7 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
+        self._waiting: dict[str, float] = {}  # chunk keys, first ones first, with their deadlines
         self._pending = 0
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -42,40 +48,60 @@ class Preloading:
         return self._pending
 
     def begin(self, keys: Sequence[str], seconds: float) -> int:
-        """Bring chunks to memory, the first ones first, for so many seconds and as long as memory
-        has room; returns how many are to be brought there. While that goes on, others are not
-        begun."""
+        """Bring chunks to memory, the first ones first and behind those of calls before, for so
+        many seconds and as long as memory has room; returns how many are still to be brought there.
+        Beyond ``MOST_PENDING``, chunks are left out."""
+        deadline = time.monotonic() + seconds
         with self._lock:
-            if self._pending or self._closed.is_set():
-                return self._pending
-            missing = [key for key in dict.fromkeys(keys) if not self._store.is_resident(key)]
-            self._pending = len(missing)
-            if missing:
-                self._thread = threading.Thread(
-                    target=self._bring, args=(missing, time.monotonic() + seconds), daemon=True
-                )
+            if self._closed.is_set():
+                return 0
+            for key in dict.fromkeys(keys):
+                if len(self._waiting) < MOST_PENDING and not self._store.is_resident(key):
+                    self._waiting.setdefault(key, deadline)
+            self._pending = len(self._waiting)
+            if self._waiting and self._thread is None:
+                self._thread = threading.Thread(target=self._bring, daemon=True)
                 self._thread.start()
             return self._pending
 
     def close(self) -> None:
         """Bring no more, and wait for what is under way. Idempotent."""
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
-    def _bring(self, keys: Sequence[str], deadline: float) -> None:
+    def _bring(self) -> None:
+        brought = 0
         try:
-            for start in range(0, len(keys), AT_ONCE):
-                if self._closed.is_set() or time.monotonic() >= deadline or not self._has_room():
-                    break
-                self._bring_batch(keys[start : start + AT_ONCE], deadline)
-                self._pending = max(0, len(keys) - start - AT_ONCE)
+            while batch := self._next():
+                self._bring_batch(tuple(batch), min(batch.values()))
+                brought += sum(map(self._store.is_resident, batch))
         except Exception:  # a server that cannot do it begins without
             logger.exception("Chunks could not be brought to memory")
-        finally:
-            self._pending = 0
-        there = sum(map(self._store.is_resident, keys))
-        logger.info("%d of %d chunks that are asked for often are in memory.", there, len(keys))
+            with self._lock:
+                self._end()
+        logger.info("%d chunks were brought to memory.", brought)
+
+    def _next(self) -> dict[str, float]:
+        """Take the next chunks, with their deadlines; there are none where nothing more is to be
+        brought, and then the thread ends."""
+        now = time.monotonic()
+        with self._lock:
+            self._waiting = {key: by for key, by in self._waiting.items() if by > now}
+            if self._closed.is_set() or not self._waiting or not self._has_room():
+                self._end()
+                return {}
+            batch = dict(islice(self._waiting.items(), AT_ONCE))
+            self._pending = len(self._waiting)
+            for key in batch:
+                del self._waiting[key]
+            return batch
+
+    def _end(self) -> None:
+        """Forget what waits; the next call begins anew."""
+        self._waiting, self._pending, self._thread = {}, 0, None
 
     def _bring_batch(self, keys: Sequence[str], deadline: float) -> None:
         """Load some chunks, and compute those that no tier has."""
@@ -85,7 +111,9 @@ class Preloading:
         for key, load in zip(keys, loads, strict=True):
             if load in loaded and not load.exception() and load.result() is None:
                 found = self._catalog.chunk(key)
-                if found is not None and found[2] == self._engine.fingerprint:
+                if found is None or found[0].contextual:  # the next to need it computes it
+                    continue
+                if found[2] == self._engine.fingerprint:
                     with suppress(KVLinkerError):  # whoever asks for it is told
                         building.append(self._engine.cache_chunk(found[0], tenant=found[1]))
         wait(building, timeout=max(0.0, deadline - time.monotonic()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
@@ -33,6 +33,7 @@ from kvlinker.service.content import (
     parse_messages,
     parse_prompt,
 )
+from kvlinker.service.context_caches.kept_answers import KeptPart
 from kvlinker.service.model_calls import ModelCalls
 from kvlinker.service.reading import ContentReader, ReadOptions, ReadPrompt
 
@@ -42,6 +43,10 @@ Messages = Sequence[Message | ChatMessage[CachedPart]]
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
 """Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
 templates show."""
+
+
+Order = Literal["given", "any"]
+"""Whether documents, and chunks beside each other, stay as they are given."""
 
 
 class ChatOptions(SamplingFields, total=False):
@@ -61,8 +66,19 @@ class ChatOptions(SamplingFields, total=False):
     policy: str | Policy | None
     """A name, or a policy, which need not be registered."""
 
+    order: Order | None
+    """"any": documents, and chunks beside each other, may stand in the order in which they were
+    linked before, so that nothing is computed again."""
+
     implicit: Implicit | str | None
     """Which texts become chunks without an id: "auto", "marked" or "off"."""
+
+    keep: KeptPart | Literal["off"] | None
+    """Which part of the answer becomes a context cache, ``Answer.kept``, with the KV that it was
+    generated with; by default, as the settings say."""
+
+    ttl: float | None
+    """The seconds that it lives from its last use."""
 
     explain: bool
     """True: the answer has an ``explanation`` of how its prompt was linked."""
@@ -182,6 +198,7 @@ class PromptCalls(ModelCalls):
         implicit: Implicit | str | None = None,
         keeps: bool = True,
         salt: str | None = None,
+        order: Order = "given",
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a conversation about documents, and choose its policy; a prompt stays
@@ -189,10 +206,11 @@ class PromptCalls(ModelCalls):
 
         Texts that become chunks get context caches, unless ``keeps`` is False. With a ``salt``,
         what is reused, but for context caches that are named by id, is of requests with the same
-        one. Raises InvalidRequestError, PolicyError for one that is unknown or lacks its
+        one. In ``order`` "any", documents and neighbouring chunks may change places. Raises
+        InvalidRequestError, PolicyError for one that is unknown or lacks its
         certificate, and ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
-        how = self._reading(policy, implicit, keeps, tenant, salt)
+        how = self._reading(policy, implicit, keeps, tenant, salt, order)
         if isinstance(messages, Prompt):
             return ReadPrompt(messages, how.policy or self.default_policy(tenant), {}, how.salt)
         return self._content.chat(
@@ -208,11 +226,12 @@ class PromptCalls(ModelCalls):
         keeps: bool = True,
         special_tokens: bool = True,
         salt: str | None = None,
+        order: Order = "given",
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a completion, with or without the ``special_tokens`` that the
         tokenizer adds, and choose its policy. Raises what ``read_chat`` does."""
-        how = self._reading(policy, implicit, keeps, tenant, salt)
+        how = self._reading(policy, implicit, keeps, tenant, salt, order)
         how = replace(how, special_tokens=special_tokens)
         return self._content.completion(parse_prompt(prompt), how)
 
@@ -223,6 +242,7 @@ class PromptCalls(ModelCalls):
         keeps: bool,
         tenant: str,
         salt: str | None,
+        order: Order,
     ) -> ReadOptions:
         """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
         that is unknown or lacks its certificate."""
@@ -234,5 +254,6 @@ class PromptCalls(ModelCalls):
             named,
             None if implicit is None else parse_implicit(implicit),
             salt_of(salt),
+            any_order=order == "any",
             keeps=keeps,
         )

@@ -52,6 +52,10 @@ class LinkingSettings(BaseSettings):
         gt=0,
         description="Seconds that chunks without an id live from their last use.",
     )
+    keep_answers: Literal["off", "answer"] = Field(
+        default="off",
+        description="Answers that become chunks with the KV that they were generated with.",
+    )
     implicit_caches: int = Field(
         default=1000,
         ge=0,

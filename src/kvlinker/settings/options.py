@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     implicit: Literal["auto", "marked", "off"] | None
     implicit_policy: str | None
     implicit_ttl: float | None
+    keep_answers: Literal["off", "answer"] | None
     implicit_caches: int | None
     max_model_len: int | None
     kv_slots: int | None

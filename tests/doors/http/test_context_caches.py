@@ -53,6 +53,7 @@ def test_creation(served: Served) -> None:
         "metadata": {"k": "v"},
         "pinned": False,
         "implicit": False,
+        "contextual": False,
         "scope": "private",
         "usable": True,
     }

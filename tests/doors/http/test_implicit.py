@@ -706,3 +706,22 @@ def test_auto_may_be_the_servers_setting(tmp_path: Path) -> None:
     with server(tmp_path, implicit="auto") as served:
         told = ask(served, part(joined(b, a)))
         assert created(told) == [False, False], "they are known after a restart"
+
+
+def test_documents_in_any_order_are_reused_as_they_were_linked(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, prefix_cache="on")
+    documents = [{"text": text(name)} for name in ("aa", "bb", "cc")]
+    with serving(LLM.from_model(tiny_model(), settings), settings) as served:
+        first = ask(served, documents=documents, link={"order": "any"})
+        ids = [each["id"] for each in first["link"]["context_caches"]]
+        again = ask(served, documents=documents[::-1], link={"order": "any"})
+        assert [each["id"] for each in again["link"]["context_caches"]] == ids
+        assert again["usage"]["prompt_tokens_details"]["recomputed_tokens"] == 0
+        assert again["choices"][0]["message"] == first["choices"][0]["message"]
+        given = ask(served, documents=documents[::-1])
+        assert [each["id"] for each in given["link"]["context_caches"]] == ids[::-1]
+        assert given["usage"]["prompt_tokens_details"]["recomputed_tokens"] > 0
+        parts = [part(document["text"], EPHEMERAL) for document in documents]
+        whole = ask(served, *parts, link={"order": "any"})
+        turned = ask(served, *parts[::-1], link={"order": "any"})
+        assert turned["link"] == whole["link"]

@@ -135,14 +135,27 @@ class Bench:
         )
 
     def submit(
-        self, prompt, policy="legolink-4", tenant="default", sink=None, explains=False, **sampling
+        self,
+        prompt,
+        policy="legolink-4",
+        tenant="default",
+        sink=None,
+        explains=False,
+        keeps=False,
+        **sampling,
     ):
         outcome = Outcome()
         params = SamplingParams(
             **({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling)
         )
         request = GenerationRequest(
-            prompt, as_policy(policy), params, tenant, explains=explains, shows_attention=explains
+            prompt,
+            as_policy(policy),
+            params,
+            tenant,
+            explains=explains,
+            shows_attention=explains,
+            keeps_answer=keeps,
         )
         handle = self.engine.generate(request, sink or outcome.put)
         return outcome, handle

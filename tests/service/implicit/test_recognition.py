@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvlinker.base.events import Events
 from kvlinker.base.types.messages import CachedPart, ChatMessage, ContextCacheReference, MarkedText
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit import recognition
@@ -34,6 +35,9 @@ class Catalog:
     def enter(self, text: str, tenant: str = "anna") -> None:
         self.entered.append((tenant, ENCODER.encode_data(text)))
 
+    def tenants_with_answers(self) -> frozenset[str]:
+        return frozenset()
+
     def tokens_since(
         self, number: int, tenant: str, fingerprint: str, *, limit: int
     ) -> tuple[int, list[tuple[int, ...]]]:
@@ -46,7 +50,7 @@ class Reader:
     def __init__(self) -> None:
         self.catalog = Catalog()
         made: Any = self.catalog
-        self.recognizer = Recognizer(made, ENCODER, fingerprint="model")
+        self.recognizer = Recognizer(made, ENCODER, Events(), fingerprint="model")
 
     def marked(
         self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True

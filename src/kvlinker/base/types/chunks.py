@@ -48,6 +48,19 @@ def parse_context(name: str) -> GenerationContext:
         ) from error
 
 
+class Origin(StrEnum):
+    """Names what a chunk's KV comes from."""
+
+    TEXT = "text"
+    """A text was computed behind ``Chunk.prefix``."""
+
+    ANSWER = "answer"
+    """The model generated it behind ``Chunk.prefix``, which was computed as it is."""
+
+    LINKED_ANSWER = "linked answer"
+    """The model generated it behind ``Chunk.prefix``, parts of which were linked chunks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Holds token ids that are cached as one unit."""
@@ -64,12 +77,19 @@ class Chunk:
     salt: str = ""
     """The salt of the requests that alone find it by its content; empty for those without one."""
 
+    origin: Origin = Origin.TEXT
+
     scored: bool = field(default=True, compare=False)
     """False if attention scores are collected with its KV only where the policy that links it needs
     them: a text that a prompt brought is computed while its answer waits."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def contextual(self) -> bool:
+        """True if its KV carries what a conversation said before it."""
+        return self.origin is not Origin.TEXT
 
     @property
     def content(self) -> str:
@@ -85,7 +105,7 @@ def content_of(tokens: bytes) -> str:
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and
-    token ids, and its salt.
+    token ids, its salt, and whether its prefix was linked.
 
     A shared chunk's tenant is SHARED_TENANT, whoever asks.
     """
@@ -94,6 +114,7 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
         np.asarray(chunk.prefix, dtype="<u4").tobytes(),
         fingerprint=salted(fingerprint, chunk.salt),
         owner=SHARED_TENANT if chunk.shared else tenant,
+        origin=chunk.origin,
     )
 
 
@@ -119,13 +140,19 @@ def salt_of(text: str | None) -> str:
     return "" if not text else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:
+def packed_chunk_key(
+    tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str, origin: Origin = Origin.TEXT
+) -> str:
     """Compute the ``chunk_key`` of token ids as little-endian uint32.
 
-    Every part is length-prefixed, so that no two different inputs share their bytes.
+    Every part is length-prefixed, so that no two different inputs share their bytes. An answer
+    behind what was computed as it is has the KV, but for rounding, and the key, of a text there.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
-    for part in (fingerprint.encode(), owner.encode(), prefix, tokens):
+    parts = [fingerprint.encode(), owner.encode(), prefix, tokens]
+    if origin is Origin.LINKED_ANSWER:
+        parts.append(origin.encode())
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

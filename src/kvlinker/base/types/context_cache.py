@@ -93,6 +93,16 @@ class LinkedCache:
     """True if this prompt brought its text first."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """The context cache that an answer has become; where ``id`` is None, ``reason`` tells why there
+    is none."""
+
+    id: str | None
+    tokens: int = 0
+    reason: str | None = None
+
+
 class Unchanged(Enum):
     """Is the type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is
     a value)."""

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from kvlinker.base.events import (
     AgreementFell,
     AnswerAudited,
+    AnswerKept,
     AuditSkipped,
     ChunkDamaged,
     ChunkEvicted,
@@ -82,6 +83,9 @@ class Metrics:
         )
         self._restored_tokens = counter(
             "restored_tokens", "Tokens of prefixes whose KV came back from the disk."
+        )
+        self._answers_kept = counter(
+            "answers_kept", "Answers that were to be kept as context caches.", "result"
         )
         self._implicit_texts = counter(
             "implicit_texts",
@@ -160,6 +164,8 @@ class Metrics:
                 self._restored_tokens.inc(event.tokens)
             case ImplicitText():
                 self._implicit_texts.labels(event.source, event.outcome).inc()
+            case AnswerKept():
+                self._answers_kept.labels("kept" if event.kept else "refused").inc()
             case ImplicitEvicted():
                 self._implicit_evictions.inc(event.count)
             case AnswerAudited():

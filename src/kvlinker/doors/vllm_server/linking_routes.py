@@ -30,8 +30,8 @@ from kvlinker.base.types.messages import (
     TemplateOptions,
     TokenIds,
 )
-from kvlinker.doors.http.answers.answering import link_body
 from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
+from kvlinker.doors.http.answers.link_bodies import link_body
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.fields.messages import MessageBody

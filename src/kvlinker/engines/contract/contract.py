@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, Usage
 from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.context_cache import KeptAnswer
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt
+from kvlinker.store.chunk_kv import ChunkKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,16 @@ class GenerationRequest:
     """True if explanations are to have the question's attention in each layer, where the engine can
     measure it."""
 
+    keeps_answer: bool = False
+    """True if ``Finished`` is to have the answer's KV; then there is one choice."""
+
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
+        if self.keeps_answer and self.n > 1:
+            raise InvalidRequestError(
+                f"One answer can be kept, but n is {self.n}: ask for one, or keep none.", param="n"
+            )
 
     @property
     def sharer(self) -> str:
@@ -62,6 +71,24 @@ class GenerationRequest:
         seed + i."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=seed + choice)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerKV:
+    """The KV of an answer, as it was generated."""
+
+    prompt: NDArray[np.int64]
+    """The token ids before it, as they were linked: [prompt]."""
+
+    tokens: NDArray[np.int64]
+    """The answer's token ids, without the one that ended it: [tokens]."""
+
+    linked: bool
+    """True if KV of chunks stood in the prompt that is not exact there."""
+
+    part: Callable[[int, int], ChunkKV]
+    """Returns the KV of the tokens [begin, end), with keys before rotary embedding. It takes a
+    while: do not call it in the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +108,12 @@ class Finished:
 
     explanation: Explanation | None = None
     """How the prompt was linked, where the request asked for it; the first choice tells."""
+
+    answer_kv: AnswerKV | None = None
+    """The answer's KV, where the request asked for it and the answer was not cancelled."""
+
+    kept: KeptAnswer | None = None
+    """What became of the answer that was to be kept; the engine's caller fills it in."""
 
 
 @dataclass(frozen=True, slots=True)

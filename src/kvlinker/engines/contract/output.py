@@ -15,6 +15,7 @@ from kvlinker.base.events import Events, FirstToken, RequestFinished
 from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.base.types.call_marks import CallMarks, overlap
 from kvlinker.engines.contract.contract import (
+    AnswerKV,
     Failed,
     Finished,
     GenerationEvent,
@@ -25,8 +26,8 @@ from kvlinker.linking.explanation import Explanation
 
 logger = logging.getLogger(__name__)
 
-End = tuple[str, Delta]
-"""The reason why an answer ends, and its last piece."""
+End = tuple[str, Delta | None]
+"""The reason why an answer ends, and its last piece, if there is one."""
 
 
 class RequestClock:
@@ -264,6 +265,7 @@ class Output:
         *,
         prompt_logprobs: PromptLogprobs | None = None,
         explanation: Explanation | None = None,
+        answer_kv: AnswerKV | None = None,
     ) -> None:
         """Send the last event, after the ``last`` piece of text."""
         if last is not None:
@@ -271,7 +273,15 @@ class Output:
         self._publish(reason, usage)
         timing = self._clock.timing(self.first_token)
         self._send(
-            Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by, explanation)
+            Finished(
+                reason,
+                usage,
+                timing,
+                prompt_logprobs,
+                self._text.stopped_by,
+                explanation,
+                answer_kv,
+            )
         )
 
     def fail(self, error: KVLinkerError) -> None:

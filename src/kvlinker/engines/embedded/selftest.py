@@ -22,12 +22,12 @@ from kvlinker.engines.contract.selftest import (
 )
 from kvlinker.engines.embedded.execution.batch import (
     Batch,
-    Capture,
     OwnTokens,
     Run,
     SharedChunk,
     VisibleKV,
 )
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import (

@@ -17,6 +17,7 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.types.chunks import Chunk, GenerationContext, split_salt
+from kvlinker.base.types.residency import lines_of, text_name
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
@@ -35,6 +36,10 @@ from kvlinker.store import (
     TierUsage,
     Unchanged,
 )
+from kvlinker.store.chunk_kv import ChunkKV
+
+MOST_NAMES = 16
+"""The most names by which routers know an answer."""
 
 DELETED_AT_ONCE = 1000
 """The number of context caches that a deletion by metadata removes in one transaction."""
@@ -94,6 +99,7 @@ class ContextCaches:
             builder=builder,
             engine=engine,
             catalog=catalog,
+            store=store,
             texts=texts,
             limits=self._limits,
             maintenance=self._maintenance,
@@ -158,6 +164,18 @@ class ContextCaches:
         needs it.
         """
         return self._creation.enter_implicit(lives, owner=tenant, kept=kept)
+
+    def keep_answer(
+        self, chunk: Chunk, kv: ChunkKV, *, text: str, tenant: str, ttl: float
+    ) -> ContextCache | None:
+        """Make an implicit context cache of an answer, which says ``text``, with the KV that it was
+        generated with; it lives ``ttl`` seconds from its last use. Returns the one that the tenant
+        has of just this chunk by now, and None where there is no room for one. It outlasts a power
+        cut; its KV may have to be computed again then."""
+        names = (text_name(text, tenant), *(text_name(line, tenant) for line in lines_of(text)))
+        return self._creation.keep_answer(
+            chunk, kv, names=names[:MOST_NAMES], owner=tenant, ttl=ttl
+        )
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.

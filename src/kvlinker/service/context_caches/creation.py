@@ -19,7 +19,16 @@ from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches.maintenance import Maintenance
 from kvlinker.service.context_caches.texts import ChunkTexts
-from kvlinker.store import Catalog, ContextCache, Limits, Room, StoreError, new_context_cache_id
+from kvlinker.store import (
+    Catalog,
+    ChunkStore,
+    ContextCache,
+    Limits,
+    Room,
+    StoreError,
+    new_context_cache_id,
+)
+from kvlinker.store.chunk_kv import ChunkKV
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""
@@ -36,6 +45,7 @@ class Creation:
         builder: PromptBuilder,
         engine: Engine,
         catalog: Catalog,
+        store: ChunkStore,
         texts: ChunkTexts,
         limits: Limits,
         maintenance: Maintenance,
@@ -48,6 +58,7 @@ class Creation:
         self._builder = builder
         self._engine = engine
         self._catalog = catalog
+        self._store = store
         self._texts = texts
         self._limits = limits
         self._maintenance = maintenance
@@ -128,6 +139,32 @@ class Creation:
             for chunk, each in zip(lives, entered, strict=True)
             if each is not None
         }
+
+    def keep_answer(
+        self, chunk: Chunk, kv: ChunkKV, *, names: Sequence[str], owner: str, ttl: float
+    ) -> ContextCache | None:
+        """Store the KV of an answer and enter an implicit context cache of it, as
+        ``ContextCaches.keep_answer`` tells. ``names`` are what routers may know it by, beside its
+        id."""
+        now = time.time()
+        record = replace(
+            self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl),
+            implicit_ttl=ttl,
+        )
+        keys = [record.chunk_key]
+        self._maintenance.spare(keys)
+        try:
+            self._store.put(record.chunk_key, kv)
+            (entered,) = self._catalog.implicit.enter([record], self._limits, now=now, kept=())
+        finally:
+            self._maintenance.spare_no_longer(keys)
+        if entered is None:
+            self._maintenance.drop(keys)
+            return None
+        self._catalog.persist()
+        self._drop(entered.room)
+        self._events.publish(ChunkNamed(record.chunk_key, (entered.cache.id, *names)))
+        return entered.cache
 
     def close(self) -> None:
         """Finish what is being entered."""

@@ -9,14 +9,17 @@ itself.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
-from kvlinker.base.errors import CatalogUnavailableError
+from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
+from kvlinker.base.events import AnswerKept, Event, Events
 from kvlinker.base.types.chunks import salted
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
@@ -35,6 +38,9 @@ MOST_TENANTS = 64
 """The most tenants, each salt of theirs apart, whose texts are remembered; of the others, those
 that asked longest ago are forgotten."""
 
+LOOK_SECONDS = 60.0
+"""After so many seconds, the catalog is asked again which tenants have kept answers."""
+
 MOST_BEGINNINGS = 16_384
 """The most beginnings of prompts, each up to the end of a line, that are remembered of one
 tenant."""
@@ -49,13 +55,19 @@ PART_END = "\0"
 class Recognizer:
     """Marks texts in prompts that are to be chunks. Methods may be called from any thread."""
 
-    def __init__(self, catalog: Catalog, encoder: TextEncoder, *, fingerprint: str) -> None:
+    def __init__(
+        self, catalog: Catalog, encoder: TextEncoder, events: Events, *, fingerprint: str
+    ) -> None:
         self._catalog = catalog
         self._encoder = encoder
         self._fingerprint = fingerprint
         self._windows = WindowHash()
         self._lock = threading.Lock()  # guards the tenants, not what each of them has
         self._tenants: OrderedDict[tuple[str, str], _TenantTexts] = OrderedDict()
+        self._keeping: set[str] = set()  # tenants with kept answers
+        self._looked_at = -math.inf
+        self._look()
+        events.subscribe(self._listen)
 
     def mark(
         self,
@@ -80,6 +92,45 @@ class Recognizer:
             if notes:
                 texts.remember(reading)
             return marked
+
+    def mark_answers(
+        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, salt: str = ""
+    ) -> Sequence[ChatMessage[CachedPart]]:
+        """Return the messages with the texts of kept answers marked, and no others. Those that
+        another server kept may be missed for a minute."""
+        if time.monotonic() - self._looked_at > LOOK_SECONDS:
+            self._look()
+        if tenant not in self._keeping:
+            return messages
+        texts = self._texts_of(tenant, salt)
+        with texts.lock:
+            with suppress(CatalogUnavailableError):
+                texts.answers_loaded, chunks = self._catalog.implicit.tokens_since(
+                    texts.answers_loaded,
+                    tenant,
+                    salted(self._fingerprint, salt),
+                    limit=MOST_LOADED,
+                    answers=True,
+                )
+                for tokens in chunks:
+                    text = self._encoder.decode_data(tokens)
+                    with suppress(InvalidRequestError):  # it cannot be written as text
+                        if self._encoder.encode_data(text) == tokens:  # as in another prompt
+                            texts.answers.add(text)
+            if not len(texts.answers):
+                return messages
+            return [_with_known(message, texts.answers) for message in messages]
+
+    def _listen(self, event: Event) -> None:
+        """Take note of tenants that keep answers."""
+        if isinstance(event, AnswerKept):
+            self._keeping.add(event.tenant)
+
+    def _look(self) -> None:
+        """Ask the catalog which tenants have kept answers."""
+        self._looked_at = time.monotonic()
+        with suppress(CatalogUnavailableError):
+            self._keeping |= self._catalog.implicit.tenants_with_answers()
 
     def _texts_of(self, tenant: str, salt: str) -> _TenantTexts:
         asking = (tenant, salt)
@@ -112,6 +163,11 @@ class _TenantTexts:
 
         self.loaded = 0
         """The number of the last context cache whose text is known."""
+
+        self.answers = KnownTexts(windows)
+        """The texts of kept answers alone."""
+
+        self.answers_loaded = 0
 
     def remember(self, reading: _Reading) -> None:
         """Remember what a prompt brought, once it is read: it does not come again within itself."""
@@ -172,6 +228,14 @@ class _Reading:
 
     def _read(self, text: str) -> None:
         self._digest.update(text.encode(errors="surrogatepass"))
+
+
+def _with_known(message: ChatMessage[CachedPart], known: KnownTexts) -> ChatMessage[CachedPart]:
+    """Return a message with the known texts in its unmarked ones marked."""
+    content: list[str | CachedPart] = []
+    for part in message.content:
+        content += _marked(part, known.find(part)) if isinstance(part, str) else [part]
+    return replace(message, content=tuple(content))
 
 
 def _marked(text: str, spans: Iterable[Span]) -> list[str | CachedPart]:

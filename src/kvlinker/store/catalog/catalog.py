@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kvlinker.base.errors import ContextCacheNotFoundError
-from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.chunks import Chunk, Origin
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
@@ -309,10 +309,12 @@ class Catalog:
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key = :key", {"key": chunk_key}
         )
-        for _, fingerprint, owner, _, prefix in rows:
+        for _, fingerprint, owner, _, prefix, origin in rows:
             for tokens in read_tokens(rows, self._blobs).values():
                 before = self._blobs.unpack(prefix, prefix_of(chunk_key))
-                return Chunk(tokens, before, shared=owner == SHARED_TENANT), owner, fingerprint
+                shared = owner == SHARED_TENANT
+                chunk = Chunk(tokens, before, shared=shared, origin=Origin(origin))
+                return chunk, owner, fingerprint
         return None
 
     def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:

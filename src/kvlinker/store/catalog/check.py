@@ -40,7 +40,7 @@ def check_catalog(
             )
             # the next server that searches indexes them again
             connection.texts.remove_all(connection)
-    rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
+    rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix, origin FROM chunks", {})
     changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
     faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
     with database.transaction() as connection:

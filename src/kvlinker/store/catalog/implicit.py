@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import QuotaExceededError
+from kvlinker.base.types.chunks import Origin
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection, Database
@@ -71,31 +72,38 @@ class ImplicitIndex:
         return found
 
     def tokens_since(
-        self, number: int, tenant: str, fingerprint: str, *, limit: int
+        self, number: int, tenant: str, fingerprint: str, *, limit: int, answers: bool = False
     ) -> tuple[int, Sequence[tuple[int, ...]]]:
         """Return the number of the last context cache, whosever it is, and the token ids of the
         chunks of those that were entered after ``number``, the tenant's and shared ones: the newest
-        ``limit`` of them, the last one last.
+        ``limit`` of them, the last one last. With ``answers``, those of kept answers alone.
 
         Chunks whose token ids were changed from outside are left out.
         """
         ((last,),) = self._database.query("SELECT coalesce(max(number), 0) FROM context_caches", {})
         if last <= number:
             return number, ()
+        chosen = " AND k.origin <> :text" if answers else ""
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND"
             " c.number <= :last AND c.tenant IN (:tenant, :shared) AND k.fingerprint ="
-            " :fingerprint ORDER BY c.number DESC LIMIT :limit",
+            f" :fingerprint{chosen} ORDER BY c.number DESC LIMIT :limit",
             {
                 "number": number,
                 "last": last,
                 "tenant": tenant,
                 "shared": SHARED_TENANT,
                 "fingerprint": fingerprint,
+                "text": Origin.TEXT.value,
                 "limit": limit,
             },
         )
         return last, tuple(read_tokens(reversed(rows), self._blobs).values())
+
+    def tenants_with_answers(self) -> frozenset[str]:
+        """Return the tenants that have chunks of kept answers."""
+        rows = self._database.query("SELECT DISTINCT tenant FROM chunks WHERE origin <> 'text'", {})
+        return frozenset(tenant for (tenant,) in rows)
 
     def enter(
         self, records: Sequence[ContextCache], limits: Limits, *, now: float, kept: Collection[str]

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.types.chunks import Chunk, packed_chunk_key, split_salt
+from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
-    c.chunk_key, c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
+    c.chunk_key, c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.origin, k.nbytes"""
 """Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with
 ``CHUNK``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
 
-CHUNK_COLUMNS = "k.key, k.fingerprint, k.tenant, k.tokens, k.prefix"
+CHUNK_COLUMNS = "k.key, k.fingerprint, k.tenant, k.tokens, k.prefix, k.origin"
 """Names the columns that ``read_tokens`` takes, of chunks ``k``."""
 
 BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
@@ -76,7 +76,8 @@ def insert_rows(connection: Connection, blobs: TokenBlobs, records: Sequence[Con
     """Record context caches, findable by their metadata, and the chunks that they hold."""
     connection.executemany(
         "INSERT INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at,"
-        " content, length, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        " content, length, nbytes, origin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT DO NOTHING",
         [
             (
                 r.chunk_key,
@@ -88,6 +89,7 @@ def insert_rows(connection: Connection, blobs: TokenBlobs, records: Sequence[Con
                 r.chunk.content,
                 r.tokens,
                 r.kv_bytes,
+                r.chunk.origin.value,
             )
             for r in records
         ],
@@ -140,8 +142,8 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
         implicit_ttl,
         *chunk,
     ) = row
-    fingerprint, tokens, prefix, nbytes = chunk
-    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
+    fingerprint, tokens, prefix, origin, nbytes = chunk
+    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix, origin):
         raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
     return ContextCache(
         id=cache_id,
@@ -153,6 +155,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
             blobs.unpack(prefix, prefix_of(chunk_key)),
             shared=tenant == SHARED_TENANT,
             salt=split_salt(fingerprint)[1],
+            origin=Origin(origin),
             scored=implicit_ttl is None,
         ),
         chunk_key=chunk_key,
@@ -179,21 +182,30 @@ def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, 
     without those that were changed from outside."""
     return {
         key: blobs.unpack(tokens, tokens_of(key))
-        for key, owner, tenant, tokens, prefix in rows
-        if is_genuine(blobs, key, owner, tenant, tokens, prefix)
+        for key, owner, tenant, tokens, prefix, origin in rows
+        if is_genuine(blobs, key, owner, tenant, tokens, prefix, origin)
     }
 
 
 def is_genuine(
-    blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes
+    blobs: TokenBlobs,
+    key: str,
+    fingerprint: str,
+    tenant: str,
+    tokens: bytes,
+    prefix: bytes,
+    origin: str,
 ) -> bool:
     """Return whether a chunk's token ids, as its row has them, are those that its key names: SQLite
     has no checksums."""
     try:
         packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
-    except StoreError:
+        known = packed_chunk_key(
+            *packed, fingerprint=fingerprint, owner=tenant, origin=Origin(origin)
+        )
+    except (StoreError, ValueError):
         return False
-    return packed_chunk_key(*packed, fingerprint=fingerprint, owner=tenant) == key
+    return known == key
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:

@@ -8,7 +8,8 @@ import torch
 
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.contract.observation import ScoreCollector
-from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, VisibleKV
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy

@@ -11,7 +11,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
@@ -24,15 +24,16 @@ from starlette.types import Receive, Scope, Send
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
 from kvlinker.doors.http.edge.guards import IGNORED_HEADER
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.service.context_caches.kept_answers import KeepRequest
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
@@ -58,23 +59,6 @@ class UsageBody(ResponseBody):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class UsedCacheBody(ResponseBody):
-    """A context cache in the prompt; ``created`` is true if this request brought its text first."""
-
-    id: str
-    tokens: int
-    created: bool
-
-
-class LinkBody(ResponseBody):
-    """How the prompt was linked: the policy, and the context caches in it in the order in which
-    they stand there. ``explanation`` is there where the request asked for it."""
-
-    policy: str
-    context_caches: list[UsedCacheBody]
-    explanation: LinkExplanation | None = None
-
-
 class PreparedRequest(NamedTuple):
     """What a request asks the engine for: ``prompts``, by the fields that they come from, and how
     to answer them."""
@@ -83,6 +67,7 @@ class PreparedRequest(NamedTuple):
     sampling: SamplingParams
     explains: bool = False
     shows_attention: bool = False
+    keep: KeepRequest | None = None
 
 
 class AnswerFormat(Protocol):
@@ -189,9 +174,7 @@ async def respond(
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
 
     def tell() -> dict[str, Any]:
-        link = explained_body(served.llm, choices, answers[0].explanation) or link_body(
-            choices.prompts.values()
-        )
+        link = ended_link(served.llm, choices, answers[0].explanation, answers[0].kept)
         answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
         return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
 
@@ -221,6 +204,7 @@ async def begin_choices(
             n=n,
             explains=asked.explains,
             shows_attention=asked.shows_attention,
+            keep=asked.keep,
             tenant=tenant,
             loop=loop,
             trace=trace,
@@ -291,9 +275,10 @@ async def _chunks(
         async for index, event in choices.events():
             if isinstance(event, Finished):
                 finished[index] = event.usage
-                link = (
-                    await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
-                )
+                if event.explanation or event.kept:
+                    link = await run_in_threadpool(
+                        ended_link, llm, choices, event.explanation, event.kept
+                    )
                 yield chunk(index, answer_format.closing(index, event))
             else:
                 generated[index] += len(event.token_ids)
@@ -324,43 +309,6 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
         ),
     )
-
-
-def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
-    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of
-    once."""
-    linked = [prompt for prompt in prompts if prompt.linked]
-    caches: dict[str, UsedCacheBody] = {}
-    for cache in (each for prompt in linked for each in prompt.linked):
-        body = UsedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
-        caches.setdefault(cache.id, body)
-    return (
-        LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values()))
-        if linked
-        else None
-    )
-
-
-def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
-    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It
-    may take a while."""
-    if explanation is None:
-        return None
-    (read,) = choices.prompts.values()
-    explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
-    caches = link_body([read])
-    return LinkBody(
-        policy=read.policy.name,
-        context_caches=[] if caches is None else caches.context_caches,
-        explanation=explained,
-    )
-
-
-def created_tokens(read: ReadPrompt, usage: Usage) -> int:
-    """Return the number of a prompt's tokens that its request cached as chunks of their own, and
-    that were not read."""
-    created = sum(cache.tokens for cache in read.linked if cache.created)
-    return min(created, usage.prompt_tokens - usage.cached_tokens)
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:

@@ -17,13 +17,13 @@ from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.base.types.tools import Tool
 from kvlinker.doors.http.answers.answering import (
-    LinkBody,
     PreparedRequest,
     UsageBody,
     answer_head,
     completion_responses,
     respond,
 )
+from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import ChatLogprob, logprob_bodies
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
@@ -125,6 +125,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
             implicit=self.implicit,
             keeps=keeps,
             salt=self.cache_salt,
+            order=self.order,
             tenant=tenant,
         )
 
@@ -151,7 +152,11 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
         read = self.read(llm, request_tools.tools, tenant=tenant)
         fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
         return PreparedRequest(
-            {"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention
+            {"messages": read},
+            llm.sampling_params(**fields),
+            self.explains,
+            self.shows_attention,
+            self.keep_request(llm, partial(request_tools.reader, read.prompt)),
         )
 
     def sampling_fields(self) -> dict[str, Any]:

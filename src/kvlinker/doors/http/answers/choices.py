@@ -16,6 +16,7 @@ from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
+from kvlinker.service.context_caches.kept_answers import KeepRequest
 
 
 class Choices:
@@ -33,6 +34,7 @@ class Choices:
         n: int,
         explains: bool = False,
         shows_attention: bool = False,
+        keep: KeepRequest | None = None,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
@@ -41,7 +43,8 @@ class Choices:
         ``LLM.submit`` raises.
 
         ``prompts`` are by the request's fields that they come from, which errors name. With
-        ``explains``, the first choice of each tells how it was linked.
+        ``explains``, the first choice of each tells how it was linked. ``keep``: what is to be kept
+        of the only choice.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -62,6 +65,7 @@ class Choices:
                         n=n,
                         explains=explains,
                         shows_attention=shows_attention,
+                        keep=keep,
                         tenant=tenant,
                     )
                     self._handles.append(handle)

@@ -30,7 +30,6 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.doors.http.answers.answering import (
-    LinkBody,
     PreparedRequest,
     UsageBody,
     answer_head,
@@ -38,6 +37,7 @@ from kvlinker.doors.http.answers.answering import (
     finite,
     respond,
 )
+from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import token_name
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
@@ -54,6 +54,7 @@ from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
+from kvlinker.prompting.answer_forms.reader import PlainReader
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
@@ -155,12 +156,12 @@ class CompletionRequest(SamplingBody):
         return self
 
     @model_validator(mode="after")
-    def _check_explained(self) -> CompletionRequest:
-        if self.explains and has_several(self.prompt):
+    def _check_one_prompt(self) -> CompletionRequest:
+        asked = {"link.explain": self.explains, "link.keep": self.keeps_by_itself}
+        for name in (name for name, wanted in asked.items() if wanted and has_several(self.prompt)):
             raise InvalidRequestError(
-                "One prompt is explained at a time: send them one by one, or leave out"
-                " 'link.explain'.",
-                param="link.explain",
+                f"'{name}' goes with one prompt: send them one by one, or leave it out.",
+                param=name,
             )
         return self
 
@@ -258,10 +259,12 @@ async def create_completion(
                     implicit=body.implicit,
                     special_tokens=body.add_special_tokens is not False,
                     salt=body.cache_salt,
+                    order=body.order,
                     tenant=tenant,
                 )
         sampling = served.llm.sampling_params(**body.sampling_fields())
-        return PreparedRequest(built, sampling, body.explains, body.shows_attention)
+        keep = body.keep_request(served.llm, PlainReader) if len(built) == 1 else None
+        return PreparedRequest(built, sampling, body.explains, body.shows_attention, keep)
 
     return await respond(served, request, body, build, answer_format, tenant=tenant)
 

@@ -7,7 +7,7 @@ class _CacheIdConvertor(StringConvertor):
     """Takes any segment for an id but the names of routes beside it, whose other methods are a 405,
     not a 404."""
 
-    regex = r"(?!(?:extract|search|split|usage)$)[^/]+"
+    regex = r"(?!(?:extract|prefetch|search|split|usage)$)[^/]+"
 
 
 register_url_convertor("cache_id", _CacheIdConvertor())

@@ -110,6 +110,7 @@ class ContextCacheObject(ResponseBody):
     scope: Scope
     usable: bool
     implicit: bool
+    contextual: bool
 
 
 class ContextCacheList(ResponseBody):
@@ -140,4 +141,5 @@ def describe(served: ServedModel, cache: ContextCache) -> ContextCacheObject:
         scope=cache.scope,
         usable=served.llm.caches.is_usable(cache),
         implicit=cache.implicit_ttl is not None,
+        contextual=cache.chunk.contextual,
     )

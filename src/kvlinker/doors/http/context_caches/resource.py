@@ -6,8 +6,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.concurrency import run_in_threadpool
+from pydantic import Field, model_validator
 
-from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.base.errors import (
+    ContextCacheModelError,
+    ContextCacheNotFoundError,
+    InvalidRequestError,
+)
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.context_caches.ids import CACHE_ID
 from kvlinker.doors.http.context_caches.objects import (
@@ -25,10 +30,17 @@ from kvlinker.doors.http.fields.bodies import (
     Metadata,
     MetadataParam,
     Name,
+    RequestBody,
     ResponseBody,
+    Text,
+    exactly_one,
     metadata_parameter,
 )
 from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.doors.http.residency import MOST_SECONDS
+
+MOST_PREFETCHED = 1000
+"""The most context caches of one request to prefetch."""
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
@@ -78,6 +90,55 @@ class ContextCachesDeletion(ResponseBody):
 
     object: Literal["context_cache.deletion"] = "context_cache.deletion"
     deleted: int
+
+
+class PrefetchRequest(RequestBody):
+    """Names context caches that will be used, by ``ids`` or by pairs of ``metadata`` that all of
+    them have; ``by``: the seconds within which they may still be brought to memory."""
+
+    model_config = exactly_one("ids", "metadata")
+
+    ids: list[Text] | None = Field(default=None, min_length=1, max_length=MOST_PREFETCHED)
+    metadata: Metadata | None = Field(default=None, min_length=1)
+    by: float = Field(default=30.0, gt=0, le=MOST_SECONDS)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> PrefetchRequest:
+        if (self.ids is None) == (self.metadata is None):
+            raise InvalidRequestError("Give exactly one of 'ids' and 'metadata'.", param="ids")
+        return self
+
+
+class PrefetchAnswer(ResponseBody):
+    """The context caches that are meant, and how many chunks are still to be brought to memory."""
+
+    ids: list[str]
+    pending: int
+
+
+@router.post("/prefetch", status_code=202, responses=error_responses(400, 404))
+async def prefetch_context_caches(
+    body: PrefetchRequest, served: ServedModelParam, tenant: TenantParam
+) -> PrefetchAnswer:
+    """Bring the KV of context caches to memory in the background, from slower tiers or by computing
+    what is in none, as long as memory has room. It drives out nothing, and is no use of them."""
+
+    def begin() -> PrefetchAnswer:
+        caches = served.llm.caches
+        if body.ids is not None:
+            try:
+                found = tuple(caches.usable(body.ids, tenant=tenant).values())
+            except (ContextCacheNotFoundError, ContextCacheModelError) as error:
+                error.param = f"ids.{body.ids.index(error.cache_id)}"
+                raise
+        else:
+            page = caches.list(tenant=tenant, limit=MOST_PREFETCHED, metadata=body.metadata)
+            found = tuple(cache for cache in page.items if caches.is_usable(cache))
+        keys = [cache.chunk_key for cache in found]
+        pending = served.llm.preloading.begin(keys, body.by)
+        return PrefetchAnswer(ids=[cache.id for cache in found], pending=pending)
+
+    return await run_in_threadpool(begin)
 
 
 @router.get("", openapi_extra=metadata_parameter(required=False), responses=error_responses(400))

@@ -50,7 +50,7 @@ _UP_TO_A_DAY = (
 )
 """Matches what ``ttl_seconds`` takes."""
 
-_MarkTtl = Annotated[
+MarkTtl = Annotated[
     Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})
 ]
 
@@ -60,7 +60,7 @@ class CacheControl(RequestBody):
     use: "5m", "1h"."""
 
     type: Literal["ephemeral"]
-    ttl: _MarkTtl | None = None
+    ttl: MarkTtl | None = None
 
 
 class PromptCacheBreakpoint(RequestBody):

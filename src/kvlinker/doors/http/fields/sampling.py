@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
@@ -11,21 +12,50 @@ from kvlinker.base.types.limits import MAX_CHOICES
 from kvlinker.doors.http.fields.bodies import RequestBody, Text, Unicode, is_true, where
 from kvlinker.doors.http.fields.decoding import DecodingFields
 from kvlinker.doors.http.fields.foreign import Place
+from kvlinker.doors.http.fields.parts import MarkTtl
 from kvlinker.doors.http.fields.structured import (
     ResponseFormatBody,
     answer_grammar,
 )
+from kvlinker.llm import LLM
+from kvlinker.prompting.answer_forms.reader import Reader
+from kvlinker.prompting.marks import ttl_seconds
+from kvlinker.service.context_caches.kept_answers import KeepRequest
+from kvlinker.service.prompt_calls import Order
+
+KEPT: dict[str, JsonValue] = {
+    "type": "object",
+    "properties": {"keep": {"enum": ["answer", "all"]}},
+    "required": ["keep"],
+}
+"""Matches link options that keep the answer."""
 
 
 class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which
     texts become chunks without an id. With ``explain``, the answer tells how its prompt was linked,
-    and with ``attention`` also the question's attention in each layer."""
+    and with ``attention`` also the question's attention in each layer. ``keep`` makes a context
+    cache of what the answer says, or of ``all`` of it, reasoning and calls included, that lives
+    ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside each
+    other, may stand in the order in which they were linked before."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (where({"ttl": {"type": "string"}}, KEPT),)
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
     implicit: Literal["auto", "marked", "off"] | None = None
     explain: bool | None = None
     attention: bool | None = None
+    keep: Literal["answer", "all", "off"] | None = None
+    ttl: MarkTtl | None = None
+    order: Literal["given", "any"] | None = None
+
+    @model_validator(mode="after")
+    def _check_ttl(self) -> LinkOptions:
+        if self.ttl is not None and self.keep not in ("answer", "all"):
+            raise InvalidRequestError(
+                "'link.ttl' is that of the kept answer: it needs 'link.keep'.", param="link.ttl"
+            )
+        return self
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
@@ -54,6 +84,9 @@ ATTENTION_IS_EXPLAINED = where(
 """The rule that ``link.attention`` needs ``link.explain``."""
 
 
+ONE_KEPT = where({"link": KEPT}, {"properties": {"n": {"enum": [None, 1]}}})
+"""The rule that one answer is kept."""
+
 NOTHING_EXPLAINED: dict[str, JsonValue] = {
     "properties": {
         "link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}
@@ -72,6 +105,7 @@ class SamplingBody(DecodingFields):
             "else": {"properties": {"stream_options": {"type": "null"}}},
         },
         ATTENTION_IS_EXPLAINED,
+        ONE_KEPT,
     )
 
     model: Text | None = None
@@ -130,6 +164,28 @@ class SamplingBody(DecodingFields):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_kept(self) -> SamplingBody:
+        if self.choices > 1 and self.keeps_by_itself:
+            raise InvalidRequestError(
+                f"One answer can be kept, but 'n' is {self.n}: ask for one, or leave out"
+                " 'link.keep'.",
+                param="n",
+            )
+        return self
+
+    @property
+    def keeps_by_itself(self) -> bool:
+        """True if the request asks to keep its answer."""
+        return self.link is not None and self.link.keep in ("answer", "all")
+
+    def keep_request(self, llm: LLM, reader: Callable[[], Reader]) -> KeepRequest | None:
+        """Return what is to be kept of the answer, which ``reader`` makes readers for; None for
+        nothing. Where the request does not say, the server's setting does, for one answer."""
+        link = self.link or LinkOptions()
+        part = link.keep or (llm.settings.keep_answers if self.choices == 1 else "off")
+        return KeepRequest.of(part, None if link.ttl is None else ttl_seconds(link.ttl), reader)
+
     @property
     def choices(self) -> int:
         """The number of choices that are asked for, of each prompt."""
@@ -144,6 +200,11 @@ class SamplingBody(DecodingFields):
     def implicit(self) -> str | None:
         """The texts that are to become chunks without an id; None for the server's own setting."""
         return self.link.implicit if self.link else None
+
+    @property
+    def order(self) -> Order:
+        """Whether documents, and chunks beside each other, stay as they are given."""
+        return (self.link and self.link.order) or "given"
 
     @property
     def explains(self) -> bool:

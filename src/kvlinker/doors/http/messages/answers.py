@@ -11,8 +11,9 @@ from pydantic_core import from_json
 from starlette.types import Scope
 
 from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.types.context_cache import KeptAnswer
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.doors.http.answers.answering import LinkBody, created_tokens, link_body
+from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body, with_kept
 from kvlinker.doors.http.edge.errors import as_messages_error, error_body
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError
@@ -138,11 +139,12 @@ class StopDelta(ResponseBody):
 
 
 class MessageDelta(ResponseBody):
-    """The end of the answer, with its usage."""
+    """The end of the answer, with its usage; ``link`` is there where the answer was to be kept."""
 
     type: Literal["message_delta"]
     delta: StopDelta
     usage: MessageUsage
+    link: LinkBody | None = None
 
 
 class MessageStop(ResponseBody):
@@ -205,8 +207,9 @@ class MessageAnswer:
 
     def closing(self) -> Iterable[MessageDelta | MessageStop]:
         stop = StopDelta(stop_reason=self._reason(), stop_sequence=self._finished.stop_string)
+        link = {} if self._finished.kept is None else {"link": self._link(self._finished.kept)}
         return [
-            MessageDelta(type="message_delta", delta=stop, usage=self._usage()),
+            MessageDelta(type="message_delta", delta=stop, usage=self._usage(), **link),
             MessageStop(type="message_stop"),
         ]
 
@@ -215,12 +218,23 @@ class MessageAnswer:
 
     def whole(self) -> MessageObject:
         blocks = [_body(block) for block in self._blocks]
-        return self._message(blocks, self._reason(), self._finished.stop_string, self._usage())
+        kept = self._finished.kept
+        return self._message(
+            blocks, self._reason(), self._finished.stop_string, self._usage(), kept
+        )
+
+    def _link(self, kept: KeptAnswer | None) -> LinkBody | None:
+        return with_kept(link_body([self._read]), [self._read], kept)
 
     def _message(
-        self, content: list[Any], reason: StopReason | None, stop: str | None, usage: MessageUsage
+        self,
+        content: list[Any],
+        reason: StopReason | None,
+        stop: str | None,
+        usage: MessageUsage,
+        kept: KeptAnswer | None = None,
     ) -> MessageObject:
-        link = link_body([self._read])
+        link = self._link(kept)
         return MessageObject(
             id=self._id,
             type="message",

@@ -5,21 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.engines.contract.observation import Observer, ScoreCollector
+from kvlinker.engines.contract.observation import Observer
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
+from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
-from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
 from kvlinker.linking.plan import DroppedTokens
 from kvlinker.linking.refinement import Refinement
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import KV
 
 
@@ -115,60 +112,6 @@ class VisibleKV:
     own: OwnTokens
 
 
-class Capture:
-    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary
-    embedding."""
-
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        spans: Sequence[tuple[int, int]],
-        *,
-        dtype: torch.dtype,
-        scores: ScoreCollector | None = None,
-    ) -> None:
-        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
-        the same order."""
-        self._shapes = keeping(layers)
-        self._spans = tuple(spans)
-        self._dtype = dtype
-        self.scores = scores
-
-    @cached_property
-    def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
-        """The KV per chunk and layer. It is allocated when the sequence's turn comes, not while it
-        waits."""
-        return tuple(
-            tuple(
-                LayerKV(
-                    key=torch.empty(shape.kv_heads, end - start, shape.key_dim, dtype=self._dtype),
-                    value=torch.empty(
-                        shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype
-                    ),
-                )
-                for shape in self._shapes
-            )
-            for start, end in self._spans
-        )
-
-    def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position
-        ``start`` on, in this layer of those that keep any."""
-        for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
-            begin, end = max(start, first), min(start + key.shape[1], last)
-            if begin < end:
-                rows, columns = slice(begin - start, end - start), slice(begin - first, end - first)
-                chunk[layer].key[:, columns] = key[:, rows]
-                chunk[layer].value[:, columns] = value[:, rows]
-
-    def finish(self) -> tuple[ChunkKV, ...]:
-        """Return the KV of every chunk, once all layers have seen all tokens."""
-        scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
-        return tuple(
-            ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True)
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now."""
@@ -182,8 +125,8 @@ class Run:
     wants_logits: bool = False
     """True if the last token's logits are needed."""
 
-    capture: Capture | None = None
-    """Collects the KV of chunks."""
+    capture: Recorder | None = None
+    """Collects the KV of its tokens."""
 
     refinement: Refinement | None = None
     """Decides which tokens are dropped between layers. It is the same for all runs of a request,

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
-from kvlinker.engines.embedded.execution.batch import Capture
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence

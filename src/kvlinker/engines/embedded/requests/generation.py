@@ -11,12 +11,14 @@ from torch import Tensor
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import Delta
-from kvlinker.engines.contract.contract import GenerationRequest, Sink
+from kvlinker.engines.contract.contract import AnswerKV, GenerationRequest, Sink
 from kvlinker.engines.contract.cost import CostModel
-from kvlinker.engines.contract.output import Output
+from kvlinker.engines.contract.output import End, Output
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
 from kvlinker.engines.embedded.decoding.sampling import Sampler
+from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder
+from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.prompt_request import Linked, PromptRequest
 from kvlinker.engines.embedded.requests.request import Ending, Request
@@ -68,6 +70,9 @@ class Generation(PromptRequest):
         self._head = head
         self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
         self._scored: LogprobCollector | None = None
+        self._answer: AnswerCapture | None = None
+        self._keeping = len(keeping(loaded.layers))
+        self._end: End | None = None  # told once the KV of the last token is there
         self.reuses = head is None
         self._output = Output(
             request,
@@ -125,9 +130,16 @@ class Generation(PromptRequest):
             )
         return self._scored
 
+    def _answer_recorder(self, start: int) -> Recorder | None:
+        if self.request.keeps_answer:
+            self._answer = AnswerCapture(self._keeping, start)
+        return self._answer
+
     def _accept(self, logits: Tensor) -> Ending | None:
         """Sample the next token and pass it on."""
         assert self.sequence is not None
+        if self._end is not None:
+            return self._ended(*self._end)
         if not self._max_tokens:
             return self._ended("length")
         allowed = None
@@ -149,11 +161,24 @@ class Generation(PromptRequest):
             ends = "length" if is_last and not is_whole else None
             end = self._output.push(token, logprobs, ends=ends)
             if end is None and is_whole:
-                return self._ended("stop", self._output.rest())
+                end = "stop", self._output.rest()
+            if end is not None and self._answer is not None:
+                self._end, end = end, None
         if end is not None:
             return self._ended(*end)
         sequence.append(token)
         return None
+
+    def _answer_kv(self) -> AnswerKV | None:
+        """Return the answer's KV where it is to be kept and all of it is there."""
+        if self._answer is None:
+            return None
+        assert self.sequence is not None
+        assert self.link is not None
+        start, tokens = self.sequence.prompt_length, self.sequence.tokens.copy()
+        if self._answer.tokens != len(tokens) - start:
+            return None
+        return AnswerKV(tokens[:start], tokens[start:], self.link.is_inexact, self._answer.part)
 
     def _ended(self, reason: str, last: Delta | None = None) -> Ending:
         """Return the function that tells of the answer's end. What it tells is computed before, so
@@ -169,6 +194,7 @@ class Generation(PromptRequest):
             last,
             prompt_logprobs=scored,
             explanation=explanation,
+            answer_kv=self._answer_kv(),
         )
         return partial(self._finish, tell)
 

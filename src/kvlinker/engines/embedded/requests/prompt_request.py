@@ -20,6 +20,7 @@ from kvlinker.engines.contract.observation import ChunkWatch, QuestionProbe
 from kvlinker.engines.contract.output import RequestClock
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.batch import SharedChunk
+from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
 from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
@@ -118,6 +119,7 @@ class PromptRequest(Request):
                 else tuple(zip(prompt.reused.stored, restored, strict=True))
             ),
             most_tokens=len(prompt) + self._max_tokens,
+            answer=self._answer_recorder(len(prompt)),
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
             logprobs=self._collector(prompt),
@@ -171,6 +173,11 @@ class PromptRequest(Request):
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);
         None where the request wants none."""
+        return None
+
+    def _answer_recorder(self, start: int) -> Recorder | None:
+        """Return what collects the KV of the answer, which begins at this position; None where
+        nobody wants it."""
         return None
 
     def _refine(self, link: Link) -> Callable[[], Refining] | None:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from kvlinker.engines.contract.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.batch import (
-    Capture,
     OwnTokens,
     Run,
     SharedChunk,
     VisibleKV,
 )
+from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
 from kvlinker.linking.plan import Range
@@ -56,6 +56,7 @@ class TokenSequence:
         restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
         capture: Callable[[], Capture] | None = None,
+        answer: Recorder | None = None,
         probe: QuestionProbe | None = None,
         refine: Callable[[], Refining] | None = None,
         logprobs: LogprobCollector | None = None,
@@ -67,15 +68,16 @@ class TokenSequence:
         what the KV depends on, for a sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence
-        gives no logits. With ``probe``, the runs are those of a first pass, after which ``relink``
-        is called. ``refine`` makes the refinement of a policy that refines. ``logprobs`` gets the
-        hidden states of the prompt's last tokens. ``observer`` sees the prompt's attention, but not
-        that of a first pass.
+        gives no logits. ``answer`` collects the KV of generated tokens. With ``probe``, the runs
+        are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
+        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens.
+        ``observer`` sees the prompt's attention, but not that of a first pass.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
         self._shared = tuple(shared)
         self._make_capture = capture
+        self._answer = answer
         self._refine = refine
         self._logprobs = logprobs
         self._prompt_observer = observer
@@ -309,7 +311,7 @@ class TokenSequence:
                 begin,
                 self._tokens[begin:end],
                 wants_logits=wants_logits and (begin, end) == taken[-1],
-                capture=self.capture,
+                capture=self._answer if begin >= self.prompt_length else self.capture,
                 refinement=None if refining is None else refining.refinement,
                 observer=self._observer(refining, begin),
                 logprobs=self._logprobs if self.probe is None else None,

@@ -216,6 +216,12 @@ class VLLMEngine:
                 f" 'link.explain'. {WayOut.EXPLAIN}",
                 param="link.explain",
             )
+        if request.keeps_answer:
+            raise InvalidRequestError(
+                "The vllm engine keeps no answers, whose KV stays in vLLM: leave out 'link.keep',"
+                " and mark the answer where another prompt has it.",
+                param="link.keep",
+            )
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
         if request.sampling.grammar is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """The one version of the tables that is read. A change of the tables takes the next number."""
 
 TABLES = (
@@ -16,11 +16,13 @@ TABLES = (
         content TEXT NOT NULL,
         length INTEGER NOT NULL,  -- tokens
         nbytes INTEGER NOT NULL,  -- of KV as computed
+        origin TEXT NOT NULL,  -- what its KV comes from: Chunk.origin
         text_number INTEGER  -- of its text in the tenant's search index; NULL: not there
     )""",
     "CREATE INDEX chunks_by_content ON chunks (fingerprint, tenant, content)",
     "CREATE INDEX chunks_by_tenant ON chunks (tenant, key)",
     "CREATE INDEX chunks_by_text ON chunks (tenant, text_number) WHERE text_number IS NOT NULL",
+    "CREATE INDEX chunks_of_answers ON chunks (tenant) WHERE origin <> 'text'",
     "CREATE INDEX chunks_without_text ON chunks (fingerprint) WHERE text_number IS NULL",
     """CREATE TABLE context_caches (
         number INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of creation within one created_at

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Self
 
 from kvlinker.base.errors import (
     ContextCacheModelError,
     ContextCacheNotFoundError,
     InvalidRequestError,
 )
+from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
     MARKS,
     CachedPart,
@@ -26,91 +28,26 @@ from kvlinker.base.types.messages import (
     Implicit,
     MarkedText,
     TemplateOptions,
+    TextSource,
     TokenIds,
 )
 from kvlinker.base.types.tools import Tool
-from kvlinker.linking import Policy
+from kvlinker.linking import Policy, parse_policy
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.marks import marked_text
 from kvlinker.prompting.segments import Prompt
+from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.reading.orders import LinkedOrders
+from kvlinker.service.reading.prompts import ReadDefaults, ReadOptions, ReadPrompt
+from kvlinker.settings import Settings
+from kvlinker.store import Catalog
 
 _Chunks = Mapping[CachedPart, Chunk]
 """The chunks of parts; a marked text that is not among them stays text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPrompt:
-    """Holds a prompt, how it is to be linked, and the context caches that stand in it."""
-
-    prompt: Prompt
-
-    policy: Policy
-    """The policy that the request asks for, or that applies to a prompt with these chunks."""
-
-    caches: Mapping[str, FoundChunk]
-    """By id, in the order in which the prompt first has them."""
-
-    salt: str = ""
-    """The request's own salt."""
-
-    @property
-    def linked(self) -> tuple[LinkedCache, ...]:
-        """The context caches, as answers tell of them."""
-        return tuple(
-            LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items()
-        )
-
-    @property
-    def implicit(self) -> bool:
-        """True if there are context caches, and none of them was named by id."""
-        return bool(self.caches) and all(
-            each.cache.implicit_ttl is not None for each in self.caches.values()
-        )
-
-    @property
-    def ids(self) -> dict[str, str]:
-        """The ids of the context caches, by their chunks' content."""
-        return {each.chunk.content: id for id, each in self.caches.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """Tells how a request wants its content read; None means as the settings say."""
-
-    tenant: str
-    policy: Policy | None = None
-    implicit: Implicit | None = None
-
-    salt: str = ""
-    """The request's own salt: what is found by content, or was computed before, is of requests with
-    the same one."""
-
-    special_tokens: bool = True
-    """False to leave out what the tokenizer adds around a completion's text."""
-
-    keeps: bool = True
-    """False where no answer is asked for: marked texts become chunks, but no context caches are
-    entered."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadDefaults:
-    """Tells what applies where a request does not say."""
-
-    policy: Callable[[str], Policy]
-    """Returns a tenant's default policy as it is now."""
-
-    implicit: Implicit
-
-    implicit_policy: Policy | None = None
-    """The policy of prompts none of whose chunks was named by id; None for the default policy."""
-
-    steered: bool = False
-    """True if a quality target moves the default policy."""
 
 
 class ContentReader:
@@ -137,6 +74,32 @@ class ContentReader:
         self._implicit = implicit
         self._recognizer = recognizer
         self._defaults = defaults
+        self._orders = LinkedOrders()
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        builder: PromptBuilder,
+        caches: ContextCaches,
+        catalog: Catalog,
+        events: Events,
+        policies: PolicyManager,
+    ) -> Self:
+        """Make the reader that ``settings`` describe."""
+        policy = settings.implicit_policy
+        return cls(
+            builder,
+            caches,
+            ImplicitCaches(builder, caches, catalog, events, ttl=settings.implicit_ttl),
+            Recognizer(catalog, builder.encoder, events, fingerprint=caches.fingerprint),
+            ReadDefaults(
+                policy=policies.default_policy,
+                implicit=Implicit(settings.implicit),
+                implicit_policy=None if policy is None else parse_policy(policy),
+                steered=policies.controller is not None,
+            ),
+        )
 
     def chat(
         self,
@@ -149,6 +112,8 @@ class ContentReader:
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
             _note_places(message.content, f"messages.{index}.content", places)
+        if how.any_order:
+            documents, messages = self._arranged(documents, messages, how)
         beside = [document.text for document in documents]
         self._builder.check_texts(
             _texts(chain(beside, *(m.content for m in messages))), param="messages"
@@ -175,6 +140,19 @@ class ContentReader:
         read = self._read(parts, places, how, build)
         return _without_unshown(read) if definitions else read
 
+    def _arranged(
+        self,
+        documents: Sequence[Document[CachedPart]],
+        messages: Sequence[ChatMessage[CachedPart]],
+        how: ReadOptions,
+    ) -> tuple[Sequence[Document[CachedPart]], Sequence[ChatMessage[CachedPart]]]:
+        """Return documents, and neighbouring chunks of each message, in the order in which a prompt
+        of the tenant had the same ones before."""
+        arranged = partial(self._orders.arranged_runs, f"{how.tenant}\0{how.salt}")
+        return arranged(documents), [
+            replace(message, content=tuple(arranged(message.content))) for message in messages
+        ]
+
     def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
         if isinstance(prompt, TokenIds):
@@ -184,6 +162,9 @@ class ContentReader:
         places: dict[str, str] = {}
         _note_places(prompt, "prompt", places)
         self._builder.check_texts(_texts(prompt), param="prompt")
+        if how.any_order:
+            _, (ordered,) = self._arranged((), [ChatMessage("user", prompt)], how)
+            prompt = ordered.content
         prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
         return self._read(
             prompt,
@@ -205,10 +186,15 @@ class ContentReader:
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
         named = self._look_up(places, how.tenant)
         named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
+        mode = self._mode(how)
         encoded: dict[MarkedText, Chunk] = (
-            {} if self._mode(how) is Implicit.OFF else self._encode(cached, how.salt)
+            {} if mode is Implicit.OFF else self._encode(cached, how.salt)
         )
         marked = self._known(encoded, how)
+        if mode is Implicit.MARKED:  # kept answers are recognised, and may be gone by now
+            for text in encoded.keys() - marked.keys():
+                if isinstance(text, MarkedText) and text.source is TextSource.RECOGNITION:
+                    del encoded[text]
         chunks = dict(named_chunks)
         chunks.update((part, chunk) for part, chunk in encoded.items())
         chunks.update((part, found.chunk) for part, found in marked.items())
@@ -217,11 +203,12 @@ class ContentReader:
         except InvalidRequestError:
             if not encoded:
                 raise
-            encoded, marked = (
-                {},
-                {},
-            )  # the chat template may not show each text once, which is nobody's mistake
-            chunks = named_chunks
+            # the chat template may not show each text once, which is nobody's mistake
+            encoded, marked, chunks = {}, {}, named_chunks
+            prompt = build(chunks)
+        if at_home := _at_home(prompt, marked):
+            for part in at_home:
+                del encoded[part], marked[part], chunks[part]
             prompt = build(chunks)
         if how.keeps:
             self._builder.check_length(prompt)  # before anything is entered for it
@@ -289,8 +276,11 @@ class ContentReader:
         self, messages: Sequence[ChatMessage[CachedPart]], how: ReadOptions
     ) -> Sequence[ChatMessage[CachedPart]]:
         """Return the messages with the texts marked that are recognised, where that is wanted."""
-        if self._mode(how) is not Implicit.AUTO:
-            return messages
+        match self._mode(how):
+            case Implicit.OFF:
+                return messages
+            case Implicit.MARKED:
+                return self._recognizer.mark_answers(messages, tenant=how.tenant, salt=how.salt)
         return self._recognizer.mark(messages, tenant=how.tenant, salt=how.salt, notes=how.keeps)
 
     def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
@@ -331,6 +321,26 @@ class ContentReader:
             ContextCacheReference(id): FoundChunk(cache.chunk, cache, False)
             for id, cache in caches.items()
         }
+
+
+def _at_home(prompt: Prompt, marked: Mapping[CachedPart, FoundChunk]) -> set[MarkedText]:
+    """Return the kept answers that nobody named and that stand behind their own prompts: their
+    conversations go on, whose beginnings are reused as they were computed."""
+    recognised = {
+        part: found.chunk
+        for part, found in marked.items()
+        if found.chunk.contextual
+        and isinstance(part, MarkedText)
+        and part.source is TextSource.RECOGNITION
+    }
+    if not recognised:
+        return set()
+    home = {
+        chunk
+        for index, chunk in enumerate(prompt.chunks)
+        if list(chunk.prefix) == prompt.tokens_before(index)
+    }
+    return {part for part, chunk in recognised.items() if chunk in home}
 
 
 def _without_unshown(read: ReadPrompt) -> ReadPrompt:

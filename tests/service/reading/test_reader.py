@@ -141,6 +141,10 @@ class Finder:
         self.noted: list[bool] = []
         self.openings: list[Any] = []
 
+    def mark_answers(self, messages: Any, *, tenant: str, salt: str) -> Any:
+        assert tenant == "anna"
+        return messages
+
     def mark(self, messages: Any, *, tenant: str, salt: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)

@@ -1,0 +1,86 @@
+"""A prompt that was read, how it was to be read, and what applies where a request does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvlinker.base.types.context_cache import LinkedCache
+from kvlinker.base.types.messages import Implicit
+from kvlinker.linking import Policy
+from kvlinker.prompting.segments import Prompt
+from kvlinker.service.implicit.caches import FoundChunk
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """Holds a prompt, how it is to be linked, and the context caches that stand in it."""
+
+    prompt: Prompt
+
+    policy: Policy
+    """The policy that the request asks for, or that applies to a prompt with these chunks."""
+
+    caches: Mapping[str, FoundChunk]
+    """By id, in the order in which the prompt first has them."""
+
+    salt: str = ""
+    """The request's own salt."""
+
+    @property
+    def linked(self) -> tuple[LinkedCache, ...]:
+        """The context caches, as answers tell of them."""
+        return tuple(
+            LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items()
+        )
+
+    @property
+    def implicit(self) -> bool:
+        """True if there are context caches, and none of them was named by id."""
+        return bool(self.caches) and all(
+            each.cache.implicit_ttl is not None for each in self.caches.values()
+        )
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The ids of the context caches, by their chunks' content."""
+        return {each.chunk.content: id for id, each in self.caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """Tells how a request wants its content read; None means as the settings say."""
+
+    tenant: str
+    policy: Policy | None = None
+    implicit: Implicit | None = None
+
+    salt: str = ""
+    """The request's own salt: what is found by content, or was computed before, is of requests with
+    the same one."""
+
+    special_tokens: bool = True
+    """False to leave out what the tokenizer adds around a completion's text."""
+
+    any_order: bool = False
+    """True where documents, and chunks beside each other, may change places."""
+
+    keeps: bool = True
+    """False where no answer is asked for: marked texts become chunks, but no context caches are
+    entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDefaults:
+    """Tells what applies where a request does not say."""
+
+    policy: Callable[[str], Policy]
+    """Returns a tenant's default policy as it is now."""
+
+    implicit: Implicit
+
+    implicit_policy: Policy | None = None
+    """The policy of prompts none of whose chunks was named by id; None for the default policy."""
+
+    steered: bool = False
+    """True if a quality target moves the default policy."""
