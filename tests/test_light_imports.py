@@ -27,6 +27,15 @@ loaded = [name for name in sys.argv[2].split(",") if name in sys.modules]
 print(status.value, *loaded, file=sys.stderr)
 """
 
+ROUTER = """
+import sys
+import kvlinker.cli.router
+from kvlinker.fleet.app import create_router
+from kvlinker.settings import load_settings
+create_router(None, load_settings(), api_key=None)
+print(*sys.modules)
+"""
+
 
 @pytest.mark.slow
 def test_collecting_loads_nothing_heavy() -> None:
@@ -46,6 +55,5 @@ def test_collecting_loads_nothing_heavy() -> None:
 
 def test_the_router_needs_no_torch() -> None:
     """So that it starts at once, and takes little memory."""
-    code = "import sys, kvlinker.cli.router, kvlinker.fleet.app; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", ROUTER], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "kvlinker.llm"} & set(run.stdout.split())

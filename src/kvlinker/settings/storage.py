@@ -15,6 +15,9 @@ from kvlinker.settings.values import FromJson
 _SQLITE = "sqlite:///"
 """What URLs of files begin with: the path follows, absolute with a slash of its own."""
 
+_RAW = "raw"
+"""The codec that changes nothing. Who names no other needs none of them, nor torch."""
+
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
@@ -45,7 +48,7 @@ class StorageSettings(BaseSettings):
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
     disk_codec: str = Field(
-        default="raw",
+        default=_RAW,
         description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …",
     )
     eviction: Eviction = Field(
@@ -64,9 +67,7 @@ class StorageSettings(BaseSettings):
     redis_space: ByteSize = Field(
         default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers."
     )
-    redis_codec: str = Field(
-        default="raw", description="How KV is written to Redis, as disk_codec."
-    )
+    redis_codec: str = Field(default=_RAW, description="How KV is written to Redis, as disk_codec.")
     redis_prefix: str = Field(
         default="kvlinker",
         min_length=1,
@@ -80,7 +81,7 @@ class StorageSettings(BaseSettings):
         default=ByteSize(100 * 2**30), description="Object tier budget, for all servers."
     )
     object_codec: str = Field(
-        default="raw", description="How KV is written to the object store, as disk_codec."
+        default=_RAW, description="How KV is written to the object store, as disk_codec."
     )
 
     tiers: FromJson[dict[str, dict[str, Any]]] = Field(
@@ -150,6 +151,8 @@ class StorageSettings(BaseSettings):
     @field_validator("disk_codec", "redis_codec", "object_codec")
     @classmethod
     def _known_codec(cls, value: str) -> str:
+        if value == _RAW:
+            return value
         from kvlinker.store.format.codecs import known_codecs  # which needs torch
 
         known = known_codecs()
