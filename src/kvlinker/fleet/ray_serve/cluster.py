@@ -78,7 +78,8 @@ def joined_ray(address: str) -> Iterator[None]:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace=APPLICATION)
     except Exception as error:
         raise FleetError(
-            f"There is no Ray cluster at {address}, or this machine is not part of it: {error}"
+            f"There is no Ray cluster at {address}, or this machine is not part of it, or it has a"
+            f" token, for which RAY_AUTH_MODE=token must be set: {error}"
         ) from error
     try:
         yield
