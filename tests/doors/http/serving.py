@@ -133,14 +133,16 @@ def serving(
 
 
 @contextmanager
-def listening(app: FastAPI, settings: Settings, *, closes: bool = True) -> Iterator[str]:
-    """The URL of a server of an app, until the block ends."""
+def listening(
+    app: FastAPI, settings: Settings, *, closes: bool = True, port: int = 0
+) -> Iterator[str]:
+    """The URL of a server of an app, until the block ends; on a free port, unless one is given."""
     import uvicorn
 
     from kvlinker.doors.http.edge.address import bind, url_of
     from kvlinker.doors.http.edge.connections import server_config
 
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", port)
     config = server_config(app, request_timeout=settings.request_timeout)
     config.lifespan = "on" if closes else "off"
     server = uvicorn.Server(config)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -79,6 +80,28 @@ def test_other_tabs_follow(talked: Watched) -> None:
     other.ask("Where does Mira Holt live?")
     talked.page.locator(".turn").nth(2).wait_for()
     assert talked.answers == ["Oslo", "Lima", "Varna"]
+
+
+def test_a_server_that_starts_anew_keeps_the_conversation(
+    reading: Served, opened: Callable[..., Watched]
+) -> None:
+    from kvlinker.doors.http.app import create_app
+    from tests.doors.http.serving import listening
+
+    settings = reading.llm.settings
+    with listening(create_app(reading.llm, settings), settings, closes=False) as url:
+        watched = opened(url)
+        watched.expected = ("net::ERR",)
+        watched.ask("Where does anybody live?")
+        answers = watched.answers
+    watched.page.locator("#notice", has_text="does not answer").wait_for()
+    port = urlsplit(url).port or 0
+    again = create_app(reading.llm, settings)
+    with listening(again, settings, closes=False, port=port):
+        watched.page.reload()
+        watched.wait_until_begun()
+        assert watched.answers == answers
+        watched.ask("And where does nobody live?")
 
 
 def test_settings_come_back_with_the_conversation(shown: Watched) -> None:

@@ -185,6 +185,27 @@ def test_what_has_no_room_is_asked_for(shown: Watched, reading: Served, anyway: 
     assert len(caches(reading)) == int(anyway)
 
 
+def test_uploads_go_on_behind_one_that_failed(shown: Watched, reading: Served) -> None:
+    shown.expected = ("net::ERR",)
+    shown.page.route("**/status", lambda route: route.abort())
+    shown.drop(people__md=PEOPLE)
+    assert "does not answer" in shown.page.locator("#uploads .wrong").inner_text()
+    shown.page.unroute("**/status")
+    shown.drop(nurse__txt=NURSE)
+    assert [cache["metadata"]["source"] for cache in caches(reading)] == ["nurse.txt"]
+
+
+def test_documents_that_come_in_another_tab_are_shown(shown: Watched) -> None:
+    other = Watched(shown.context.new_page(), shown.context, shown.url)
+    other.load(shown.url)
+    other.drop(nurse__txt=NURSE)
+    shown.page.locator("#library summary", has_text="nurse.txt").wait_for()
+    other.page.get_by_label("Select nurse.txt").check()
+    other.page.locator("#delete-selected").click()
+    other.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    shown.page.get_by_text("Nothing is cached yet.").wait_for()
+
+
 def interrupted(shown: Watched, reading: Served) -> None:
     """Drop a document of some chunks, and cancel it once the first of them are cached."""
     kept: list[Any] = []

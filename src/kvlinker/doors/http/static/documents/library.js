@@ -27,7 +27,7 @@ export function startLibrary(resume) {
   });
   by("use-selected").addEventListener("click", use);
   by("delete-selected").addEventListener("click", () => drop(selectedOnes()));
-  tabs.addEventListener("message", () => showLibrary().catch(() => {}));
+  tabs.addEventListener("message", ({ data }) => (data ? readDocument(data) : showLibrary()).catch(() => {}));
 }
 
 const pairs = metadata => Object.entries(metadata).map(([key, value]) => `&metadata[${encodeURIComponent(key)}]=${encodeURIComponent(value)}`).join("");
@@ -64,18 +64,22 @@ export async function showLibrary() {
 export function clearLibrary() {
   documents.clear();
   by("library").replaceChildren();
-  for (const id of ["library-tools", "library-empty"]) by(id).hidden = true;
+  for (const id of ["library-tools", "library-empty", "search"]) by(id).hidden = true;
 }
 
-/** Read one of the page's documents anew. */
+/** Read one of the page's documents anew, here and in other tabs. */
 export async function refreshDocument(source) {
+  await readDocument(source);
+  tabs.postMessage(source);
+}
+
+async function readDocument(source) {
   const caches = await listed({ origin: ORIGIN, source });
   const key = keyOf(ORIGIN, source);
   documents.get(key)?.row.remove();
   documents.delete(key);
   place(caches);
   if (documents.has(key)) by("library").prepend(documents.get(key).row);
-  tabs.postMessage(source);
 }
 
 const keyOf = (origin, source) => `${origin} ${source}`;
@@ -142,6 +146,7 @@ function filter() {
   by("library-tools").hidden = !documents.size;
   by("library-count").textContent = words ? `${number(shown)} of ${counted(documents.size, "document")}` : counted(documents.size, "document");
   by("library-empty").hidden = documents.size > 0;
+  by("search").hidden = !documents.size;
   showSelection();
 }
 
@@ -184,5 +189,5 @@ async function drop(doomed) {
     if (!isAbort(error)) by("notice").textContent = error.message;
   }
   filter();
-  tabs.postMessage("deleted");
+  tabs.postMessage(null); // that is not one document
 }

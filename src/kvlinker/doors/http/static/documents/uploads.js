@@ -63,15 +63,17 @@ async function run(lines) {
   const planned = [];
   for (const line of lines) await attempt(line, async () => planned.push(await plan(line)));
   const total = planned.reduce((sum, { missing }) => sum + tokensOf(missing), 0);
-  if (!await weighed(planned, total)) {
-    for (const { line } of planned) line.root.remove();
+  const wanted = await weighed(planned, total).catch(error => { for (const { line } of planned) line.fail(error.message) });
+  if (!wanted) {
+    if (wanted === false) for (const { line } of planned) line.root.remove();
+    by("uploaded").textContent = "";
     return;
   }
   const begin = performance.now();
   const progress = { done: 0, total, seconds: () => (performance.now() - begin) / 1000 };
   const cached = [];
   for (const each of planned) await attempt(each.line, async () => { await cache(each, progress); cached.push(each) });
-  if (cached.length) by("uploaded").textContent = summaryOf(cached);
+  by("uploaded").textContent = cached.length ? summaryOf(cached) : "";
 }
 
 async function attempt(line, work) {
