@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,9 @@ from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt
-from kvlinker.store.chunk_kv import ChunkKV
+
+if TYPE_CHECKING:
+    from kvlinker.store.chunk_kv import ChunkKV
 
 
 @dataclass(frozen=True, slots=True)
