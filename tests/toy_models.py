@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("gemma3_text", {**HEADS_OF_16, "sliding_window": WINDOW, "num_hidden_layers": 7}),
     "phi3": ("phi3", {}),
-    "gpt_neox-partial": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox-partial": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
     "gpt_oss-sinks": ("gpt_oss", {**HEADS_OF_16, "sliding_window": WINDOW, "num_local_experts": 4}),
     "mixtral-moe": ("mixtral", {"num_local_experts": 4}),
     "cohere2-interleaved-nope": ("cohere2", {"sliding_window": WINDOW, "num_hidden_layers": 5}),
@@ -135,10 +135,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+FOR_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-two-sizes": (
+        "gemma4_text",
+        FAMILIES["gemma4-shared-two-sizes"][1] | {"num_kv_shared_layers": 0, "global_head_dim": 64},
+    ),
+    "olmo2": ("olmo2", {}),
+    "phi-partial": ("phi", {"partial_rotary_factor": 0.5}),
+    "seed_oss": ("seed_oss", HEADS_OF_16),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+}
+"""Families that are something else to vLLM: heads of several sizes in one group, and models that it
+runs by transformers' modules."""
+
 
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
     "gpt_neox-partial": {"hidden_size": 128},
+    "gptj-interleaved-written-out": {"hidden_size": 128, "num_key_value_heads": 4},
+    **{family: {"hidden_size": 128} for family in FOR_VLLM if family != "gemma4-two-sizes"},
 }
 """The families whose heads are as wide as other sizes say: these sizes for heads of 32."""
 
@@ -146,7 +162,7 @@ WIDE: dict[str, dict[str, Any]] = {
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
     0."""
-    kind, own = FAMILIES[family]
+    kind, own = (FAMILIES | FOR_VLLM)[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
     config = AutoConfig.for_model(kind, **(BASE | own | changes))

@@ -256,13 +256,21 @@ def outcome_of(output):
 
 @cache
 def reference(prompt, family, positioned=True):
-    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no
-    products for it."""
-    changes = {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
-    model = reference_model(family, **changes)
-    if not hasattr(model.config, "num_local_experts"):
-        model.double()
-    return Reference(prompt, family, positioned, **changes)
+    reference_of(family)
+    return Reference(prompt, family, positioned, **changes_of(family))
+
+
+@cache
+def reference_of(family):
+    """The model that tells what is right, in double precision, so that rounding errors are vLLM's
+    alone; mixtures of experts have no products for it."""
+    model = reference_model(family, **changes_of(family))
+    return model if hasattr(model.config, "num_local_experts") else model.double()
+
+
+def changes_of(family):
+    """What the family's tiny model has otherwise for vLLM."""
+    return {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
 
 
 def difference(output, prompt, policy, family, evidence=NO_EVIDENCE):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.contract.rotary_forms import RotaryFunction
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.rotary_forms import RotaryFunction
 
 HEAD_DIM = 64
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 from kvlinker.engines.embedded.attention.position_scores import position_weights
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
@@ -22,7 +23,6 @@ from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
-from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.engines.contract.cost import AttentionShape
+from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.bounds import context_window, scale_queries_alike
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
@@ -37,7 +38,6 @@ from kvlinker.engines.embedded.model.obstacles import (
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,8 @@ class _Tracer:
         self._tables.append((cos_and_sin(output)[0], module, args, kwargs))
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        apply, width, cos, _ = form.rotation(args, kwargs)
+        apply, key, cos, _ = form.rotation(args, kwargs)
+        width = key.shape[-1]
         module, inputs, options = self._source(cos)
         constants = repr([a for a in (*inputs, *options.values()) if not isinstance(a, Tensor)])
         identity = (id(module), constants, width)

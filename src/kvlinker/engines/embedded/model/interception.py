@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
+from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.written_out import Followed
 
 ATTENTION_NAME = "kvlinker"

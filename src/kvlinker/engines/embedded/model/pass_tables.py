@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
 
 
 class PassTables(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.contract.rotary_forms import RotaryFunction
 from kvlinker.engines.embedded.model.interception import cos_and_sin
-from kvlinker.engines.embedded.model.rotary_forms import RotaryFunction
 
 Pairing = Literal["halves", "interleaved"]
 """Which dimensions of a rotated part of w dimensions turn together: i with i + w / 2, or 2i with 2i

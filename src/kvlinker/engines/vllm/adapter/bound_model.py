@@ -92,16 +92,22 @@ class BoundModel:
         self.max_model_len: int = self._config.model_config.max_model_len
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
-        (self._group,) = _single(groups, "attention backends")
-        if type(self._group.kv_cache_spec) is not FullAttentionSpec:
+        for group in groups:
+            if type(group.kv_cache_spec) is not FullAttentionSpec:
+                raise UnsupportedModelError(
+                    "vLLM does not keep all of this model's KV"
+                    f" ({type(group.kv_cache_spec).__name__}), so kvlinker cannot link it. Where"
+                    " that is because of a sliding window, --disable-sliding-window helps, for"
+                    " prompts that fit into one."
+                )
+        (size,) = _single({group.kv_cache_spec.block_size for group in groups}, "block sizes")
+        self.block_size: int = size
+        if len(groups) > 1 and not self.is_alone:
             raise UnsupportedModelError(
-                "vLLM does not keep all of this model's KV"
-                f" ({type(self._group.kv_cache_spec).__name__}), so kvlinker cannot link it. Where"
-                " that is because of a sliding window, --disable-sliding-window helps, for prompts"
-                " that fit into one."
+                f"The model has heads of {len(groups)} sizes in vLLM, which kvlinker links in one"
+                " worker only: leave tensor_parallel_size at 1."
             )
-        self.block_size: int = self._group.kv_cache_spec.block_size
-        self._group = own_group(self._group, self._config, self.device)
+        self._groups = [own_group(group, self._config, self.device) for group in groups]
         self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
         self.layers = tuple(self._attention_layers())
 
@@ -109,9 +115,10 @@ class BoundModel:
         """Yield the layers in the order of their names in vLLM's KV cache."""
         modules = self._config.compilation_config.static_forward_context
         parallel = self._config.parallel_config.tensor_parallel_size
-        total = self._config.model_config.get_total_num_kv_heads()
-        for name in self._group.layer_names:
+        configured = self._config.model_config.get_total_num_kv_heads()
+        for name in (name for group in self._groups for name in group.layer_names):
             module = modules[name]
+            total = module.num_kv_heads if self.is_alone else configured
             reason = _unplaceable(module)
             if reason is not None:
                 raise UnsupportedModelError(
@@ -136,12 +143,11 @@ class BoundModel:
         """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states
         [computed tokens, hidden]; with ``eager``, by the modules instead of a compiled graph."""
         metadata = self._metadata(sequences)
-        names = self._group.layer_names
         with set_forward_context(
-            dict.fromkeys(names, metadata),
+            metadata,
             self._config,
             num_tokens=len(sequences.tokens),
-            slot_mapping=dict.fromkeys(names, sequences.slots),
+            slot_mapping=dict.fromkeys(metadata, sequences.slots),
             skip_compiled=eager,
         ):
             return self._call(sequences.tokens, sequences.positions)
@@ -236,12 +242,15 @@ class BoundModel:
         )  # some models add others' for drafts
         return states
 
-    def _metadata(self, sequences: VirtualSequences) -> Any:
-        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once
-        those of the last one have been copied to the device."""
+    def _metadata(self, sequences: VirtualSequences) -> dict[str, Any]:
+        """Build what the attention backends take, by the names of layers. Each pass writes the
+        builders' buffers anew, once those of the last one have been copied to the device."""
         if self._built is not None:
             self._built.synchronize()
-        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        common = self._common_metadata(sequences)
+        metadata: dict[str, Any] = {}
+        for group in self._groups:
+            metadata |= dict.fromkeys(group.layer_names, group.build_metadata(common))
         if self._built is not None:
             self._built.record()
         return metadata
@@ -305,6 +314,8 @@ def _unplaceable(module: Any) -> str | None:
         )
     if module.kv_sharing_target_layer_name is not None:
         return f"it uses the KV of {module.kv_sharing_target_layer_name}"
+    if getattr(module, "attention_chunk_size", None) is not None:
+        return "it is cut at fixed positions (attention_chunk_size); --engine embedded links it"
     if getattr(backend, "alibi_slopes", None) is not None:
         return "it has ALiBi, whose attention kvlinker does not know"
     return None
@@ -333,4 +344,5 @@ def _single(values: Any, what: str) -> tuple[Any]:
             f"The model has {len(values)} {what} in vLLM; kvlinker links models with one. Try "
             "--disable-hybrid-kv-cache-manager."
         )
-    return (values[0],)
+    (value,) = values
+    return (value,)

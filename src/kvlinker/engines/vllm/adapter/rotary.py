@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from kvlinker.engines.vllm.adapter.bound_model import BoundModel
+from kvlinker.engines.vllm.adapter.transformers_modules import watched_modules
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
         for layer in bound.layers
     ]
     try:
-        yield
+        with watched_modules(bound.model, bound.layers, rotated=rotated, attended=attended):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -23,6 +23,7 @@ from kvlinker.base.types.answers import PromptLogprobs, Usage
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.vllm.frontend.grammars import VLLMGrammars
 from kvlinker.engines.vllm.options import REFUSAL_FILE
+from kvlinker.engines.vllm.plugin import FAILURE_FILE
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferOutcome, TransferPlan
 from kvlinker.settings import Settings
@@ -247,6 +248,8 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
     with TemporaryDirectory() as folder:
         refusal = Path(folder) / "refusal"
         vllm_config.kv_transfer_config.kv_connector_extra_config[REFUSAL_FILE] = str(refusal)
+        failure = Path(folder) / "failure"
+        os.environ[FAILURE_FILE] = str(failure)
         try:
             client = AsyncLLM.from_vllm_config(
                 vllm_config,
@@ -256,9 +259,10 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
         except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
             if refusal.exists():
                 raise UnsupportedModelError(refusal.read_text()) from error
-            raise ModelLoadError(
-                f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}"
-            ) from error
+            reason = failure.read_text() if failure.exists() else " ".join(str(error).split())
+            raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {reason}") from error
+        finally:
+            del os.environ[FAILURE_FILE]
     logger.info("vLLM's engine is up (%.1f s).", time.monotonic() - began)
     return client
 

@@ -23,8 +23,8 @@ class Rotation(NamedTuple):
     """One call of a model's function: what it does, and the tables that it was given."""
 
     apply: RotaryFunction
-    width: int
-    """The dimensions of what is rotated."""
+    key: Tensor
+    """What is rotated, of queries and keys the keys: [1, heads, tokens, width]."""
 
     cos: Tensor
     sin: Tensor
@@ -87,7 +87,7 @@ class RotaryForm:
                 query, key = (self.function(each, **given, **options) for each in (query, key))
             return (query, key) if heads_first else (query.transpose(1, 2), key.transpose(1, 2))
 
-        return Rotation(apply, heads.shape[-1], cos, sin)
+        return Rotation(apply, heads if heads_first else heads.transpose(1, 2), cos, sin)
 
     def _tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Return the tables as the function takes them, in the order of their names."""

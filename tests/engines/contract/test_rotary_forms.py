@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvlinker.engines.embedded.model.rotary_forms import RotaryForm
+from kvlinker.engines.contract.rotary_forms import RotaryForm
 from tests.engines.embedded.toy_rotary import Angles, interleaved
 
 HEADS = torch.randn(1, 3, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -46,8 +46,8 @@ def test_a_call_says_how_heads_before_tokens_are_rotated(function):
     assert form is not None
     unchanged = form.unchanged(args, kwargs)
     assert unchanged is args[0] if isinstance(unchanged, torch.Tensor) else unchanged == args[:2]
-    apply, width, cos, sin = form.rotation(args, kwargs)
-    assert width == 8
+    apply, given, cos, sin = form.rotation(args, kwargs)
+    assert torch.equal(given, HEADS)
     query, key = apply(2 * HEADS, HEADS, cos, sin)
     expected = both(HEADS, HEADS, COS, SIN)[0]
     torch.testing.assert_close(key, expected)
