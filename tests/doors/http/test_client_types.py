@@ -1,5 +1,5 @@
 """The SDKs' own types hold strictly for the answers and events of every route, calls that were cut
-included, and a field that is wrong would be noticed. vLLM's tests run these, too."""
+included, and a field that is wrong would be noticed. vLLM's tests run most of these, too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import pytest
 from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter, ValidationError
 
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from tests.doors.http.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES
+from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import MODEL_NAME, Served
 from tests.doors.http.test_calls import ONE, dialects, marked  # noqa: F401
+from tests.doors.http.test_tools import WEATHER
 
 WRONG: Any = {"not": "what it is"}
 
@@ -110,6 +113,29 @@ def test_other_answers_are_of_the_clients_types(marked: Served) -> None:  # noqa
 def test_errors_are_of_openais_type(marked: Served, path: str) -> None:  # noqa: F811
     told = marked.post(path, {"model": "other"}).json()
     assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
+
+
+@pytest.mark.parametrize("failure", [KVLinkerError("broken"), EngineClosedError("closed")])
+@dialects
+def test_failures_half_way_are_of_the_clients_types(
+    faked: Served, engine: FakeEngine, dialect: str, failure: KVLinkerError
+) -> None:
+    engine.fails_at, engine.failure = 1, failure
+    api = DIALECTS[dialect]
+    body = api.body(replace(ONE, choice="auto", tools=[WEATHER], max_tokens=50))
+    stream = faked.post(api.path, body | {"stream": True}).text
+    *events, last = re.findall(r"^data: (\{.*)$", stream, re.MULTILINE)
+    for event in events:
+        assert unnoticed(json.loads(event), api.event) == set()
+    told = json.loads(last)
+    match dialect:
+        case "chat":
+            assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
+        case "messages":
+            assert unnoticed(told, TypeAdapter(anthropic.types.ErrorResponse)) == set()
+        case _:
+            assert unnoticed(told, api.event) == set()
+            assert told["response"]["error"]["type"] == failure.code
 
 
 def test_errors_are_of_anthropics_type(marked: Served) -> None:  # noqa: F811

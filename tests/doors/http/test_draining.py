@@ -171,7 +171,7 @@ def test_what_takes_too_long_ends_with_an_error_of_its_api(
         case "/v1/responses":
             assert error["code"] == "engine_closed"
             assert told[-1]["type"] == "response.failed"
-            assert told[-1]["response"]["error"]["code"] == "engine_closed"
+            assert told[-1]["response"]["error"]["type"] == "engine_closed"
         case _:
             assert error["code"] == "engine_closed"
             assert told[-2:] == [{"error": error}, "[DONE]"]

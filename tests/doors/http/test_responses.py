@@ -11,7 +11,12 @@ import openai
 import pydantic
 import pytest
 
-from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
+from kvlinker.base.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    KVLinkerError,
+    OverloadedError,
+)
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import MODEL_NAME, Served
 from tests.doors.http.test_messages import A_CALL, HANDBOOK, MARK, SCHEMA
@@ -198,14 +203,22 @@ def test_parts_begin_empty(speaking: openai.OpenAI, engine: FakeEngine) -> None:
     assert (added.part.text, delta.delta) == ("", " \n")
 
 
-@pytest.mark.parametrize("failure", [KVLinkerError("broken"), EngineClosedError("closed")])
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (KVLinkerError("broken"), "server_error"),
+        (EngineClosedError("closed"), "server_error"),
+        (OverloadedError("too much", retry_after=1), "rate_limit_exceeded"),
+        (InvalidRequestError("too complex"), "invalid_prompt"),
+    ],
+)
 def test_a_failure_half_way_is_told(
-    speaking: openai.OpenAI, engine: FakeEngine, failure: KVLinkerError
+    speaking: openai.OpenAI, engine: FakeEngine, failure: KVLinkerError, code: str
 ) -> None:
     engine.fails_at, engine.failure = 1, failure
     *_, last = ask(speaking, stream=True)
-    code = "server_error" if failure.code == "internal_error" else failure.code
     assert (last.type, last.response.error.code) == ("response.failed", code)
+    assert last.response.error.type == failure.code
 
 
 def test_a_bug_half_way_is_told_as_a_failure_of_the_servers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any, Literal
 
 from starlette.types import Scope
@@ -110,12 +111,10 @@ class ResponseAnswer:
 
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[AnyEvent]:
         details = error_body(error, scope).error
-        code = (
-            "server_error" if details.code == KVLinkerError.code else details.code
-        )  # OpenAI's word for it
-        failed = self._response("failed").model_copy(
-            update={"error": ResponseFailure(code=code, message=details.message)}
+        failure = ResponseFailure(
+            code=_failure_code(error.status), message=details.message, type=details.code
         )
+        failed = self._response("failed").model_copy(update={"error": failure})
         return [ResponseEvent(type="response.failed", response=failed, **self._number())]
 
     def whole(self) -> ResponseObject:
@@ -257,6 +256,13 @@ class ResponseAnswer:
             ),
             total_tokens=usage.prompt_tokens + usage.output_tokens,
         )
+
+
+def _failure_code(status: int) -> Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]:
+    """Return OpenAI's word for an error of this HTTP status."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
 
 
 def _text(block: AnswerBlock) -> OutputText:

@@ -104,10 +104,12 @@ class IncompleteDetails(ResponseBody):
 
 
 class ResponseFailure(ResponseBody):
-    """Why an answer failed."""
+    """Why an answer failed: ``code`` is one of OpenAI's, ``type`` the server's own, as all other
+    errors have it."""
 
-    code: str
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
+    type: str | None
 
 
 class ResponseObject(ResponseBody):
