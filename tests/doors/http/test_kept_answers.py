@@ -127,43 +127,48 @@ def test_a_chunk_that_was_computed_alone_goes_first(served: Served) -> None:
 
 def test_every_dialect_tells_it_whole_and_at_the_end_of_streams(served: Served) -> None:
     """The clients' own types take what is told."""
-    ids = {kept(served)["id"]}
-    openai_client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
-    extra = {"guided_choice": [SAYING], "link": KEEP}
-    *_, last = openai_client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": str(QUESTION["content"])}],
-        stream=True,
-        extra_body=extra,
-    )
-    assert last.choices[0].finish_reason == "stop"
-    ids.add(last.to_dict()["link"]["answer"]["id"])  # type: ignore[index]
-    assert len(ids) == 1  # the same answer behind the same prompt is the same chunk
+    question = str(QUESTION["content"])
+    kept_before = kept(served)["id"]
     completion = served.post(
         "/v1/completions", {"prompt": "Where?", "max_tokens": 9, "link": KEEP, "ignore_eos": True}
     ).json()
     assert completion["link"]["answer"]["tokens"] == 9
-    messages = anthropic.Anthropic(base_url=served.url, api_key="none").messages
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 9,
-        "messages": [{"role": "user", "content": "Where is the cat?"}],
-        "extra_body": {"link": KEEP},
-    }
-    whole = messages.create(**asked).to_dict()["link"]["answer"]
-    events = list(messages.create(**asked, stream=True))
-    (ended,) = (event for event in events if event.type == "message_delta")
-    assert ended.to_dict()["link"]["answer"].keys() == whole.keys()
-    response: dict[str, Any] = {
-        "model": "tiny",
-        "max_output_tokens": 9,
-        "input": "Where is the cat?",
-        "extra_body": {"link": KEEP},
-    }
-    created = openai_client.responses.create(**response)
-    assert created.to_dict()["link"]["answer"]["id"]
-    *_, completed = openai_client.responses.create(**response, stream=True)
-    assert completed.to_dict()["response"]["link"]["answer"]["id"]
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        *_, last = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": question}],
+            stream=True,
+            extra_body={"guided_choice": [SAYING], "link": KEEP},
+        )
+        assert last.choices[0].finish_reason == "stop"
+        # the same answer behind the same prompt is the same chunk
+        assert told(last)["id"] == kept_before
+        asked: dict[str, Any] = {
+            "model": "tiny",
+            "max_output_tokens": 9,
+            "input": question,
+            "extra_body": {"link": KEEP},
+        }
+        assert told(client.responses.create(**asked))["id"]
+        *_, completed = client.responses.create(**asked, stream=True)
+        assert told(completed.response)["id"]
+    with anthropic.Anthropic(base_url=served.url, api_key="none") as other:
+        asked = {
+            "model": "tiny",
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": question}],
+            "extra_body": {"link": KEEP},
+        }
+        assert told(other.messages.create(**asked))["id"]
+        events = list(other.messages.create(**asked, stream=True))
+        (ended,) = (event for event in events if event.type == "message_delta")
+        assert told(ended)["id"]
+
+
+def told(answer: Any) -> dict[str, Any]:
+    """What an answer, or its last event, tells of the context cache that it has become."""
+    found: dict[str, Any] = answer.to_dict()["link"]["answer"]
+    return found
 
 
 def test_bad_input(served: Served) -> None:
