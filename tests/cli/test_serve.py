@@ -94,7 +94,7 @@ def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
 ) -> None:
     started: list[LLM] = []
 
-    def start(settings: Settings) -> LLM:
+    def start(settings: Settings, **_: object) -> LLM:
         if len(started) == 2:
             raise ModelLoadError("enough for a test")
         started.append(LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state")))
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_soon_is_not_started_again_however_long_its_start_t
     clock = [0.0]
     started: list[LLM] = []
 
-    def start(settings: Settings) -> LLM:
+    def start(settings: Settings, **_: object) -> LLM:
         if len(started) == 2:
             raise ModelLoadError("enough for a test")
         clock[0] += 1000
