@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from kvlinker.base.profiling import Profile
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.benchmark import (
     ChunkTokens,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kvlinker.engines.embedded.engine import EmbeddedEngine
-    from kvlinker.engines.embedded.execution.forward_pass import Profile
     from kvlinker.engines.embedded.model.loaded import LoadedModel
 
 SPARE_SLOTS = 1024
@@ -314,7 +314,6 @@ def policy_measurement(
 ) -> Callable[[], FirstTokenTime]:
     """Return what measures one time to first token with its parts, behind ``before``; the engine
     must be idle otherwise."""
-    from kvlinker.engines.embedded.execution.forward_pass import Profile
 
     def measure() -> FirstTokenTime:
         if before is not None:

@@ -3,10 +3,8 @@ layer."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvlinker.base.profiling import Profile
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.attention.kernels import AttentionKernel
@@ -396,24 +395,3 @@ def _layer(kv: KV, index: int) -> LayerKV:
 
 def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:
     return any(kv.layer(index) is not None or kv.lost for _, kv in lacking)
-
-
-class Profile:
-    """Adds up the wall time of named parts in ``seconds``; time in a nested part counts for the
-    nested part only."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._inner = 0.0
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the wall time of the block to ``part``."""
-        before, self._inner = self._inner, 0.0
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - begin
-            self.seconds[part] += elapsed - self._inner
-            self._inner = before + elapsed

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.base.profiling import Profile
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.forward_pass import (
     EmptyStepError,
     ForwardPass,
-    Profile,
     WaitInStep,
     never_wait,
 )
