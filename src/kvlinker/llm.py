@@ -339,8 +339,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses
         seed + i. When one choice cannot be queued, none is. The handle cancels all. With
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
-        linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the only
-        choice's ``Finished`` tells what context cache it has become. Raises what
+        linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
+        first choice's ``Finished`` tells what context cache it has become. Raises what
         ``Engine.generate`` does.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]

@@ -174,16 +174,23 @@ def told(answer: Any) -> dict[str, Any]:
 def test_bad_input(served: Served) -> None:
     for fields, param in (
         ({"link": {"keep": "answers"}}, "link.keep"),
-        ({"link": {"ttl": "5m"}}, "link.ttl"),
-        ({"link": {"keep": "off", "ttl": "5m"}}, "link.ttl"),
         ({"link": {"keep": "answer", "ttl": "5 minutes"}}, "link.ttl"),
-        ({"link": KEEP, "n": 2}, "n"),
     ):
         answer = served.post(CHAT, body(**fields))
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
-    several = {"prompt": ["a", "b"], "max_tokens": 2, "link": KEEP}
-    assert served.post("/v1/completions", several).json()["error"]["param"] == "link.keep"
+
+
+def test_of_several_answers_the_first_is_kept(served: Served) -> None:
+    for stream in (False, True):
+        asked = body(link=KEEP, n=3, stream=stream)
+        assert served.post(CHAT, asked).status_code == 200
+    several = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5, "ignore_eos": True, "link": KEEP}
+    answer = served.post("/v1/completions", several).json()["link"]["answer"]
+    page = served.get("/v1/context_caches").json()["data"]
+    assert {each["tokens"] for each in page} == {len(SAYING), 5}
+    assert len(page) == 2
+    assert answer["id"] in {each["id"] for each in page}
 
 
 def test_a_request_that_is_left_keeps_nothing(served: Served) -> None:

@@ -52,15 +52,11 @@ class GenerationRequest:
     measure it."""
 
     keeps_answer: bool = False
-    """True if ``Finished`` is to have the answer's KV; then there is one choice."""
+    """True if the first choice's ``Finished`` is to have the answer's KV."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
-        if self.keeps_answer and self.n > 1:
-            raise InvalidRequestError(
-                f"One answer can be kept, but n is {self.n}: ask for one, or keep none.", param="n"
-            )
 
     @property
     def sharer(self) -> str:

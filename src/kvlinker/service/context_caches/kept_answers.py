@@ -70,8 +70,8 @@ class AnswerKeeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-keep")
 
     def watch(self, sink: Sink, wanted: KeepRequest, *, tenant: str, salt: str) -> Sink:
-        """Return a sink for the events of the one choice of a request, which passes them on, the
-        last one when its answer is kept."""
+        """Return a sink for the events of a request's choices, which passes them on, the last one
+        of the first choice when its answer is kept."""
         texts: list[str] = []
 
         def finish(choice: int, finished: Finished) -> None:
@@ -80,11 +80,11 @@ class AnswerKeeper:
             sink(choice, replace(finished, answer_kv=None, kept=kept))
 
         def take(choice: int, event: GenerationEvent) -> None:
-            if isinstance(event, Delta):
-                texts.append(event.text)
-            elif isinstance(event, Finished) and event.reason != "cancelled":
+            if choice == 0 and isinstance(event, Finished) and event.reason != "cancelled":
                 self._thread.submit(finish, choice, event)
                 return
+            if choice == 0 and isinstance(event, Delta):
+                texts.append(event.text)
             sink(choice, event)
 
         return take

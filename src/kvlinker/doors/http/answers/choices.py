@@ -44,7 +44,7 @@ class Choices:
 
         ``prompts`` are by the request's fields that they come from, which errors name. With
         ``explains``, the first choice of each tells how it was linked. ``keep``: what is to be kept
-        of the only choice.
+        of the very first choice.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -65,7 +65,7 @@ class Choices:
                         n=n,
                         explains=explains,
                         shows_attention=shows_attention,
-                        keep=keep,
+                        keep=None if number else keep,
                         tenant=tenant,
                     )
                     self._handles.append(handle)

@@ -156,12 +156,12 @@ class CompletionRequest(SamplingBody):
         return self
 
     @model_validator(mode="after")
-    def _check_one_prompt(self) -> CompletionRequest:
-        asked = {"link.explain": self.explains, "link.keep": self.keeps_by_itself}
-        for name in (name for name, wanted in asked.items() if wanted and has_several(self.prompt)):
+    def _check_explained(self) -> CompletionRequest:
+        if self.explains and has_several(self.prompt):
             raise InvalidRequestError(
-                f"'{name}' goes with one prompt: send them one by one, or leave it out.",
-                param=name,
+                "One prompt is explained at a time: send them one by one, or leave out"
+                " 'link.explain'.",
+                param="link.explain",
             )
         return self
 
@@ -263,7 +263,7 @@ async def create_completion(
                     tenant=tenant,
                 )
         sampling = served.llm.sampling_params(**body.sampling_fields())
-        keep = body.keep_request(served.llm, PlainReader) if len(built) == 1 else None
+        keep = body.keep_request(served.llm, PlainReader)
         return PreparedRequest(built, sampling, body.explains, body.shows_attention, keep)
 
     return await respond(served, request, body, build, answer_format, tenant=tenant)

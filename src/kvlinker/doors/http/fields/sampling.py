@@ -23,13 +23,6 @@ from kvlinker.prompting.marks import ttl_seconds
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.prompt_calls import Order
 
-KEPT: dict[str, JsonValue] = {
-    "type": "object",
-    "properties": {"keep": {"enum": ["answer", "all"]}},
-    "required": ["keep"],
-}
-"""Matches link options that keep the answer."""
-
 
 class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which
@@ -39,8 +32,6 @@ class LinkOptions(RequestBody):
     ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside each
     other, may stand in the order in which they were linked before."""
 
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (where({"ttl": {"type": "string"}}, KEPT),)
-
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
     implicit: Literal["auto", "marked", "off"] | None = None
     explain: bool | None = None
@@ -48,14 +39,6 @@ class LinkOptions(RequestBody):
     keep: Literal["answer", "all", "off"] | None = None
     ttl: MarkTtl | None = None
     order: Literal["given", "any"] | None = None
-
-    @model_validator(mode="after")
-    def _check_ttl(self) -> LinkOptions:
-        if self.ttl is not None and self.keep not in ("answer", "all"):
-            raise InvalidRequestError(
-                "'link.ttl' is that of the kept answer: it needs 'link.keep'.", param="link.ttl"
-            )
-        return self
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
@@ -84,9 +67,6 @@ ATTENTION_IS_EXPLAINED = where(
 """The rule that ``link.attention`` needs ``link.explain``."""
 
 
-ONE_KEPT = where({"link": KEPT}, {"properties": {"n": {"enum": [None, 1]}}})
-"""The rule that one answer is kept."""
-
 NOTHING_EXPLAINED: dict[str, JsonValue] = {
     "properties": {
         "link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}
@@ -105,7 +85,6 @@ class SamplingBody(DecodingFields):
             "else": {"properties": {"stream_options": {"type": "null"}}},
         },
         ATTENTION_IS_EXPLAINED,
-        ONE_KEPT,
     )
 
     model: Text | None = None
@@ -164,26 +143,11 @@ class SamplingBody(DecodingFields):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_kept(self) -> SamplingBody:
-        if self.choices > 1 and self.keeps_by_itself:
-            raise InvalidRequestError(
-                f"One answer can be kept, but 'n' is {self.n}: ask for one, or leave out"
-                " 'link.keep'.",
-                param="n",
-            )
-        return self
-
-    @property
-    def keeps_by_itself(self) -> bool:
-        """True if the request asks to keep its answer."""
-        return self.link is not None and self.link.keep in ("answer", "all")
-
     def keep_request(self, llm: LLM, reader: Callable[[], Reader]) -> KeepRequest | None:
-        """Return what is to be kept of the answer, which ``reader`` makes readers for; None for
-        nothing. Where the request does not say, the server's setting does, for one answer."""
+        """Return what is to be kept of the first answer, which ``reader`` makes readers for; None
+        for nothing. Where the request does not say, the server's setting does."""
         link = self.link or LinkOptions()
-        part = link.keep or (llm.settings.keep_answers if self.choices == 1 else "off")
+        part = link.keep or llm.settings.keep_answers
         return KeepRequest.of(part, None if link.ttl is None else ttl_seconds(link.ttl), reader)
 
     @property
