@@ -91,6 +91,12 @@ DEEPSEEK_V3 = (
     "{{ '<｜User｜>' + m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
+GRANITE4 = (
+    "{% for m in messages %}"
+    "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -258,6 +264,43 @@ FIELD_MODELS = {
         },
         DEEPSEEK_V3,
         ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    ),
+    "Qwen3.5 0.8B": FieldModel(
+        "qwen3_5_text",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+            "num_hidden_layers": 8,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 262_144,
+        },
+        QWEN3,
+        ("<|im_start|>", "<|endoftext|>", "<|im_end|>"),
+        reasons=True,
+    ),
+    "Granite 4.0 H 1B": FieldModel(
+        "granitemoehybrid",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "position_embedding_type": "nope",
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 32,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131_072,
+        },
+        GRANITE4,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
     ),
 }
 """Of each model, what linking depends on; ``docs/models.md`` lists them."""

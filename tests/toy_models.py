@@ -150,6 +150,52 @@ FOR_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
 runs by transformers' modules."""
 
 
+DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "num_local_experts": 0,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next-states": (
+        "qwen3_next",
+        DELTA
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5-states": ("qwen3_5_text", DELTA),
+    "kimi-states-latents": (
+        "kimi_linear",
+        LATENT
+        | {"num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 24}
+        | {"num_experts": 4, "num_experts_per_token": 2, "layer_types": DELTA["layer_types"]},
+    ),
+    "granite-states-nope": ("granitemoehybrid", MAMBA),
+    "falcon_h1-states-beside": (
+        "falcon_h1",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
+        | {"head_dim": 16},
+    ),
+    "zamba2-states-behind": (
+        "zamba2",
+        {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2}
+        | {"hybrid_layer_ids": [1, 3], "mamba_d_state": 12, "n_mamba_heads": 8},
+    ),
+}
+"""The families whose layers keep states, which remember for hundreds of tokens."""
+
+
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
     "gpt_neox-partial": {"hidden_size": 128},
@@ -162,7 +208,7 @@ WIDE: dict[str, dict[str, Any]] = {
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
     0."""
-    kind, own = (FAMILIES | FOR_VLLM)[family]
+    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS)[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
     config = AutoConfig.for_model(kind, **(BASE | own | changes))
@@ -171,7 +217,9 @@ def tiny_model(family: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
+            if name.endswith("A_log"):  # a state fades by a thousandth to a tenth a token
+                weight.uniform_(-6, -2, generator=generator)
+            elif weight.ndim == 1:
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
             elif "embed" in name or "lm_head" in name:
                 weight *= 4  # so that neither the greedy choice nor the differences drown

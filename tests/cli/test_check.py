@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
-from tests.toy_models import BASE, LATENT, YARN_ROPE
+from tests.toy_models import BASE, HYBRIDS, LATENT, YARN_ROPE
 
 
 def checked(folder: Path, kind: str, **changes: Any) -> Result:
@@ -48,6 +48,17 @@ def test_a_model_with_latents(tmp_path: Path) -> None:
     kept = {"float32": "480 bytes as latents, 1,728", "bfloat16": "240 bytes as latents, 864"}
     told = [f"takes {sizes} as keys and values ({dtype})." for dtype, sizes in kept.items()]
     assert any(each in result.output for each in told), result.output
+
+
+def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
+    kind, changes = HYBRIDS["qwen3_5-states"]
+    result = checked(tmp_path, kind, **(BASE | changes))
+    assert result.exit_code == 0, result.output
+    sizes = {"float32": "7,488", "bfloat16": "6,048"}
+    told = (f"3 layers keep a state, which takes {size} bytes" for size in sizes.values())
+    assert any(each in result.output for each in told), result.output
+    assert re.search(r"A chunk of 512 tokens takes [\d,]+ bytes there, and [\d,]+", result.output)
+    assert "falling back" not in result.output
 
 
 def test_a_model_with_an_indexer(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ class NumberEngine:
         done.set_result(len(chunk))
         return done
 
+    def kv_bytes(self, tokens: int) -> int:
+        return tokens * self.kv_bytes_per_token
+
     def use(self, chunk: Chunk, tenant: str) -> ChunkKV:
         """Its KV from the store, or computed again."""
         key = chunk_key(chunk, fingerprint=FINGERPRINT, tenant=tenant)

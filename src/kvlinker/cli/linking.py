@@ -38,8 +38,9 @@ def check(
 
     from kvlinker.engines.contract.cost import kv_bytes_per_token
     from kvlinker.engines.contract.model_files import read_model
-    from kvlinker.engines.embedded.model.anatomy import trace_layers
+    from kvlinker.engines.embedded.model.anatomy import anatomy_of
     from kvlinker.engines.embedded.model.bounds import context_window
+    from kvlinker.engines.embedded.model.kept_states import chunk_bytes
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():
@@ -67,11 +68,21 @@ def check(
             "Its configuration says more, but further on it computes something else for the same"
             " text."
         )
-    layers, dtype = trace_layers(transformer), transformer.dtype
-    kept = kv_bytes_per_token(layers, dtype)
-    expanded = sum(layer.expanded_values_per_token for layer in layers) * dtype.itemsize
+    anatomy, dtype = anatomy_of(transformer), transformer.dtype
+    kept = kv_bytes_per_token(anatomy.layers, dtype)
+    expanded = sum(layer.expanded_values_per_token for layer in anatomy.layers) * dtype.itemsize
     latents = f" as latents, {expanded:,} as keys and values" if expanded != kept else ""
     typer.echo(f"A token's KV takes {kept:,} bytes{latents} ({str(dtype).removeprefix('torch.')}).")
+    if anatomy.recurrences:
+        maps, whole = (
+            chunk_bytes(anatomy, 512, dtype, keeps_inner=keeps) for keeps in (False, True)
+        )
+        request = sum(each.state_bytes(dtype) for each in anatomy.recurrences)
+        typer.echo(
+            f"{len(anatomy.recurrences)} layers keep a state, which takes {request:,} bytes of a"
+            f" running request. A chunk of 512 tokens takes {whole:,} bytes there, and {maps:,}"
+            " with state_inputs off, as does any longer one then."
+        )
 
 
 @settings_options("engine")

@@ -69,6 +69,16 @@ class Policy(ABC):
         return False
 
     @property
+    def reach(self) -> int | None:
+        """The most of a chunk's first tokens that ``select`` picks, where it picks those, or the
+        whole chunk, and nothing else; None where it may pick any token.
+
+        Models whose layers keep a state link nothing else, unless they are told to keep every
+        token.
+        """
+        return None
+
+    @property
     def parts(self) -> tuple[Policy, ...]:
         """The policies that a union consists of; any other policy is its only part."""
         return (self,)

@@ -52,6 +52,12 @@ class Union(Policy):
         return any(member.exact for member in self.members)
 
     @property
+    def reach(self) -> int | None:
+        reaches = [member.reach for member in self.members]
+        known = [reach for reach in reaches if reach is not None]
+        return max(known) if len(known) == len(reaches) else None
+
+    @property
     def parts(self) -> tuple[Policy, ...]:
         return self.members
 

@@ -29,6 +29,14 @@ class LinkingSettings(BaseSettings):
             " query-…-sensitive use them."
         ),
     )
+    state_inputs: bool = Field(
+        default=True,
+        description=(
+            "Keep of chunks all that enters layers with a state (hybrid models), for policies that"
+            " compute any token again; without, naive, prefix and short legolink work, in less"
+            " memory."
+        ),
+    )
     max_variants: int = Field(
         default=64,
         ge=0,

@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     policy: str | None
     generation_context: GenerationContext | str | None
     chunk_scores: bool | None
+    state_inputs: bool | None
     max_variants: int | None
     implicit: Literal["auto", "marked", "off"] | None
     implicit_policy: str | None

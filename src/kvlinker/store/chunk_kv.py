@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -57,15 +57,53 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkState:
+    """What one layer that keeps a state has of a chunk: what the chunk's tokens do to any state.
+
+    The first tokens and the last one, its edges, are kept as they enter the layer, so that they can
+    be left out where they are computed anew; what the inner tokens do together is one map, S →
+    factor · S + offset. A chunk that is too short for a map has no inner tokens.
+    """
+
+    mixed: torch.Tensor
+    """What enters the convolution: [rows, channels], a row for each token of the edges, and for
+    those before the last one that its convolution sees."""
+
+    gates: tuple[torch.Tensor, ...]
+    """What else enters, for each token of the edges: [tokens, …] each."""
+
+    effect: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The map's factor, [heads, rows, rows] or [heads, 1, 1], and its offset [heads, rows,
+    columns]."""
+
+    inner: tuple[torch.Tensor, ...] = ()
+    """What enters of the inner tokens, where that is kept beside their map: [tokens, channels], and
+    the gates."""
+
+    @property
+    def first(self) -> int:
+        """The number of tokens of the first edge."""
+        kept = len(self.gates[0])
+        return kept if self.effect is None else kept - 1
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in order."""
+        return (self.mixed, *self.gates, *(self.effect or ()), *self.inner)
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkKV:
     """The KV of all layers of one chunk. Its tensors are never modified after creation, and on the
     CPU, except for what the device tier gives.
 
-    ``scores`` is what attention showed while the KV was computed, if that was collected.
+    ``scores`` is what attention showed while the KV was computed, if that was collected. ``states``
+    is what layers keep that have a state instead of KV, in order.
     """
 
     layers: tuple[LayerKV, ...]
     scores: ChunkScores | None = None
+    states: tuple[ChunkState, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -74,9 +112,11 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all layers and of the scores."""
+        """The bytes of all layers, of the scores and of the states."""
         scores = 0 if self.scores is None else self.scores.nbytes
-        return scores + sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        states = sum(tensor.nbytes for state in self.states for tensor in state.tensors)
+        layers = sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        return scores + states + layers
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, as ``ArrivingKV.layer`` does. Raises IndexError."""
@@ -106,6 +146,10 @@ class ChunkReader(Protocol):
     @property
     def scores(self) -> ChunkScores | None:
         """The scores that are stored with the chunk."""
+
+    @property
+    def states(self) -> tuple[ChunkState, ...]:
+        """What the layers keep that have a state."""
 
     def read(self, layer: int) -> LayerKV:
         """Read, verify and decode one layer. Raises LayerLostError."""
@@ -138,4 +182,5 @@ class AsComputed:
 
 def changed(kv: ChunkKV, change: Callable[[int, LayerKV], LayerKV]) -> ChunkKV:
     """Return the chunk's KV with each layer replaced by ``change(index, layer)``."""
-    return ChunkKV(tuple(change(index, layer) for index, layer in enumerate(kv.layers)), kv.scores)
+    layers = tuple(change(index, layer) for index, layer in enumerate(kv.layers))
+    return replace(kv, layers=layers)

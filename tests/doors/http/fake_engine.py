@@ -55,6 +55,9 @@ class FakeEngine:
         done.set_result(len(chunk))
         return done
 
+    def kv_bytes(self, tokens: int) -> int:
+        return tokens * self.kv_bytes_per_token
+
     def unsupported(self, policy: Policy) -> str | None:
         return None
 

@@ -1,5 +1,5 @@
-"""A model with latent attention over HTTP: from its files, with linked chunks, through a restart
-and damage."""
+"""Models with latent attention, and whose layers keep a state, over HTTP: from their files, with
+linked chunks, through a restart and damage."""
 
 from __future__ import annotations
 
@@ -52,10 +52,13 @@ def ask(served: Served, content: list[Any] | str, policy: str) -> tuple[str, dic
 
 
 @pytest.mark.slow
-def test_a_server_of_deepseek_v3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B"])
+def test_a_server_of_a_model_in_another_form(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
     monkeypatch.setattr(Bandwidths, "worth_loading", lambda *_: True)
-    FIELD_MODELS["DeepSeek V3"].save(tmp_path / "model")
+    FIELD_MODELS[name].save(tmp_path / "model")
     question = "Where is the kettle?"
     with served_from(tmp_path) as served:
         ids = served.cache(*TEXTS)
@@ -63,7 +66,8 @@ def test_a_server_of_deepseek_v3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         linked.append({"type": "text", "text": question})
         plain, usage = ask(served, TEXTS[1] + TEXTS[0] + question, "full")
         assert ask(served, linked, "full")[0] == plain
-        cached = sum(served.get(f"/v1/context_caches/{each}").json()["tokens"] for each in ids)
+        told = [served.get(f"/v1/context_caches/{each}").json() for each in ids]
+        cached = sum(each["tokens"] for each in told)
         answers = {}
         for policy in ("naive", "legolink-4", "query-20", "cacheblend-30"):
             answers[policy], details = ask(served, linked, policy)
@@ -73,7 +77,7 @@ def test_a_server_of_deepseek_v3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         served.llm.store.flush()
         files = sorted((tmp_path / "state").rglob("*.safetensors"))
         assert len(files) == 2
-        wanted = served.llm.engine.kv_bytes_per_token * cached
+        wanted = sum(served.llm.engine.kv_bytes(each["tokens"]) for each in told)
         assert wanted < sum(file.stat().st_size for file in files) < 1.5 * wanted + 20_000
     with served_from(tmp_path) as served:
         for policy, text in answers.items():

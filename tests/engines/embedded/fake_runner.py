@@ -195,7 +195,7 @@ class FakeRunner(Runner):
                 ] != owner.length - 1:
                     self.misplaced.append(owner)
                 logits[owner] = torch.zeros(1)
-        return StepResult(logits, left)
+        return StepResult(logits, left, {})
 
 
 def owner_of(entry: Run) -> TokenSequence:

@@ -7,12 +7,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.model import bounds, precision
-from kvlinker.engines.embedded.model.anatomy import trace_layers
+from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.selftest import require_exact, self_test
+from kvlinker_lab.models.small_models import small_model
 from tests.toy_models import BASE, FAMILIES, YARN_ROPE, tiny_model
 
 
@@ -133,14 +134,26 @@ def test_large_attention_scores_are_linked_as_the_model_computes_them():
 
 
 def test_layers_that_keep_a_state_are_seen_however_little_it_does():
-    """A Mamba layer beside attention that adds nothing to what attention gives: no figure could
-    tell."""
-    model = random_model(
-        "falcon_h1", head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16
-    )
+    """Mamba 1 layers that add nothing to what attention gives, and a state beside those of a known
+    kind: no figure could tell."""
+    model = small_model("jamba")
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mamba.out_proj.weight.zero_()
+        for name, weight in model.named_parameters():
+            if "mamba.out_proj" in name:
+                weight.zero_()
+    with pytest.raises(UnsupportedModelError, match="keep a state"):
+        require_exact(model)
+
+    model = tiny_model("qwen3_5-states")
+    forward = model.forward
+
+    def hiding(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if output.past_key_values is not None:
+            output.past_key_values.hidden_state = torch.zeros(1, 8)
+        return output
+
+    model.forward = hiding
     with pytest.raises(UnsupportedModelError, match="keep a state"):
         require_exact(model)
 
@@ -191,13 +204,13 @@ def test_a_norm_behind_the_rotary_embedding_is_found_out():
 
 
 def test_layers_tell_their_shapes_and_rotary_kinds():
-    layers = trace_layers(tiny_model("gemma3"))
+    layers = anatomy_of(tiny_model("gemma3")).layers
     assert len(layers) == 7
     assert {(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in layers} == {(4, 2, 16)}
     assert len({id(layer.rotary) for layer in layers}) == 2
     assert layers[5].rotary is not layers[0].rotary
     no_rotary = [
-        layer.rotary is None for layer in trace_layers(tiny_model("cohere2-interleaved-nope"))
+        layer.rotary is None for layer in anatomy_of(tiny_model("cohere2-interleaved-nope")).layers
     ]
     assert no_rotary == [False, False, False, True, False]
 

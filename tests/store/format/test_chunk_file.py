@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from kvlinker.base.events import ChunkDamaged
 from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
+from kvlinker.store.chunk_kv import ChunkState
 from kvlinker.store.format import header as chunk_header
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import (
@@ -30,6 +31,7 @@ from kvlinker.store.format.chunk_file import (
 from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.format.states import states_of
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 KEY = key_of(1)
@@ -86,6 +88,69 @@ def test_scores_come_back_with_the_sensitivity_where_it_was_measured(
     )
 
 
+def chunk_states(*, whole: bool) -> tuple[ChunkState, ...]:
+    """Of one layer whose tokens are all kept, and of two with maps, one with its inner tokens."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    short = ChunkState(tensor(5, 8), (tensor(5, 2), tensor(5, 2, 3)))
+    effect = tensor(2, 1, 1, dtype=torch.bfloat16), tensor(2, 3, 4, dtype=torch.bfloat16)
+    inner = (tensor(9, 8), tensor(9, 2))
+    mapped = ChunkState(tensor(6, 8), (tensor(3, 2),), effect)
+    return (short,) if whole else (mapped, replace(mapped, inner=inner))
+
+
+def same_states(left: tuple[ChunkState, ...], right: tuple[ChunkState, ...]) -> bool:
+    tensors = [[tensor for state in states for tensor in state.tensors] for states in (left, right)]
+    forms = [
+        [(len(s.gates), s.effect is None, len(s.inner)) for s in states] for states in (left, right)
+    ]
+    return forms[0] == forms[1] and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*tensors, strict=True)
+    )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("codec", ["raw", "int8", "raw+zstd"])
+def test_states_come_back_as_they_were(path: Path, whole: bool, codec: str) -> None:
+    kv = replace(chunk_kv(7, tokens=5, dtype=torch.float32), states=chunk_states(whole=whole))
+    finite = tuple(LayerKV(each.key.nan_to_num(), each.value.nan_to_num()) for each in kv.layers)
+    kv = replace(kv, layers=finite)
+    write(path, kv, codec=known_codecs()[codec])
+    read = read_chunk_file(path, KEY)
+    assert same_states(read.states, kv.states)
+    assert read.nbytes == kv.nbytes
+
+
+def test_a_damaged_state_is_not_read(path: Path) -> None:
+    kv = replace(chunk_kv(7, tokens=5), states=chunk_states(whole=False))
+    data = bytearray(write(path, kv))
+    length = 8 + int.from_bytes(data[:8], "little")
+    data[length + 3] ^= 1  # in the first state
+    overwrite(path, data)
+    with pytest.raises(ChunkFileError, match=r"state\.0000\.mixed does not match its checksum"):
+        read_chunk_file(path, KEY)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["state.0001.mixed", "state.0001.gate.0"],
+        ["state.0000.mixed"],
+        ["state.0000.gate.0", "state.0000.mixed"],
+        ["state.0000.mixed", "state.0000.gate.0", "state.0000.factor"],
+        ["state.0000.mixed", "state.0000.gate.0", "state.0000.inner.0"],
+        ["state.0000.mixed", "state.0000.gate.1"],
+        ["state.0000.mixed", "state.0000.gate.0", "state.0000.other"],
+    ],
+)
+def test_states_of_another_form_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"layer|states"):
+        states_of([(name, torch.ones(3, 2)) for name in names])
+
+
 def test_layers_may_differ_in_heads_and_share_memory(path: Path) -> None:
     wide, narrow = chunk_kv(1, kv_heads=8).layers[0], chunk_kv(2, kv_heads=1).layers[0]
     kv = ChunkKV((wide, LayerKV(narrow.key, narrow.key)))
@@ -139,7 +204,7 @@ def test_another_chunks_file_is_refused(path: Path) -> None:
 def test_another_version_is_refused(path: Path) -> None:
     with mock.patch.object(chunk_header, "FORMAT_VERSION", 2):
         write(path, chunk_kv(1))
-    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 or 4"):
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 to 5"):
         read_chunk_file(path, KEY)
 
 
@@ -148,7 +213,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     version it is of."""
     recorder = Recorder()
     tier = DiskTier(tmp_path, 1 << 20, recorder.events)
-    with mock.patch.object(chunk_header, "FORMAT_VERSION", 5):
+    with mock.patch.object(chunk_header, "FORMAT_VERSION", 6):
         assert tier.put(KEY, chunk_kv(1))
     (file,) = tmp_path.rglob("*.safetensors")
     before = file.read_bytes()
@@ -158,7 +223,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     tier.put(KEY, chunk_kv(1))
     assert file.read_bytes() == before
     assert recorder.of(ChunkDamaged) == []
-    assert "a newer kvlinker wrote it (kvlinker-chunk 5, this one knows up to 4)" in caplog.text
+    assert "a newer kvlinker wrote it (kvlinker-chunk 6, this one knows up to 5)" in caplog.text
 
 
 def test_damage_to_the_version_is_no_newer_version(path: Path) -> None:

@@ -60,6 +60,7 @@ class ScriptedReader:
             self.kv.nbytes,
             None,
         )
+        self.states = ()
         self.permits: threading.Semaphore | None = None
         self.asked = -1
         self.closed = 0

@@ -163,6 +163,9 @@ class Engine(Protocol):
     kv_bytes_per_token: int
     """The bytes of one token's KV over all layers, as it is computed."""
 
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the bytes of what is kept of a chunk of so many tokens, as it is computed."""
+
     def unsupported(self, policy: Policy) -> str | None:
         """Return why this engine cannot follow the policy, and the way out; None where it can.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.errors import InvalidRequestError, ModelLoadError
 from kvlinker.base.events import Events, PrefixRestored
 from kvlinker.base.futures import gather, resolved
 from kvlinker.base.machine import available_memory
@@ -22,7 +22,7 @@ from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engines.contract.elsewhere import Elsewhere
-from kvlinker.engines.contract.limits import RequestLimits
+from kvlinker.engines.contract.limits import RequestLimits, check_supported
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
@@ -62,17 +62,20 @@ LOADERS = 2
 """Threads that begin links and fetch chunks' KV. They never wait for other requests."""
 
 
-def default_slots(loaded: LoadedModel, window: int) -> int:
-    """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises
-    ModelLoadError when memory is too tight."""
+def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
+    """Return the number of slots of the pool, for up to ``running`` requests of up to ``window``
+    tokens. Raises ModelLoadError when memory is too tight."""
     available = available_memory()
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
-    affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
+    states = running * loaded.state_bytes
+    affordable = max(0, int(available * POOL_SHARE) - states) // loaded.kv_bytes_per_token
     if affordable < min(window, FEWEST_SLOTS):
+        beside = f" beside the states of {running} requests ({states / 2**30:.1f} GiB)"
         raise ModelLoadError(
             f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV"
-            f" of {affordable} tokens only. Free memory, or set kv_slots."
+            f" of {affordable} tokens only{beside if states else ''}. Free memory, or set"
+            f" kv_slots{' or max_running' if states else ''}."
         )
     return min(affordable, POOL_WINDOWS * window)
 
@@ -108,12 +111,12 @@ class EmbeddedEngine:
         self._elsewhere = elsewhere
         store.keep_resident_as(loaded.resident_form)
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
-        slots = settings.kv_slots or default_slots(loaded, window)
+        slots = settings.kv_slots or default_slots(loaded, window, settings.max_running)
         longest = self.max_model_len = min(window, slots)
         self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
         self._runner = Runner(
-            loaded.model, loaded.layers, pool, native_attention=settings.native_attention
+            loaded.model, loaded.anatomy, pool, native_attention=settings.native_attention
         )
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(
@@ -122,7 +125,7 @@ class EmbeddedEngine:
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
-        keeps_prefixes = settings.prefix_cache == "on"
+        keeps_prefixes = settings.prefix_cache == "on" and not loaded.anatomy.recurrences
         prefixes = store.keep_prefixes() if keeps_prefixes else None
         spill = None
         if prefixes is not None:
@@ -190,8 +193,10 @@ class EmbeddedEngine:
         return self._scheduler
 
     def unsupported(self, policy: Policy) -> str | None:
-        """Return None: this engine supports everything that a policy can need."""
-        return None
+        return self._loaded.unsupported(policy)
+
+    def kv_bytes(self, tokens: int) -> int:
+        return self._loaded.kv_bytes(tokens)
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         self._limits.check_vocabulary(
@@ -222,6 +227,12 @@ class EmbeddedEngine:
         )
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        if request.keeps_answer and self._loaded.anatomy.recurrences:
+            raise InvalidRequestError(
+                "Answers of models whose layers keep a state are not kept: leave out 'link.keep'"
+                " (or turn keep_answers off), and mark the answer where another prompt has it.",
+                param="link.keep",
+            )
         max_tokens = self._limits.max_tokens(request)
         grammar = request.sampling.grammar
         generation = Generation(
@@ -286,6 +297,7 @@ class EmbeddedEngine:
         atexit.unregister(self.close)
 
     def _enter(self, request: L) -> L:
+        check_supported(self.unsupported(request.request.policy))
         request.chunk_bytes = self._loader.sizes(request.request.prompt.chunks, request.tenant)
         return self._scheduler.enter(request)
 

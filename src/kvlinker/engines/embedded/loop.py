@@ -107,6 +107,8 @@ class EngineLoop:
         again later."""
         sequence = request.sequence
         assert sequence is not None
+        if sequence in result.states:
+            sequence.reach(result.states[sequence])
         if sequence in result.left:
             self._scheduler.leave(request, result.left[sequence])
         elif sequence.computed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from blake3 import blake3
+
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.model_files import (
@@ -13,7 +15,7 @@ from kvlinker.engines.contract.model_files import (
     model_folder,
     read_model,
 )
-from kvlinker.engines.embedded.model.anatomy import trace_layers
+from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -34,7 +36,12 @@ def load_model(settings: Settings) -> LoadedModel:
     dtype = next(model.parameters()).dtype
     name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
     return prepare_model(
-        model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name
+        model,
+        tokenizer,
+        weights=settings.weights,
+        native=settings.native_attention,
+        state_inputs=settings.state_inputs,
+        name=name,
     )
 
 
@@ -45,36 +52,41 @@ def prepare_model(
     *,
     weights: WeightFormat = "auto",
     native: bool = True,
+    state_inputs: bool = True,
     name: str | None = None,
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
     weights the format ``weights``. With ``native``, native code multiplies by them and computes
     norms where the CPU multiplies bf16.
 
-    ``name`` is the fingerprint of the model's files; without it that of the model is computed.
+    With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
+    fingerprint of the model's files; without it that of the model is computed.
     Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format
     needs a library that is not installed.
     """
     with watch_linears(model) as linear_calls:
-        layers = trace_layers(model)
+        anatomy = anatomy_of(model)
     require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
-    cost = CostModel(count_weights(model), layers)
+    cost = CostModel(count_weights(model), anatomy.layers)
     name = fingerprint_with(fingerprint(model) if name is None else name, weights)
+    if anatomy.recurrences and not state_inputs:
+        name = blake3(f"{name} without state inputs".encode()).hexdigest()
     arrange_weights(model, linear_calls, weights, native=native)
     if native:
         quicken_norms(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        layers=layers,
+        anatomy=anatomy,
         cost=cost,
         fingerprint=name,
         dtype=parameter.dtype,
         device=parameter.device,
         context_window=context_window(model),
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        keeps_inner=state_inputs,
     )
 
 

@@ -4,6 +4,7 @@ check``."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,25 +28,32 @@ from kvlinker.engines.embedded.execution.batch import (
     SharedChunk,
     VisibleKV,
 )
-from kvlinker.engines.embedded.execution.capturing import Capture
+from kvlinker.engines.embedded.execution.capturing import Capture, Kept
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
-from kvlinker.engines.embedded.model.anatomy import (
-    LayerShape,
-    keeping,
-    trace_layers,
-)
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
+from kvlinker.engines.embedded.model.anatomy import anatomy_of, keeping
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
-from kvlinker.engines.embedded.model.oracle import Oracle
+from kvlinker.engines.embedded.model.oracles.frozen import FrozenOracle
+from kvlinker.engines.embedded.model.oracles.masked import Oracle
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.linking.plan import Range
+from kvlinker.linking.plan import Range, ranges
 from kvlinker.store.chunk_kv import ChunkKV, changed
 
 CHUNKS = ((23, 40), (40, 61), (66, 80))
 """The ranges that are computed alone, and linked."""
+
+FIRST_TOKENS = 8
+"""The first tokens of a chunk that layers with a state keep one by one here."""
+
+AGAIN = {
+    "starts": [position for begin, _ in CHUNKS for position in range(begin, begin + 4)],
+    "scattered": [24, 33, 34, 39, 52, 66, 73, 79],
+}
+"""Tokens of chunks that are computed again, where layers keep a state."""
 
 BEHIND = PROMPT_TOKENS - CHUNK[1]
 """The tokens behind the chunks, whose logits are compared."""
@@ -108,17 +116,24 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     oracle = subject.oracle()
     expected = oracle.logits
     runner = subject.new_runner()
-    capture = Capture(subject.layers, [CHUNK], dtype=torch.float32)
+    capture = subject.capture([CHUNK])
 
     whole = subject.computed(runner, [(0, len(tokens))], capture=capture)
     yield SelfTestCheck("prefill", "a prompt computed at once", _error(whole, expected))
 
-    for begin, end in SCATTERED:
-        _spoil(runner.pool, begin, end)
-    again = subject.computed(runner, SCATTERED)
-    yield SelfTestCheck(
-        "recompute", "scattered tokens computed again over garbage", _error(again, expected)
-    )
+    if subject.anatomy.recurrences:
+        yield SelfTestCheck(
+            "steps",
+            "a prompt computed in steps, states handed on",
+            _error(subject.computed_in_steps(runner, (37, 40, PROMPT_TOKENS)), expected),
+        )
+    else:
+        for begin, end in SCATTERED:
+            _spoil(runner.pool, begin, end)
+        again = subject.computed(runner, SCATTERED)
+        yield SelfTestCheck(
+            "recompute", "scattered tokens computed again over garbage", _error(again, expected)
+        )
 
     (chunk,) = capture.finish()
     linked = subject.linked(runner, {CHUNK: chunk})
@@ -126,13 +141,14 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
         "link", "a chunk's stored KV attended to at its position", _error(linked, expected)
     )
 
-    rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
-    relative = max(rotary.relative_error(subject.window) for rotary in rotaries)
+    rotaries = {layer.rotary for layer in subject.anatomy.layers if layer.rotary is not None}
+    relative = max((rotary.relative_error(subject.window) for rotary in rotaries), default=0.0)
     rounding = subject.window * ANGLE_ROUNDING
     meaning = f"rotary embedding depends on distances alone, over {subject.window:,} positions"
     yield SelfTestCheck("relocate", meaning, relative, TOLERANCE + rounding)
 
-    linked = subject.linked(runner, subject.alone(runner))
+    alone = subject.alone(runner)
+    linked = subject.linked(runner, alone)
     further = max(subject.window - len(tokens), 0)
     there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
     here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
@@ -140,6 +156,11 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
         "move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here
     )
     yield SelfTestCheck("far", f"the same, {further:,} positions further on", there)
+    if isinstance(oracle, FrozenOracle):
+        for name, positions in AGAIN.items():
+            linked = subject.linked(runner, alone, again=positions)
+            error = _error(linked, oracle.linked_logits(CHUNKS, again=positions))
+            yield SelfTestCheck(name, f"the same, with {name} of chunks computed again", error)
 
 
 class _Subject:
@@ -147,7 +168,7 @@ class _Subject:
 
     def __init__(self, model: Any) -> None:
         self._device: torch.device = next(model.parameters()).device
-        self.layers: Sequence[LayerShape] = trace_layers(model)
+        self.anatomy = anatomy_of(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self.window = context_window(model)
@@ -156,12 +177,16 @@ class _Subject:
             0, vocabulary, PROMPT_TOKENS
         )
 
-    def oracle(self) -> Oracle:
-        return Oracle(self._model, self.tokens, BEHIND)
+    def oracle(self) -> Oracle | FrozenOracle:
+        kind = FrozenOracle if self.anatomy.recurrences else Oracle
+        return kind(self._model, self.tokens, BEHIND)
+
+    def capture(self, spans: Sequence[Range]) -> Capture:
+        return Capture(self.anatomy, spans, dtype=torch.float32, kept=Kept(FIRST_TOKENS))
 
     def new_runner(self) -> Runner:
-        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)
-        return Runner(self._model, self.layers, pool)
+        pool = KVPool(self.anatomy.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)
+        return Runner(self._model, self.anatomy, pool)
 
     def alone(self, runner: Runner) -> dict[Range, ChunkKV]:
         """Return the KV of CHUNKS, each computed from position 0 on."""
@@ -171,7 +196,7 @@ class _Subject:
         for chunk in CHUNKS:
             begin, end = chunk
             own = np.arange(end - begin)
-            captures[chunk] = Capture(self.layers, [(0, len(own))], dtype=torch.float32)
+            captures[chunk] = self.capture([(0, len(own))])
             visible_kv[chunk] = VisibleKV((), (SlotSpan(begin, len(own)),), own, OwnTokens(own, ()))
             runs.append(
                 Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk)
@@ -179,20 +204,40 @@ class _Subject:
         runner.step(Batch(tuple(runs), visible_kv))
         return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
 
-    def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
+    def computed_in_steps(self, runner: Runner, ends: Sequence[int]) -> Tensor:
+        """Return the logits [wanted, vocabulary] of the last tokens of the prompt, of which one
+        step computes the tokens up to each of ``ends``."""
+        own, begin = np.arange(PROMPT_TOKENS), 0
+        visible = VisibleKV((), (), own, OwnTokens(own, ()))
+        for end in ends:
+            visible = replace(
+                visible, spans=(SlotSpan(0, end),), positions=own[:end], own=OwnTokens(own, ())
+            )
+            batch = Batch(
+                (Run(own[begin:end], begin, self.tokens[begin:end], True),), {None: visible}
+            )
+            logits, states = self._step(runner, batch)
+            visible, begin = replace(visible, state=states[None]), end
+        return logits
+
+    def linked(
+        self, runner: Runner, chunks: Mapping[Range, ChunkKV], *, again: Sequence[int] = ()
+    ) -> Tensor:
         """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
-        place."""
-        form = RotatedKeys(keeping(self.layers))
+        place, but for the positions ``again``, which are computed."""
+        form = RotatedKeys(keeping(self.anatomy.layers))
         shared = tuple(
             SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens)
             for (begin, _), kv in chunks.items()
         )
-        edges = [0, *(edge for chunk in chunks for edge in chunk), PROMPT_TOKENS - BEHIND]
-        before = [run for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
+        computed = np.ones(PROMPT_TOKENS - BEHIND, dtype=np.bool_)
+        for begin, end in chunks:
+            computed[begin:end] = False
+        computed[list(again)] = True
         behind = [
             (position, position + 1) for position in range(PROMPT_TOKENS - BEHIND, PROMPT_TOKENS)
         ]
-        return self.computed(runner, [*before, *behind], shared=shared)
+        return self.computed(runner, [*ranges(computed), *behind], shared=shared)
 
     def computed(
         self,
@@ -216,16 +261,19 @@ class _Subject:
             slots = np.searchsorted(own, np.arange(begin, end))
             wants_logits = end > PROMPT_TOKENS - BEHIND
             found.append(Run(slots, begin, self.tokens[begin:end], wants_logits, capture))
-        batch = Batch(tuple(found), {None: visible})
+        return self._step(runner, Batch(tuple(found), {None: visible}))[0]
+
+    def _step(self, runner: Runner, batch: Batch) -> tuple[Tensor, Mapping[object, SequenceState]]:
+        """Return the logits [wanted, vocabulary] of a step, and the states behind it."""
         seen: list[Tensor] = []
         handle = self._model.register_forward_hook(
             lambda model, args, output: seen.append(output.logits[0].float())
         )
         try:
-            runner.step(batch)
+            states = runner.step(batch).states
         finally:
             handle.remove()
-        return seen[0]
+        return seen[0], states
 
 
 def _spoil(pool: KVPool, begin: int, end: int) -> None:

@@ -22,6 +22,7 @@ class Full(Policy):
 
     family = "full"
     exact = True
+    reach = 0
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return np.ones(len(prompt), dtype=np.bool_)
@@ -32,6 +33,7 @@ class Naive(Policy):
     """Recompute nothing (EPIC's Naive, Prompt Cache, Cache-Craft's Full-Cache)."""
 
     family = "naive"
+    reach = 0
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return np.zeros(len(prompt), dtype=np.bool_)
@@ -53,6 +55,7 @@ class Prefix(Policy):
     just these."""
 
     family = "prefix"
+    reach = 0
     needs = Needs(variants=True)
 
     reorders: ClassVar[bool] = False

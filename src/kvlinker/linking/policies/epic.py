@@ -22,6 +22,10 @@ class LegoLink(Policy):
 
     tokens: int = number("tokens", 1, 4096)
 
+    @property
+    def reach(self) -> int:
+        return self.tokens
+
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
         for span in prompt.spans:

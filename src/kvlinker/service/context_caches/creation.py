@@ -183,7 +183,7 @@ class Creation:
             fingerprint=salted(self._engine.fingerprint, chunk.salt),
             created_at=created_at,
             expires_at=expires_at,
-            kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
+            kv_bytes=self._engine.kv_bytes(len(chunk)),
         )
 
     def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:

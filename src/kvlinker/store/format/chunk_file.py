@@ -4,10 +4,11 @@ layer by layer.
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so
 that a reader can take one layer after another; a codec's further parts follow each, as
 ``layer.00.key.scale``. Before them, where the chunk has scores, lie ``scores.inter``,
-``scores.received`` and, where it was measured, ``scores.sensitivity``. The metadata holds the
-format version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as
-JSON, the xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The
-checksums find damage, not forgery: whoever may write the files may also write matching checksums.
+``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
+state, ``state.0000.mixed`` and so on, as they are under any codec. The metadata holds the format
+version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as JSON, the
+xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The checksums
+find damage, not forgery: whoever may write the files may also write matching checksums.
 Nothing in a file is ever unpickled.
 
 Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 
 from kvlinker.base.types.chunk_scores import ChunkScores
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV, LayerLostError
+from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV, LayerLostError
 from kvlinker.store.format.byte_source import ByteSource, FileSource
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec
 from kvlinker.store.format.compression import compressed, decompressed, require_zstd
@@ -55,6 +56,7 @@ from kvlinker.store.format.header import (
     raw_bytes,
     read_header,
 )
+from kvlinker.store.format.states import named_states, states_of
 from kvlinker.store.throttle import Rest, no_rest
 
 Pieces = Iterable[memoryview]
@@ -144,7 +146,8 @@ def open_regular(path: Path) -> BinaryIO:
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
     """Read and verify all of an encoded chunk. Raises what ``open_chunk`` and its reader do."""
     reader = open_chunk(source, key, sealing)
-    return ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores)
+    layers = tuple(reader.read(layer) for layer in range(reader.layers))
+    return ChunkKV(layers, reader.scores, reader.states)
 
 
 def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
@@ -163,19 +166,27 @@ def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> E
         if header.contextualization is not None:
             arrays = (_read_tensor(plain, header.start, entry).numpy() for entry in header.scores)
             scores = ChunkScores(header.contextualization, *arrays)
-        return EncodedChunk(plain, header, scores)
+        states = _read_states(plain, header)
+        return EncodedChunk(plain, header, scores, states)
 
 
 class EncodedChunk:
     """Reads an encoded chunk whose header and scores are verified. One thread at a time."""
 
-    def __init__(self, source: ByteSource, header: Header, scores: ChunkScores | None) -> None:
+    def __init__(
+        self,
+        source: ByteSource,
+        header: Header,
+        scores: ChunkScores | None,
+        states: tuple[ChunkState, ...],
+    ) -> None:
         self._source = source
         self._header = header
         self._parts = list(header.codec.layout(header.dtype))
         self._entries = header.layers
         self._room = _Room(2 * self.layers)
         self.scores = scores
+        self.states = states
 
     @property
     def layers(self) -> int:
@@ -249,6 +260,9 @@ def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
             if array is not None:
                 scores = torch.from_numpy(array)
                 tensors.append(StoredTensor(name, scores, scores))
+    for name, tensor in named_states(kv.states):
+        tensors.append(StoredTensor(name, tensor, tensor))
+        rest()
     for name, heads in _named_heads(kv):
         for part, tensor in codec.encode(heads).items():
             stored = compressed(tensor) if codec.compresses else None
@@ -277,6 +291,14 @@ def _read_tensor(source: ByteSource, start: int, entry: Entry) -> torch.Tensor:
         raise ChunkFileError(f"{entry.name} does not decompress: {error}") from error
 
 
+def _read_states(source: ByteSource, header: Header) -> tuple[ChunkState, ...]:
+    named = ((each.name, _read_tensor(source, header.start, each)) for each in header.states)
+    try:
+        return states_of(list(named))
+    except ValueError as error:
+        raise ChunkFileError(str(error)) from error
+
+
 class TierReader:
     """Reads an encoded chunk in a tier, as a ``ChunkReader``."""
 
@@ -296,6 +318,7 @@ class TierReader:
         self.tokens = chunk.tokens
         self.nbytes = chunk.nbytes
         self.scores = chunk.scores
+        self.states = chunk.states
 
     def read(self, layer: int) -> LayerKV:
         try:

@@ -23,12 +23,16 @@ from kvlinker.store.format.compression import (
     MissingLibraryError,
     UnreadableHereError,
 )
+from kvlinker.store.format.states import PREFIX
 from kvlinker.store.throttle import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
-"""The version of files with compressed tensors; everything else is as in version 3.
+"""The version of files with compressed tensors; everything else is as in version 3."""
+
+STATES_VERSION = 5
+"""The version of files with states, compressed or not.
 
 Later versions keep the header's checksum, by which this one tells a newer file, which it leaves
 alone, from a damaged one, which it drops.
@@ -85,8 +89,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed and verified header. The tensors begin at byte ``start``; the scores', if there are
-    any, come first."""
+    """A parsed and verified header. The tensors begin at byte ``start``; the scores' and states',
+    if there are any, come first."""
 
     entries: list[Entry]
     start: int
@@ -100,9 +104,14 @@ class Header:
         return [entry for entry in self.entries[: len(SCORE_NAMES)] if entry.name in SCORE_NAMES]
 
     @property
+    def states(self) -> list[Entry]:
+        """The states' tensors."""
+        return [entry for entry in self.entries if entry.name.startswith(PREFIX)]
+
+    @property
     def layers(self) -> list[Entry]:
         """The layers' tensors."""
-        return self.entries[len(self.scores) :]
+        return self.entries[len(self.scores) + len(self.states) :]
 
 
 def compose_header(
@@ -116,10 +125,14 @@ def compose_header(
 ) -> bytes:
     """Return all bytes before the tensors, which follow one another; ``rest`` is called between
     these."""
-    compressed = any(tensor.compressed for tensor in tensors)
+    version = FORMAT_VERSION
+    if any(tensor.compressed for tensor in tensors):
+        version = COMPRESSED_VERSION
+    if any(tensor.name.startswith(PREFIX) for tensor in tensors):
+        version = STATES_VERSION
     metadata = {
         "format": FORMAT,
-        "version": str(COMPRESSED_VERSION if compressed else FORMAT_VERSION),
+        "version": str(version),
         "key": key,
         _CODEC: codec.name,
         _DTYPE: _DTYPE_NAMES[dtype],
@@ -194,12 +207,12 @@ def _dump(header: dict[str, Any]) -> bytes:
 
 def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     metadata = header[_METADATA]
-    newer = metadata["version"].isdecimal() and int(metadata["version"]) > COMPRESSED_VERSION
-    known = metadata["version"] in (str(FORMAT_VERSION), str(COMPRESSED_VERSION))
+    newer = metadata["version"].isdecimal() and int(metadata["version"]) > STATES_VERSION
+    known = metadata["version"] in map(str, range(FORMAT_VERSION, STATES_VERSION + 1))
     if metadata["format"] != FORMAT or not (known or newer):
         raise ChunkFileError(
             f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT}"
-            f" {FORMAT_VERSION} or {COMPRESSED_VERSION}"
+            f" {FORMAT_VERSION} to {STATES_VERSION}"
         )
     checksum = metadata.pop(f"{_CHECKSUM}.header")
     if checksum_of(_dump(header)) != checksum:
@@ -207,7 +220,7 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     if newer:
         raise UnreadableHereError(
             f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to"
-            f" {COMPRESSED_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
+            f" {STATES_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
             " directory"
         )
     if metadata["key"] != key:
@@ -272,6 +285,8 @@ def _check_layout(header: Header) -> None:
                 raise ValueError("a layer's tensors differ in heads or tokens")
     if any(entry.dtype != torch.float32 or entry.shape != tokens for entry in scores):
         raise ValueError("the scores are not one per token")
+    if any(entry.dtype not in KV_DTYPES.values() for entry in header.states):
+        raise ValueError("the states are not numbers")
     offset = 0
     for entry in entries:
         if any(type(size) is not int or size < 1 for size in entry.shape) or entry.start != offset:
@@ -288,7 +303,7 @@ def _check_size(header: Header, entry: Entry) -> None:
     if not entry.compressed:
         if stored != plain:
             raise ValueError(f"{entry.name} has a size that is not its shape's")
-    elif not header.codec.compresses or entry.name in SCORE_NAMES:
+    elif not header.codec.compresses or not entry.name.startswith("layer."):
         raise ValueError(f"{entry.name} is compressed, but the codec is {header.codec.name}")
     elif not stored < plain <= MOST_EXPANSION * stored:
         raise ValueError(f"{entry.name} claims {plain} bytes, but has {stored} compressed ones")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kvlinker.base.types.chunk_scores import ChunkScores
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +19,19 @@ class ArrivingKV:
     One thread at a time delivers; any thread may look or give up. A layer that is there stays.
     """
 
-    def __init__(self, layer_count: int, *, tokens: int, scores: ChunkScores | None = None) -> None:
+    def __init__(
+        self,
+        layer_count: int,
+        *,
+        tokens: int,
+        scores: ChunkScores | None = None,
+        states: tuple[ChunkState, ...] = (),
+    ) -> None:
         """Begin without a layer."""
         self.layer_count = layer_count
         self.tokens = tokens
         self.scores = scores
+        self.states = states
         self._layers: list[LayerKV] = []
         self._given_up = False
         self._lock = threading.Lock()

@@ -97,7 +97,9 @@ class ChunkLoad:
         """Note that a copy is being read, of which these layers have arrived."""
         self.opened, reader = opened, opened.reader
         if self.kv is None:
-            self.kv = ArrivingKV(reader.layers, tokens=reader.tokens, scores=reader.scores)
+            self.kv = ArrivingKV(
+                reader.layers, tokens=reader.tokens, scores=reader.scores, states=reader.states
+            )
             for layer in layers:
                 self.kv.deliver(layer)
 

@@ -154,6 +154,11 @@ class ChunkRead:
         reader = self.opened.reader
         if len(self._layers) < reader.layers:
             return None
-        resident = ChunkKV(tuple(read.resident for read in self._layers), reader.scores)
-        stored = ChunkKV(tuple(read.stored for read in self._layers), reader.scores)
+        resident, stored = (
+            ChunkKV(layers, reader.scores, reader.states)
+            for layers in (
+                tuple(read.resident for read in self._layers),
+                tuple(read.stored for read in self._layers),
+            )
+        )
         return LoadedChunk(self.opened.tier, resident, self._seconds, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,7 @@ class DeviceTier(HostTier):
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None
-        return ChunkKV(layers, kv.scores)
+        return replace(kv, layers=layers)
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Do nothing: the tiers behind keep pinned chunks."""

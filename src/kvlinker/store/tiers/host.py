@@ -159,6 +159,7 @@ class ResidentReader:
         self.tokens = kv.tokens
         self.nbytes = kv.nbytes
         self.scores = kv.scores
+        self.states = kv.states
 
     def read(self, layer: int) -> LayerKV:
         return self._kv.layers[layer]

@@ -45,7 +45,7 @@ class GatedReader:
         self._reader = reader
         self._tier = tier
         self.layers, self.tokens = reader.layers, reader.tokens
-        self.nbytes, self.scores = reader.nbytes, reader.scores
+        self.nbytes, self.scores, self.states = reader.nbytes, reader.scores, reader.states
 
     def read(self, layer):
         with self._tier.changed:

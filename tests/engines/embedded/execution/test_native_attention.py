@@ -42,7 +42,7 @@ def test_models_answer_as_with_torch(kernel, native_anew, family):
         pool = KVPool(loaded.layers, 420, dtype=loaded.dtype, device=loaded.device)
         for tensor in (*pool.keys, *pool.values):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-        runner = Runner(loaded.model, loaded.layers, pool, native_attention=native_attention)
+        runner = Runner(loaded.model, loaded.anatomy, pool, native_attention=native_attention)
         assert isinstance(runner.kernel, NativeAttention) == native_attention
         runs = [
             Run(slot + np.arange(begin, end), begin, tokens[begin:end], end == 200, owner=slot)

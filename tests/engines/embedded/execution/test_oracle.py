@@ -47,9 +47,9 @@ def true_chunk_kv(loaded, prompt, names=None, step=10**6):
     time. With ``names`` of the chunks, their scores are collected too."""
     spans = [(span.start, span.end) for span in prompt.spans]
     scores = None if names is None else ScoreCollector(len(loaded.layers), spans, names)
-    capture = Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
+    capture = Capture(loaded.anatomy, spans, dtype=loaded.dtype, scores=scores)
     pool = KVPool(loaded.layers, len(prompt), dtype=loaded.dtype, device=loaded.device)
-    runner = Runner(loaded.model, loaded.layers, pool)
+    runner = Runner(loaded.model, loaded.anatomy, pool)
     for begin in range(0, len(prompt), step):
         tokens = prompt.tokens[begin : begin + step]
         run = Run(

@@ -88,7 +88,7 @@ def test_the_same_batch_gives_the_same_bits():
 
     def logits():
         pool = KVPool(loaded.layers, 64, dtype=loaded.dtype, device=loaded.device)
-        runner = Runner(loaded.model, loaded.layers, pool)
+        runner = Runner(loaded.model, loaded.anatomy, pool)
         runs, visible_kv = [], {}
         for number, order in enumerate([(0, 1, 2), (1, 2), (2, 0), (0,)]):
             start, shared = 0, []

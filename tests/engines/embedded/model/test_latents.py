@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, trace_layers
+from kvlinker.engines.embedded.model.anatomy import LayerShape, anatomy_of
 from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
@@ -49,7 +49,7 @@ def test_attention_over_latents_is_that_of_the_models_own_expansion():
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2", "longcat_flash"])
 def test_models_keep_their_latents_and_no_copy_of_a_weight(kind):
     model = small_model(kind)
-    for layer in trace_layers(model):
+    for layer in anatomy_of(model).layers:
         assert (layer.kv_heads, layer.key_dim, layer.value_dim) == (1, 8, 16)
         assert layer.rotary is not None
         assert layer.latents is not None
@@ -62,7 +62,7 @@ def test_a_projection_of_another_form_is_refused():
         old = layer.self_attn.kv_b_proj
         layer.self_attn.kv_b_proj = nn.Linear(old.in_features, old.out_features)
     with pytest.raises(UnsupportedModelError, match="in a form of its own"):
-        trace_layers(model)
+        anatomy_of(model)
 
 
 def test_layers_that_pick_tokens_are_refused_where_others_are_not():
@@ -70,10 +70,10 @@ def test_layers_that_pick_tokens_are_refused_where_others_are_not():
     require = AutoModelForCausalLM.from_config
     picking = config.layer_types
     config.layer_types = ["full_attention"] * len(picking)
-    trace_layers(require(config, attn_implementation="eager").eval())
+    anatomy_of(require(config, attn_implementation="eager").eval())
     config.layer_types = picking
     with pytest.raises(UnsupportedModelError, match="an indexer of its own picks the tokens"):
-        trace_layers(require(config, attn_implementation="eager").eval())
+        anatomy_of(require(config, attn_implementation="eager").eval())
 
 
 def test_mistral_4_is_linked_up_to_where_its_queries_are_scaled():
@@ -91,7 +91,7 @@ def test_mistral_4_is_linked_up_to_where_its_queries_are_scaled():
 
 
 def test_keys_and_latents_lie_side_by_side():
-    layers = trace_layers(tiny_model(V3))
+    layers = anatomy_of(tiny_model(V3)).layers
     pool = KVPool(layers, 7, dtype=torch.float32, device=torch.device("cpu"))
     key, value = pool.keys[0][:, 2:5], pool.values[0][:, 2:5]
     layer = LayerKV(key, value)

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from kvlinker.engines.embedded.model.anatomy import trace_layers
+from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.store import LayerKV
@@ -81,7 +81,7 @@ def test_tables_have_one_column_per_pair_however_the_model_repeats_them(repeat, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_tables_are_fp32_and_their_pairing_is_found(family, dtype):
-    layers = trace_layers(tiny_model(family).to(dtype))
+    layers = anatomy_of(tiny_model(family).to(dtype)).layers
     for rotary in {layer.rotary for layer in layers if layer.rotary is not None}:
         assert rotary.pairing == ("interleaved" if "interleaved" in family else "halves")
         assert {table.dtype for table in rotary.tables(40)} == {torch.float32}
@@ -90,14 +90,14 @@ def test_models_tables_are_fp32_and_their_pairing_is_found(family, dtype):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_rotate_by_differences_alone_within_their_window(family):
-    for layer in trace_layers(tiny_model(family)):
+    for layer in anatomy_of(tiny_model(family)).layers:
         if layer.rotary is not None:
             assert layer.rotary.relative_error(256) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["dynamic-rope", "longrope"])
 def test_tables_that_change_with_the_length_are_found_out(family):
-    rotary = trace_layers(tiny_model(family))[0].rotary
+    rotary = anatomy_of(tiny_model(family)).layers[0].rotary
     assert rotary is not None
     assert rotary.relative_error(1000) > 1e-2
 
@@ -128,7 +128,7 @@ def test_tables_that_depend_on_more_than_differences_are_found_out(module):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_resident_form_is_undone(family):
-    layers = trace_layers(tiny_model(family))
+    layers = anatomy_of(tiny_model(family)).layers
     form = RotatedKeys(layers)
     generator = torch.Generator().manual_seed(1)
     for index, shape in enumerate(layers):

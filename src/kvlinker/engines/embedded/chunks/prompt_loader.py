@@ -61,6 +61,7 @@ class PromptLoader:
         here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
+        self._kv_bytes = loaded.kv_bytes
         self._layers = len(loaded.layers)
         self._store = store
         self._scheduler = scheduler
@@ -74,7 +75,8 @@ class PromptLoader:
 
     def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
         """Return the bytes of the chunks in memory, KV and scores, by key."""
-        sizes = [len(chunk) * (self._token_bytes + SCORE_BYTES_PER_TOKEN) for chunk in chunks]
+        lengths = map(len, chunks)
+        sizes = [self._kv_bytes(length) + length * SCORE_BYTES_PER_TOKEN for length in lengths]
         return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
     def load(self, request: PromptRequest) -> None:

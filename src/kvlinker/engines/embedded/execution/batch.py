@@ -15,6 +15,7 @@ from kvlinker.engines.contract.observation import Observer
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import DroppedTokens
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store.loading.arriving import KV
@@ -110,6 +111,9 @@ class VisibleKV:
     """The positions of its own tokens, ascending, up to the last that this step computes."""
 
     own: OwnTokens
+
+    state: SequenceState | None = None
+    """What the tokens before amount to in layers that keep a state; None before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +255,7 @@ class StepResult:
     left: dict[object, int]
     """The owners that left the step because a chunk's layer had not arrived, each with the first
     layer that was missing."""
+
+    states: dict[object, SequenceState]
+    """What the tokens so far amount to in layers that keep a state, for every owner that did not
+    leave; empty for a model without such layers."""

@@ -1,9 +1,9 @@
 """Collects KV, keys without rotary embedding, while a sequence is computed: of chunks that stand in
-it, or of the answer that it grows by."""
+it, with what their tokens do to states, or of the answer that it grows by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines.contract.observation import ScoreCollector
-from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
+from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, Edges, edges_of
+from kvlinker.engines.embedded.model.recurrence import Effect, Gates, Mixed, Recurrence, RuleCall
+from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
 
 
 class Recorder(Protocol):
@@ -24,23 +26,37 @@ class Recorder(Protocol):
         ...
 
 
+class Kept(NamedTuple):
+    """What layers with a state keep of a chunk: its ``first_tokens`` one by one, and the ``inner``
+    ones, or only what these do together."""
+
+    first_tokens: int = FIRST_TOKENS
+    inner: bool = True
+
+
+EVERYTHING = Kept()
+"""Keeps all that any policy may need."""
+
+
 class Capture:
-    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary
-    embedding."""
+    """Collects the KV of chunks, keys without rotary embedding, and what their tokens do to
+    states."""
 
     def __init__(
         self,
-        layers: Sequence[LayerShape],
+        anatomy: Anatomy,
         spans: Sequence[tuple[int, int]],
         *,
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
+        kept: Kept = EVERYTHING,
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
-        the same order."""
-        self._shapes = keeping(layers)
+        the same order. ``kept`` says what layers with a state keep."""
+        self._anatomy = anatomy
         self._spans = tuple(spans)
         self._dtype = dtype
+        self._kept = kept
         self.scores = scores
 
     @cached_property
@@ -55,10 +71,24 @@ class Capture:
                         shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype
                     ),
                 )
-                for shape in self._shapes
+                for shape in keeping(self._anatomy.layers)
             )
             for start, end in self._spans
         )
+
+    @cached_property
+    def _states(self) -> tuple[tuple[StateCapture, ...], ...]:
+        """What is collected per chunk and layer with a state."""
+        return tuple(
+            tuple(
+                StateCapture(recurrence, self._edges(end - start), self._dtype, self._kept.inner)
+                for recurrence in self._anatomy.recurrences
+            )
+            for start, end in self._spans
+        )
+
+    def _edges(self, tokens: int) -> Edges:
+        return edges_of(self._anatomy.window, tokens, self._kept.first_tokens)
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
@@ -68,12 +98,88 @@ class Capture:
                 chunk[layer].key[:, columns] = key[:, rows]
                 chunk[layer].value[:, columns] = value[:, rows]
 
+    def record_state(
+        self, layer: int, start: int, call: RuleCall, entering: Tensor, mixed: Mixed, gates: Gates
+    ) -> None:
+        """Keep what one run of tokens from position ``start`` on does to the state of a layer:
+        ``entering`` [channels, run] is convolved, and ``mixed`` and ``gates`` [1, run, …] are the
+        rule's arguments. Does nothing where the KV alone is collected."""
+        for (first, last), chunk in zip(self._spans, self._states, strict=True):
+            begin, end = max(start, first), min(start + entering.shape[1], last)
+            if chunk and begin < end:
+                rows = slice(begin - start, end - start)
+                chunk[layer].record(
+                    begin - first,
+                    call,
+                    entering[:, rows].T,
+                    tuple(part[:, rows] for part in mixed),
+                    tuple(part[:, rows] for part in gates),
+                )
+
     def finish(self) -> tuple[ChunkKV, ...]:
-        """Return the KV of every chunk, once all layers have seen all tokens."""
+        """Return what is kept of every chunk, once all layers have seen all tokens."""
         scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
         return tuple(
-            ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True)
+            ChunkKV(layers, found, tuple(state.finish() for state in states))
+            for layers, found, states in zip(self._chunks, scores, self._states, strict=True)
         )
+
+
+class StateCapture:
+    """Collects what one chunk's tokens do to the state of one layer."""
+
+    def __init__(
+        self, recurrence: Recurrence, edges: Edges, dtype: torch.dtype, keeps_inner: bool
+    ) -> None:
+        first, last, tokens = edges
+        context = last - recurrence.window if first < tokens else tokens
+        self._mixed_of = ((0, first), (context, tokens))
+        self._gates_of = ((0, first), (last, tokens))
+        self._inner = first, last
+        self._dtype = dtype
+        self._keeps_inner = keeps_inner
+        self._entering: list[Tensor] = []
+        self._gates: list[Gates] = []
+        self._effect: Effect | None = None
+        self._inner_entering: list[tuple[Tensor, ...]] = []
+
+    def record(
+        self, begin: int, call: RuleCall, entering: Tensor, mixed: Mixed, gates: Gates
+    ) -> None:
+        """Take in the chunk's tokens from ``begin`` on: what enters, [run, channels], and the
+        rule's arguments [1, run, …]."""
+        end = begin + len(entering)
+        for rows in _rows(begin, end, self._mixed_of):
+            self._entering.append(self._copied(entering[rows]))
+        for rows in _rows(begin, end, self._gates_of):
+            self._gates.append(tuple(gate[0, rows].cpu().clone() for gate in gates))
+        for rows in _rows(begin, end, [self._inner]):
+            inside = [tuple(part[:, rows] for part in parts) for parts in (mixed, gates)]
+            self._effect = call.effect(inside[0], inside[1], self._effect)
+            if self._keeps_inner:
+                kept_gates = (gate[0, rows].cpu().clone() for gate in gates)
+                self._inner_entering.append((self._copied(entering[rows]), *kept_gates))
+
+    def finish(self) -> ChunkState:
+        """Return what is kept, once all tokens were recorded."""
+        effect = self._effect
+        return ChunkState(
+            torch.cat(self._entering),
+            tuple(map(torch.cat, zip(*self._gates, strict=True))),
+            None if effect is None else (self._copied(effect[0]), self._copied(effect[1])),
+            tuple(map(torch.cat, zip(*self._inner_entering, strict=True))),
+        )
+
+    def _copied(self, part: Tensor) -> Tensor:
+        return part.to("cpu", self._dtype, copy=True).contiguous()
+
+
+def _rows(begin: int, end: int, wanted: Iterable[tuple[int, int]]) -> Iterator[slice]:
+    """Yield which rows of the tokens [begin, end) are in each of the ranges that are ``wanted``."""
+    for low, high in wanted:
+        rows = slice(max(low, begin) - begin, min(high, end) - begin)
+        if rows.start < rows.stop:
+            yield rows
 
 
 class _Part(NamedTuple):

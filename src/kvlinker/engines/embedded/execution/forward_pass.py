@@ -3,7 +3,7 @@ layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,13 +17,16 @@ from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 from kvlinker.engines.embedded.attention.position_scores import position_weights
-from kvlinker.engines.embedded.attention.views import AttentionPlan, View
-from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
+from kvlinker.engines.embedded.attention.views import View
+from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
+from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
+from kvlinker.engines.embedded.execution.segments import BatchSegments, layer_of
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
-from kvlinker.store.chunk_kv import LayerKV
-from kvlinker.store.loading.arriving import KV, ArrivingKV
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
+from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
+from kvlinker.engines.embedded.model.recurrence import ConvolutionCall, RuleCall
+from kvlinker.store.loading.arriving import ArrivingKV
 
 WaitInStep = Callable[[Callable[[], bool]], None]
 """Waits until its argument returns true, or until a request outside the step could be computed."""
@@ -56,7 +59,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        layers: tuple[LayerShape, ...],
+        anatomy: Anatomy,
         pool: KVPool,
         batch: Batch,
         *,
@@ -67,10 +70,13 @@ class ForwardPass:
     ) -> None:
         """``native`` is False where observers are to be shown weights that PyTorch alone
         computes."""
-        self._layers = layers
-        self._kept_by = kept_by(layers)
+        self._layers = anatomy.layers
+        self._kept_by = kept_by(anatomy.layers)
         self._attended = 0
+        self._blocks = anatomy.blocks
+        self._entered = 0
         self._whole = batch
+        self._recurrent = RecurrentPass(anatomy)
         self._pool = pool
         self._kernel = kernel
         self._profile = profile
@@ -105,37 +111,41 @@ class ForwardPass:
         values ahead. ``compute`` runs the layer on an input with these ``remaining_rows``. Raises
         EmptyStepError.
         """
-        first = self._attended
-        block = self._layers[first].block
+        block, self._entered = self._entered, self._entered + 1
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
-        for layer, kept in zip(self._layers[first:], self._kept_by[first:], strict=True):
-            if layer.block == block:
-                hidden = self._without_late(kept, hidden)
+        inside = [index for index, layer in enumerate(self._layers) if layer.block == block]
+        for index in inside:
+            hidden = self._without_late(self._kept_by[index], hidden)
         self._asked = {
             id(refinement)
             for refinement, _, _ in self._batch.refinements()
             if not refinement.dropped
         }
-        if not self._asked or self._layers[first].source is not None:
+        if not self._asked or not inside or self._layers[inside[0]].source is not None:
             return hidden
         with self._timed("select"):
 
             def ahead(rows: slice) -> tuple[Tensor, Tensor]:
                 return self._peek(rows, hidden, compute)
 
-            kept_rows = self._refine(first, ahead, at_entry=True)
+            kept_rows = self._refine(inside[0], ahead, at_entry=True)
         return hidden if kept_rows is None else self._narrowed(hidden, kept_rows)
 
     def leave_layer(self, hidden: Tensor) -> Tensor:
         """Return the output [..., tokens, width] of a decoder layer; that of the last one has all
         tokens again, zero where they left, since models rely on their number."""
         whole = len(self._whole.slots)
-        if self._attended < len(self._layers) or hidden.shape[-2] == whole:
+        if self._entered < self._blocks or hidden.shape[-2] == whole:
             return hidden
         widened = hidden.new_zeros(*hidden.shape[:-2], whole, hidden.shape[-1])
         return widened.index_copy_(-2, self.remaining_rows, hidden)
+
+    def states(self) -> dict[object, SequenceState]:
+        """Return what the tokens so far amount to in layers that keep a state, once all layers are
+        computed."""
+        return self._recurrent.states()
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Do nothing: the tables that were traced at load replace the model's own."""
@@ -158,20 +168,22 @@ class ForwardPass:
                 index, query[0], key[0], value[0], AttentionOptions.of_call(query, options)
             )[None]
 
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        """See ``Interceptor.convolve``."""
+        return self._recurrent.convolve(call)
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, None]:
+        """Advance the states of all runs by one layer; see ``Interceptor.recur``."""
+        with self._timed("states"):
+            return self._recurrent.recur(call)
+
     def _enter(self, batch: Batch) -> None:
         """Compute these runs from now on."""
         self._batch = batch
+        self._recurrent.enter(batch)
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
-        self._sights = [(batch.visible_kv[owner], rows) for owner, rows in batch.owner_rows()]
-        chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
-        contents = {name: _content(kv) for name, kv in chunks.items()}
-        self._chunks = {contents[name]: kv for name, kv in chunks.items()}
-        self._spans = tuple({span: None for visible, _ in self._sights for span in visible.spans})
-        numbers = {name: number for number, name in enumerate((*self._chunks, *self._spans))}
-        self._chunk_segments = {name: numbers[content] for name, content in contents.items()}
-        self._span_segments = {span: numbers[span] for span in self._spans}
-        self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
+        self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel)
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the tokens of owners whose chunks lack this layer of KV. If all
@@ -217,8 +229,8 @@ class ForwardPass:
             query = query[:, self._unnarrowed]
         if shape.source is None:
             query = self._keep(index, query, key, value)
-        views, plan = self._plan(index)
-        segments = self._segments(index)
+        views, plan = self._segments.plan(index)
+        segments = self._segments.layer(index)
         if shape.latents is not None:
             query = shape.latents.absorbed(query)
         with self._timed("select"):
@@ -248,52 +260,10 @@ class ForwardPass:
         if kept is not None:
             self._unnarrowed = kept if earlier is None else earlier[kept]
             query, key, value = query[:, kept], key[:, kept], value[:, kept]
-        _, plan = self._plan(index)
+        _, plan = self._segments.plan(index)
         pool = self._pool.keys[into], self._pool.values[into]
         self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
         return query
-
-    def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
-        """Return what all queries see in this layer; it is the same in all layers of the same
-        epochs."""
-        source = self._layers[index].source
-        computed = index if source is None else source
-        epochs = tuple(visible.own.epoch(computed) for visible, _ in self._sights)
-        if epochs not in self._plans:
-            views = [
-                view
-                for (visible, rows), epoch in zip(self._sights, epochs, strict=True)
-                for view in self._views(visible, rows, epoch)
-            ]
-            self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
-        return self._plans[epochs]
-
-    def _views(self, visible: VisibleKV, rows: slice, epoch: int) -> Iterator[View]:
-        """Yield what one sequence's queries see in the layers of an epoch."""
-        for chunk, hidden in zip(visible.shared, visible.own.hidden(epoch), strict=True):
-            segment = self._chunk_segments[id(chunk.kv)]
-            yield View(segment, rows, chunk.start, chunk.offset, chunk.first, chunk.last, hidden)
-        gone = visible.own.gone(epoch, len(visible.positions))
-        end = 0
-        for span in visible.spans:
-            begin, end = end, end + span.size
-            positions = visible.positions[begin:end]
-            hidden = None if gone is None else gone[begin:end]
-            start = int(positions[0])
-            scattered = None if int(positions[-1]) + 1 - start == span.size else positions
-            yield View(self._span_segments[span], rows, start, 0, 0, span.size, hidden, scattered)
-
-    def _segments(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Return key and value of all segments in this layer: the shared chunks, then spans of the
-        pool. Latents are part of both, behind the shared key."""
-        kept = self._kept_by[index]
-        layers = [_layer(kv, kept).to(self._device) for kv in self._chunks.values()]
-        key, value = self._pool.keys[kept], self._pool.values[kept]
-        for slot, size in self._spans:
-            layers.append(LayerKV(key[:, slot : slot + size], value[:, slot : slot + size]))
-        if self._layers[index].latents is not None:
-            return [(joined, joined) for joined in (each.joined for each in layers)]
-        return [(each.key, each.value) for each in layers]
 
     def _show(
         self,
@@ -341,7 +311,7 @@ class ForwardPass:
             deviations = LayerDeviations(
                 positions,
                 visible.shared,
-                [_layer(chunk.kv, self._kept_by[index]) for chunk in visible.shared],
+                [layer_of(chunk.kv, self._kept_by[index]) for chunk in visible.shared],
                 self._layers[index].rotary,
                 new=partial(computed, rows),
             )
@@ -380,17 +350,6 @@ class ForwardPass:
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return self._profile.timed(part) if self._profile is not None else nullcontext()
-
-
-def _content(kv: KV) -> int:
-    """Return a name of the tensors: what arrives for two requests may be the same ones."""
-    return id(kv.layer(0) or kv)
-
-
-def _layer(kv: KV, index: int) -> LayerKV:
-    layer = kv.layer(index)
-    assert layer is not None, "its owner has left"
-    return layer
 
 
 def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:

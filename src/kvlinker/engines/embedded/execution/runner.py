@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.execution.forward_pass import (
     never_wait,
 )
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, decoder_layers
+from kvlinker.engines.embedded.model.anatomy import Anatomy, decoder_layers
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
 from kvlinker.store.loading.arriving import ArrivingKV
 
@@ -32,7 +32,7 @@ class Runner:
     def __init__(
         self,
         model: Any,
-        layers: Sequence[LayerShape],
+        anatomy: Anatomy,
         pool: KVPool,
         *,
         native_attention: bool = True,
@@ -41,13 +41,16 @@ class Runner:
         ``native_attention``, attention is computed by code that is compiled for the CPU, where that
         can be done for the model."""
         self._model = model
-        self._layers = tuple(layers)
+        self._anatomy = anatomy
         self.pool = pool
         self.device = pool.keys[0].device
         self.profile: Profile | None = None
         self._native = native_attention
         self.kernel = choose_kernel(
-            self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
+            anatomy.layers,
+            dtype=pool.keys[0].dtype,
+            device=self.device,
+            use_native=native_attention,
         )
 
     @cached_property
@@ -64,7 +67,7 @@ class Runner:
         If all owners would leave, ``wait`` is called first.
         """
         forward = ForwardPass(
-            self._layers,
+            self._anatomy,
             self.pool,
             batch,
             kernel=self.kernel,
@@ -93,14 +96,15 @@ class Runner:
                     logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
                 )
         except EmptyStepError:
-            return StepResult({}, forward.left)
+            return StepResult({}, forward.left, {})
         for states in (each[forward.remaining_rows] for each in seen):
             for run, rows in forward.remaining.rows():
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
         owners = forward.remaining.logit_owners
         logits: Tensor = output.logits[0, : len(owners)].float().cpu()
-        return StepResult(dict(zip(owners, logits, strict=True)), forward.left)
+        found = dict(zip(owners, logits, strict=True))
+        return StepResult(found, forward.left, forward.states())
 
 
 @contextmanager

@@ -31,12 +31,13 @@ from kvlinker.engines.embedded.model.obstacles import (
     ROUNDING,
     Obstacle,
     has_indexer,
-    holds_state,
     obstacle_of,
     refusal,
     rotary_modules,
+    states_held,
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
+from kvlinker.engines.embedded.model.recurrence import ConvolutionCall, Recurrence, RuleCall
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 
@@ -78,11 +79,33 @@ class LayerShape(AttentionShape):
         return super(LayerShape, self).operations_per_pair
 
 
-def trace_layers(model: Any) -> tuple[LayerShape, ...]:
-    """Return the shape of every attention, in the order in which the model computes them.
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What the engine must know of a model's layers."""
 
-    Raises UnsupportedModelError when a layer's attention or positions do not pass through the two
-    places that kvlinker steps into, or when a layer keeps more than keys and values.
+    layers: tuple[LayerShape, ...]
+    """The attentions, in the order in which the model computes them."""
+
+    recurrences: tuple[Recurrence, ...]
+    """What keeps a state, in the order in which the model computes it."""
+
+    blocks: int
+    """The number of the decoder layers' calls in a pass."""
+
+    mingles: bool
+    """Tells whether a decoder layer has both."""
+
+    @property
+    def window(self) -> int:
+        """The most tokens before it that a token's convolution sees, in layers with a state."""
+        return max((each.window for each in self.recurrences), default=0)
+
+
+def anatomy_of(model: Any) -> Anatomy:
+    """Look at the model's layers.
+
+    Raises UnsupportedModelError when a layer's attention or positions do not pass through the
+    places that kvlinker steps into, or when a layer keeps something else.
     """
     transformers_logging.set_verbosity_error()
     prepare(model)
@@ -98,27 +121,35 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
             torch.inference_mode(),
         ):
             ids = positions % model.config.get_text_config().vocab_size
-            stateful = holds_state(model(input_ids=ids, position_ids=positions, use_cache=True))
+            states = states_held(model(input_ids=ids, position_ids=positions, use_cache=True))
     except EXHAUSTED:
         raise
     except Exception as error:  # whatever the model's code raises
         otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
         raise refusal(model, obstacle_of(model, otherwise)) from error
-    if stateful:
+    of_recurrences = 2 * len(tracer.recurrences)  # the context of the convolution, and the state
+    if states != of_recurrences or (states and not tracer.layers):
         raise refusal(model, Obstacle.STATE)
     if has_indexer(model):
         raise refusal(model, Obstacle.SELECTION)
     with_attention = {layer.block for layer in tracer.layers}
-    if not tracer.layers or with_attention != set(range(tracer.blocks)):
+    whole = with_attention == set(range(tracer.blocks)) or tracer.recurrences
+    if not tracer.layers or not whole:
         raise refusal(
             model,
             obstacle_of(model, Obstacle.ATTENTION_FORM),
             f"It has {tracer.blocks} layers; attention with keys and values was seen in"
             f" {len(with_attention)} of them.",
         )
-    if all(layer.rotary is None for layer in tracer.layers):
+    positionless = all(layer.rotary is None for layer in tracer.layers)
+    if positionless and not tracer.recurrences:
         raise refusal(model, obstacle_of(model, Obstacle.ROTARY_FORM))
-    return tuple(tracer.layers)
+    return Anatomy(
+        tuple(tracer.layers),
+        tuple(tracer.recurrences),
+        tracer.blocks,
+        mingles=not with_attention.isdisjoint(tracer.with_state),
+    )
 
 
 def keeping(layers: Sequence[LayerShape]) -> tuple[LayerShape, ...]:
@@ -138,16 +169,16 @@ def kept_by(layers: Sequence[LayerShape]) -> tuple[int, ...]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder layers: what is listed in it and has attention, but for what is in
-    another of them."""
+    """Return the model's decoder layers: what is listed in it and has attention or a state, but for
+    what is in another of them."""
     found: list[nn.Module] = []
     for part in model.modules():  # a layer comes before its parts
         if isinstance(part, nn.ModuleList) and not any(part in layer.modules() for layer in found):
-            found += [each for each in part if _has_attention(each)]
+            found += [each for each in part if _mixes_tokens(each)]
     return found
 
 
-def _has_attention(module: nn.Module) -> bool:
+def _mixes_tokens(module: nn.Module) -> bool:
     return any(hasattr(part, "layer_idx") for part in module.modules())
 
 
@@ -159,6 +190,9 @@ class _Tracer:
         self._window = window
         self.layers: list[LayerShape] = []
         self.blocks = 0
+        self.recurrences: list[Recurrence] = []
+        self.with_state: set[int] = set()
+        self._convolution: ConvolutionCall | None = None
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[int, str, int], Rotary] = {}
@@ -234,6 +268,31 @@ class _Tracer:
         self._pending = None
         width = value.shape[-1] if latents is None else latents.value_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], width)
+
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        """Return the number of each channel, which shows what becomes of it."""
+        self._convolution = call
+        numbers = torch.arange(call.hidden.shape[1], device=call.hidden.device, dtype=torch.float32)
+        return numbers[None, :, None].expand(call.hidden.shape).contiguous()
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
+        convolution, self._convolution = self._convolution, None
+        if convolution is None:
+            raise LookupError("a rule is applied to what no convolution has given")
+        output, state = call.scan(call.mixed, call.gates, None)
+        self.with_state.add(self.blocks - 1)
+        self.recurrences.append(
+            Recurrence(
+                call.rule,
+                tuple(argument[0, 0].long() for argument in call.mixed),
+                channels=convolution.hidden.shape[1],
+                window=convolution.weight.shape[-1] - 1,
+                state_shape=tuple(state.shape[1:]),
+                gate_bytes=sum(gate[0, 0].numel() * gate.itemsize for gate in call.gates),
+            )
+        )
+        nothing = output.new_zeros(output.shape, dtype=convolution.hidden.dtype)
+        return nothing, state if call.wants_state else None
 
 
 @contextmanager

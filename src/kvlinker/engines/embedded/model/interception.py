@@ -1,8 +1,9 @@
-"""Steps into an unmodified transformers model at three places: rotary embedding, attention, and the
-expansion of latents. Where attention is not called but written out, ``written_out.py`` follows it.
+"""Steps into an unmodified transformers model where tokens see one another or their positions:
+rotary embedding, attention, the expansion of latents, and the convolution and rule of layers that
+keep a state. Where attention is not called but written out, ``written_out.py`` follows it.
 
-Every modeling module's functions of rotary embedding and every attention's
-``expand_kv(latent, key)`` are wrapped once, process-wide, and an attention function is registered
+Every modeling module's functions of rotary embedding, convolution and rule, and every attention's
+``expand_kv(latent, key)``, are wrapped once, process-wide, and an attention function is registered
 under ``ATTENTION_NAME``. They act only while an interceptor is active in the current context;
 models that other code runs in the same process are not affected.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -21,6 +23,13 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.recurrence import (
+    CONVOLUTION,
+    RULES,
+    ConvolutionCall,
+    Rule,
+    RuleCall,
+)
 from kvlinker.engines.embedded.model.written_out import Followed
 
 ATTENTION_NAME = "kvlinker"
@@ -31,7 +40,7 @@ EXPANSION = "expand_kv"
 
 
 class Interceptor(Protocol):
-    """Replaces rotary embedding and attention during one forward pass."""
+    """Replaces rotary embedding, attention and rules during one forward pass."""
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model is about to rotate by the form's function; the model then gets what
@@ -57,6 +66,16 @@ class Interceptor(Protocol):
         """
         ...
 
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        """Called when the model is about to convolve what enters a rule; returns [1, channels,
+        tokens], from which the model makes the rule's arguments."""
+        ...
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
+        """Apply the rule that follows a convolution; returns its output [1, tokens, heads, dim],
+        and the last state [1, heads, rows, columns] if the model wants it."""
+        ...
+
 
 _active: ContextVar[Interceptor | None] = ContextVar("kvlinker_interceptor", default=None)
 
@@ -78,8 +97,8 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Wrap the rotary functions of all modeling modules that ``model`` is made of, and what expands
-    latents. Idempotent.
+    """Wrap the rotary functions of all modeling modules that ``model`` is made of, their rules, and
+    what expands latents. Idempotent.
 
     Functions of another form stay as they are.
     """
@@ -88,6 +107,10 @@ def prepare(model: nn.Module) -> None:
         for name in ROTARY_FUNCTIONS:
             if hasattr(module, name):
                 _wrap_rotary(module, name)
+        for rule in RULES:
+            if hasattr(module, rule.function) and hasattr(module, CONVOLUTION):
+                _wrap_rule(module, rule)
+                _wrap_convolution(module)
     for kind in kinds:
         if hasattr(kind, EXPANSION):
             _wrap_expansion(kind)
@@ -148,6 +171,49 @@ def _wrap_expansion(kind: type[nn.Module]) -> None:
         return key, latent
 
     _replace(kind, EXPANSION, expand_kv)
+
+
+def _wrap_convolution(module: ModuleType) -> None:
+    original = getattr(module, CONVOLUTION)
+    if hasattr(original, "__kvlinker__"):
+        return
+
+    @wraps(original)
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        interceptor = _active.get()
+        if interceptor is None:
+            found: Tensor = original(hidden_states, weight, bias, activation, **kwargs)
+            return found
+        options = {"bias": bias, "activation": activation}
+        return interceptor.convolve(ConvolutionCall(original, hidden_states, weight, options))
+
+    _replace(module, CONVOLUTION, causal_conv1d_fn)
+
+
+def _wrap_rule(module: ModuleType, rule: Rule) -> None:
+    original = getattr(module, rule.function)
+    if hasattr(original, "__kvlinker__"):
+        return
+    form = signature(original)
+
+    @wraps(original)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        interceptor = _active.get()
+        if interceptor is None:
+            return original(*args, **kwargs)
+        bound = form.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = RuleCall(rule, original, bound.arguments | bound.arguments.pop("kwargs", {}))
+        output, last = interceptor.recur(call)
+        return (output, last) if call.wants_state or rule.always_pairs else output
+
+    _replace(module, rule.function, apply)
 
 
 def _replace(owner: ModuleType | type, name: str, wrapped: Any) -> None:

@@ -11,7 +11,9 @@ from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
 from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
-from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
+from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
+from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, chunk_bytes
+from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import LayerKV
 
 
@@ -56,13 +58,20 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    layers: tuple[LayerShape, ...]
+    anatomy: Anatomy
     cost: CostModel
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
     context_window: int
     eos_token_ids: frozenset[int]
+    keeps_inner: bool = True
+    """Tells whether layers with a state keep the inner tokens of chunks one by one, too."""
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The attentions, in order."""
+        return self.anatomy.layers
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
@@ -83,3 +92,33 @@ class LoadedModel:
     def kv_bytes_per_token(self) -> int:
         """The bytes of one token's KV over all layers."""
         return kv_bytes_per_token(self.layers, self.dtype)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Count the bytes of what all layers keep of a chunk of so many tokens."""
+        states = chunk_bytes(self.anatomy, tokens, self.dtype, keeps_inner=self.keeps_inner)
+        return tokens * self.kv_bytes_per_token + states
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of one sequence's state, in layers that keep one."""
+        return sum(each.state_bytes(self.dtype) for each in self.anatomy.recurrences)
+
+    def unsupported(self, policy: Policy) -> str | None:
+        """Return why the policy cannot be followed, and the way out; None where it can."""
+        if not self.anatomy.recurrences:
+            return None
+        if policy.needs.refines and self.anatomy.mingles:
+            return (
+                f"The policy {policy.name} drops tokens between layers, which is not supported for"
+                " models with attention and a state in the same layer. Use a policy that decides"
+                " before the first layer, such as query-5 or legolink-16."
+            )
+        most = FIRST_TOKENS - self.anatomy.window
+        if self.keeps_inner or (policy.reach is not None and policy.reach <= most):
+            return None
+        return (
+            f"The policy {policy.name} may compute any token of a chunk again, but state_inputs is"
+            " off: of all tokens but the first, layers with a state keep only what they do"
+            f" together. Use full, naive, prefix, or legolink with up to {most} tokens; or turn"
+            " state_inputs on, and create the context caches anew."
+        )

@@ -95,11 +95,11 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     return Obstacle.NO_ROTARY
 
 
-def holds_state(output: Any) -> bool:
-    """Tell if a forward pass over LOOKED_AT tokens hands on, to the pass that follows, anything
-    that is not kept for every token."""
+def states_held(output: Any) -> int:
+    """Count the tensors that a forward pass over LOOKED_AT tokens hands on, to the pass that
+    follows, and that are not kept for every token."""
     kept = [value for value in output.values() if not isinstance(value, Tensor)]
-    return any(LOOKED_AT not in tensor.shape for tensor in _tensors(kept) if tensor.ndim)
+    return sum(LOOKED_AT not in tensor.shape for tensor in _tensors(kept) if tensor.ndim)
 
 
 def has_indexer(model: nn.Module) -> bool:
@@ -123,7 +123,11 @@ def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
         first = model(input_ids=ids, use_cache=False).logits[0, :-1]
         ids[0, -1] = 0
         output = model(input_ids=ids, use_cache=True)
-    return first, output.logits[0, :-1], holds_state(output) or set(_plain_tensors(model)) != before
+    return (
+        first,
+        output.logits[0, :-1],
+        bool(states_held(output)) or set(_plain_tensors(model)) != before,
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
+from kvlinker.engines.embedded.model.recurrence import ConvolutionCall, RuleCall
 
 
 class PassTables(nn.Module):
@@ -49,3 +50,9 @@ class _Reader:
 
     def attend(self, *_: Any) -> Tensor:
         raise LookupError("attention comes before any rotation")
+
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        raise LookupError("a convolution comes before any rotation")
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
+        raise LookupError("a rule comes before any rotation")

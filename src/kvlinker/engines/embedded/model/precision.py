@@ -26,9 +26,9 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
     Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other
-    modules have their weights in fp32: small ones all the time, since others may read them, too,
-    large ones for as long as they run. Memory rises by these small ones, and by the largest part. A
-    model in fp32 is left as it is, and so is one that computes in fp32 already.
+    modules have their weights in fp32: small ones and convolutions all the time, since others may
+    read them, too, large ones for as long as they run. Memory rises by what stays, and by the
+    largest part. A model in fp32 is left as it is, and so is one that computes in fp32 already.
     """
     with ExitStack() as undo:
         if model in _COMPUTING:
@@ -44,7 +44,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 module.forward = partial(_linear_in_fp32, module)  # type: ignore[method-assign]
             elif isinstance(module, nn.Embedding):
                 undo.callback(module.register_forward_hook(_widen_output).remove)
-            elif _is_small(module):
+            elif isinstance(module, nn.Conv1d) or _is_small(module):
                 small: list[dict[str, Tensor | None]] = []
                 _widen_weights(small, module, None)
                 undo.callback(_restore, small, module, None, None)

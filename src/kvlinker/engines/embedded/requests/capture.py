@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
-from kvlinker.engines.embedded.execution.capturing import Capture
+from kvlinker.engines.embedded.execution.capturing import Capture, Kept
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
@@ -55,11 +56,13 @@ class CaptureRequest(Request):
 
         def capture() -> Capture:
             scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
-            return Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
+            kept = Kept(inner=loaded.keeps_inner)
+            return Capture(loaded.anatomy, spans, dtype=loaded.dtype, scores=scores, kept=kept)
 
         def capture_behind() -> Capture:
             (start, end), more = spans[0], len(unrelated)
-            return Capture(loaded.layers, [(start + more, end + more)], dtype=loaded.dtype)
+            only_kv = replace(loaded.anatomy, recurrences=())
+            return Capture(only_kv, [(start + more, end + more)], dtype=loaded.dtype)
 
         passes = [_Pass(tokens, capture)]
         if unrelated:

@@ -73,7 +73,7 @@ class Generation(PromptRequest):
         self._answer: AnswerCapture | None = None
         self._keeping = len(keeping(loaded.layers))
         self._end: End | None = None  # told once the KV of the last token is there
-        self.reuses = head is None
+        self.reuses = head is None and not loaded.anatomy.recurrences
         self._output = Output(
             request,
             sink,

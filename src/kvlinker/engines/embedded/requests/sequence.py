@@ -21,6 +21,7 @@ from kvlinker.engines.embedded.execution.batch import (
 from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompting.segments import ReusedPrefix, StoredKV
@@ -88,6 +89,12 @@ class TokenSequence:
         """Where its own tokens lie, in order, with room for a few more; None for a sequence without
         slots."""
 
+        self.state: SequenceState | None = None
+        """What its tokens so far amount to in layers that keep a state; None before a step has
+        computed some, and without such layers."""
+
+        self._prompt_state: SequenceState | None = None
+        self._is_shared = False
         self.path = path
         self.capture: Capture | None = None
         self.probe = probe
@@ -223,7 +230,7 @@ class TokenSequence:
         path: SequencePath | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
-        self.probe = None
+        self.probe = self.state = None
         self.path = path
         self._begun = refine is None
         self._refine = refine
@@ -245,7 +252,10 @@ class TokenSequence:
         self.length += 1
 
     def fork(self) -> TokenSequence:
-        """Return a sequence for the same prompt, with no generated tokens and no slots."""
+        """Return a sequence for the same prompt, which is computed, with no generated tokens and no
+        slots."""
+        self._is_shared = self.state is not None
+        self._prompt_state = self.state
         forked = TokenSequence(
             self.tokens[: self.prompt_length],
             self._prompt_runs,
@@ -256,11 +266,19 @@ class TokenSequence:
             refine=self._refine,
         )
         forked.refinement = self.refinement
+        forked._is_shared = self._is_shared
         return forked
 
-    def adopt_prompt(self) -> None:
-        """Mark the prompt as computed: its slots are another sequence's too, or were."""
+    def reach(self, state: SequenceState) -> None:
+        """Note what all tokens that were taken amount to, now that they are computed."""
+        self.state = state
+        if self._is_shared and state.position == self.prompt_length:
+            self._prompt_state = state
+
+    def adopt_prompt(self, other: TokenSequence) -> None:
+        """Mark the prompt as computed: its slots are the ``other`` sequence's too, or were."""
         self._begun = True
+        self.state = self._prompt_state = other._prompt_state
         self._pending = self._missing(self._own_in_prompt)
 
     def adopt(self, count: int) -> None:
@@ -271,7 +289,7 @@ class TokenSequence:
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
         self._begun = False
-        self.capture = None
+        self.capture = self.state = None
         self._own_tokens = None
         self._pending = self._missing(0)
 
@@ -295,7 +313,7 @@ class TokenSequence:
         taken: list[Range] = []
         while self._pending and budget > 0:
             begin, end = self._pending[0]
-            if refining is not None and begin >= self.prompt_length:
+            if begin >= self.prompt_length and (refining or self._ends_prompt(taken)):
                 break
             cut = min(end, begin + budget)
             taken.append((begin, cut))
@@ -321,7 +339,11 @@ class TokenSequence:
         ]
         seen = self._own_before(taken[-1][1]) if taken else 0
         return runs, VisibleKV(
-            self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility()
+            self._shared,
+            tuple(first_slots(self.spans, seen)),
+            self._own[:seen],
+            self._visibility(),
+            self.state,
         )
 
     def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -329,6 +351,11 @@ class TokenSequence:
         assert self.spans is not None
         own = self._own_before(begin)
         return slots_of(self.spans)[own : own + end - begin]
+
+    def _ends_prompt(self, taken: Sequence[Range]) -> bool:
+        """Return whether a step shall end with the prompt, of which it has ``taken`` the last
+        tokens: other sequences go on from there, too."""
+        return self._is_shared and bool(taken) and taken[-1][1] == self.prompt_length
 
     def _own_before(self, position: int) -> int:
         """Count the sequence's own tokens that stand before the position."""

@@ -70,7 +70,7 @@ class SequenceSlots:
             return False
         sequence.spans = (*computed, *more)
         if linked is not None:
-            sequence.adopt_prompt()
+            sequence.adopt_prompt(linked)
         else:
             sequence.adopt(self._restore(sequence, there))
         return True
@@ -109,7 +109,7 @@ class SequenceSlots:
         self._allocator.share(own)
         self._allocator.release(sequence.spans)
         heir.spans, sequence.spans = own, None
-        heir.adopt_prompt()
+        heir.adopt_prompt(sequence)
 
     def keep(self, sequence: TokenSequence) -> None:
         """Keep what the sequence has computed so far for later ones that begin alike."""

@@ -112,6 +112,9 @@ class VLLMEngine:
     def healthy(self) -> bool:
         return not self._closing and self._client.healthy
 
+    def kv_bytes(self, tokens: int) -> int:
+        return tokens * self.kv_bytes_per_token
+
     def unsupported(self, policy: Policy) -> str | None:
         return unsupported(policy)
 

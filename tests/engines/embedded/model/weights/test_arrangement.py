@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.model_files import fingerprint
-from kvlinker.engines.embedded.model.anatomy import decoder_layers, trace_layers
+from kvlinker.engines.embedded.model.anatomy import anatomy_of, decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.weights import arrangement, quantized
 from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
@@ -58,7 +58,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pack(model: Any, form: WeightFormat = "auto") -> None:
     with watch_linears(model) as seen:
-        trace_layers(model)
+        anatomy_of(model)
     arrange_weights(model, seen, form)
 
 
@@ -134,7 +134,7 @@ def test_layers_that_take_the_same_input_share_a_matrix() -> None:
 @needs_packing
 def test_a_model_is_counted_saved_and_named_as_before(tmp_path: Path) -> None:
     model = tiny_model("qwen3", attention_bias=True).to(torch.bfloat16)
-    layers = trace_layers(model)
+    layers = anatomy_of(model).layers
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     name, cost = fingerprint(model), CostModel(count_weights(model), layers).per_token
     pack(model)

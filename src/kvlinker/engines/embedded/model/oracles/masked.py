@@ -63,7 +63,7 @@ class Oracle:
                 return seen[None, None]
             return torch.zeros_like(mask).masked_fill_(~seen, torch.finfo(mask.dtype).min)
 
-        with self._masks(packed), _tables_moved_back(self._model, moved):
+        with self._masks(packed), tables_moved_back(self._model, moved):
             return self._computed(rows, moved)
 
     def _note(self, module: nn.Module, mask: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Oracle:
 
 
 @contextmanager
-def _tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
+def tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
     """Have rotary modules make the tables of positions that are ``moved`` smaller."""
 
     def back(module: nn.Module, value: Any) -> Any:

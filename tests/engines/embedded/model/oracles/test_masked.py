@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.engines.embedded.model.oracle import Oracle
+from kvlinker.engines.embedded.model.oracles.masked import Oracle
 from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.embedded.reference import Reference
 from tests.toy_models import tiny_model

@@ -1,0 +1,116 @@
+"""The model's own answer behind chunks that were computed alone, for models whose layers keep a
+state, where no mask says which tokens see which.
+
+It shares no code with the engine: transformers computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded.model.anatomy import decoder_layers
+from kvlinker.engines.embedded.model.interception import attention_of
+from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
+from kvlinker.linking.plan import Range
+
+
+class FrozenOracle:
+    """Computes one text with the hidden states of chunks' tokens as they were when each chunk was
+    computed alone; keys, values and states are the model's own of these hidden states.
+
+    ``logits`` [last, vocabulary] are those of the text's last tokens in the model's own forward
+    pass.
+    """
+
+    def __init__(self, model: Any, tokens: NDArray[np.int64], last: int) -> None:
+        self._model = model
+        self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
+        self._last = last
+        self._layers = [*decoder_layers(model), *_with_convolution(model)]
+        self.logits = self._computed(self._tokens)
+
+    def linked_logits(
+        self, chunks: Sequence[Range], *, again: Sequence[int] = (), moved: int = 0
+    ) -> Tensor:
+        """Return the logits [last, vocabulary] of the text's last tokens, where each of ``chunks``
+        was computed alone, but for the positions ``again``, which are computed in the text, and the
+        text stands ``moved`` positions further on.
+
+        Rotary tables stay those of the beginning, since angles of far positions are rough in fp32.
+        """
+        inputs = [self._inputs(begin, end) for begin, end in chunks]
+
+        def frozen(index: int, hidden: Tensor) -> Tensor:
+            changed = hidden.clone()
+            for (begin, end), layers in zip(chunks, inputs, strict=True):
+                changed[:, begin:end] = layers[index]
+            changed[:, list(again)] = hidden[:, list(again)]
+            return changed
+
+        with self._entering(frozen), tables_moved_back(self._model, moved):
+            return self._computed(self._tokens, moved)
+
+    def _inputs(self, begin: int, end: int) -> list[Tensor]:
+        """Return what enters each layer, [1, tokens, width], where these tokens are computed
+        alone."""
+        found: dict[int, Tensor] = {}
+
+        def note(index: int, hidden: Tensor) -> Tensor:
+            found[index] = hidden.clone()
+            return hidden
+
+        with self._entering(note):
+            self._computed(self._tokens[begin:end])
+        return [found[index] for index in range(len(self._layers))]
+
+    @torch.inference_mode()
+    def _computed(self, tokens: Tensor, moved: int = 0) -> Tensor:
+        """Return the logits [last, vocabulary] of the last of these tokens."""
+        positions = torch.arange(moved, moved + len(tokens), device=tokens.device)
+        with attention_of(self._model, "eager"):
+            output = self._model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False
+            )
+        logits: Tensor = output.logits[0, -self._last :].float()
+        return logits
+
+    @contextmanager
+    def _entering(self, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+        """Have each layer get what ``change`` makes of its input, given its index."""
+
+        def hook_of(index: int) -> Callable[..., Any]:
+            def hook(
+                layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> tuple[Any, Any]:
+                if args:
+                    return (change(index, args[0]), *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": change(index, kwargs["hidden_states"])}
+
+            return hook
+
+        handles = [
+            layer.register_forward_pre_hook(hook_of(index), with_kwargs=True)
+            for index, layer in enumerate(self._layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _with_convolution(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that keep a state: attention may come before it in the same decoder
+    layer."""
+    return [
+        part
+        for part in model.modules()
+        if any(isinstance(child, nn.Conv1d) for child in part.children())
+    ]

@@ -1,0 +1,100 @@
+"""What is read off a model's own rule is what the rule does."""
+
+import pytest
+import torch
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.model.anatomy import anatomy_of
+from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
+from kvlinker_lab.models.small_models import small_model
+from tests.toy_models import HYBRIDS, tiny_model
+
+RULES = {
+    "qwen3_next-states": (3, 1, (4, 8, 12)),
+    "qwen3_5-states": (3, 1, (4, 8, 12)),
+    "kimi-states-latents": (3, 1, (4, 8, 8)),
+    "granite-states-nope": (3, 1, (8, 16, 12)),
+    "falcon_h1-states-beside": (3, 3, (8, 16, 12)),
+    "zamba2-states-behind": (4, 2, (8, 16, 12)),
+}
+"""How many layers keep a state, how many have attention, and a state's shape."""
+
+
+class Noting:
+    """Passes calls on to the model's own functions, and notes the last of each kind."""
+
+    def rotary(self, *_):
+        pass
+
+    def attend(self, module, query, key, value, options):
+        raise StopIteration
+
+    def convolve(self, call):
+        self.convolution = call
+        before = call.hidden.new_zeros(1, call.hidden.shape[1], call.weight.shape[-1] - 1)
+        self.convolved = call.apply(before, call.hidden)
+        return self.convolved
+
+    def recur(self, call):
+        self.call = call
+        raise StopIteration
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.inference_mode()
+def test_tokens_do_to_any_state_what_their_effect_says(family):
+    model = tiny_model(family)
+    anatomy = anatomy_of(model)
+    recurrence = anatomy.recurrences[0]
+    counts = len(anatomy.recurrences), len(anatomy.layers)
+    assert (*counts, recurrence.state_shape) == RULES[family]
+    assert anatomy.mingles == (sum(counts) > model.config.num_hidden_layers)
+    noting = Noting()
+    with pytest.raises(StopIteration), intercepted(noting):
+        model(torch.arange(3, 43)[None], use_cache=False)
+    call = noting.call
+    mixed = recurrence.mixed(noting.convolved)
+    for found, given in zip(mixed, call.mixed, strict=True):
+        assert torch.equal(found, given)
+    state = torch.randn(1, *recurrence.state_shape)
+
+    def part(begin, end):
+        return tuple(tuple(each[:, begin:end] for each in parts) for parts in (mixed, call.gates))
+
+    first = call.effect(*part(0, 7), None)
+    both = call.effect(*part(7, 40), first)
+    expected = call.scan(*part(0, 40), state)[1][0]
+    torch.testing.assert_close(recurrence.applied(both, state[0]), expected, rtol=1e-4, atol=1e-5)
+    one_by_one = state
+    for token in range(40):
+        one_by_one = call.scan(*part(token, token + 1), one_by_one)[1]
+    torch.testing.assert_close(one_by_one[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_edges_leave_the_last_token_what_its_convolution_sees():
+    assert edges_of(3, 35, FIRST_TOKENS) == (35, 35, 35)
+    assert edges_of(3, 36, FIRST_TOKENS) == (32, 35, 36)
+    assert edges_of(40, 81, FIRST_TOKENS) == (40, 80, 81)
+    assert edges_of(40, 80, FIRST_TOKENS) == (80, 80, 80)
+
+
+def test_maps_take_the_same_for_chunks_of_any_length():
+    """Qwen3-Next 80B's own sizes: 36 layers, of 32 heads of 128 × 128, in bf16."""
+    anatomy = anatomy_of(small_model("qwen3_next"))
+    of_one = anatomy.recurrences[0]
+    assert (of_one.state_shape, of_one.channels) == ((32, 128, 128), 8192)
+    assert of_one.effect_values * 2 * 36 == 75_497_472
+    sizes = {
+        tokens: chunk_bytes(anatomy, tokens, torch.bfloat16, keeps_inner=False)
+        for tokens in (512, 2048)
+    }
+    assert sizes[512] == sizes[2048]
+    whole = chunk_bytes(anatomy, 512, torch.bfloat16, keeps_inner=True) - sizes[512]
+    assert whole == (512 - FIRST_TOKENS - 1) * 3 * of_one.entering_bytes(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "mamba2", "minimax"])
+def test_states_of_other_kinds_are_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
+        anatomy_of(small_model(kind))

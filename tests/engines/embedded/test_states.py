@@ -1,0 +1,244 @@
+"""Models whose layers keep a state: what the engine answers is what transformers answers where the
+hidden states of kept tokens are those of the chunk alone, and states are exact given them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from tests.engines.embedded.conftest import (
+    EVERY_POLICY,
+    full_forward,
+    linked_prompt,
+    random_tokens,
+)
+from tests.engines.embedded.execution.test_oracle import computed_layers
+from tests.engines.embedded.frozen_reference import frozen_answer
+from tests.toy_models import HYBRIDS, tiny_model
+from tests.waiting import wait_until
+
+TOLERANCE = 3e-5
+PROMPT = linked_prompt(50, 36, 3, 130, 35, 1, header=5, middle=2, fresh=9)
+"""Chunks with and without inner tokens, and chunks that are shorter than a convolution sees."""
+
+SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
+DELTA, MAMBA, BESIDE = "qwen3_5-states", "granite-states-nope", "falcon_h1-states-beside"
+BEHIND = "zamba2-states-behind"
+
+
+def check(outcome, expected):
+    tokens, logprobs = expected
+    assert outcome.wait().failed is None
+    assert outcome.tokens == tokens
+    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+
+
+def frozen(family, prompt, policy, steps=4):
+    """What a policy that looks at the prompt alone is to answer."""
+    selected = parse_policy(policy).select(prompt, PromptEvidence())
+    return frozen_answer(family, prompt, [selected], steps)
+
+
+def without_inputs(family):
+    """The model as it runs with ``state_inputs`` off."""
+    return prepare_model(tiny_model(family), byte_tokenizer(), state_inputs=False)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("step", [37, 2048])
+def test_everything_computed_is_the_model(bench, family, step):
+    made = bench(family, max_step_tokens=step)
+    expected = full_forward(family, PROMPT, 6)
+    check(made.answer(PROMPT, "full", max_tokens=6), expected)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_kept_tokens_have_their_own_hidden_states(bench, family):
+    made = bench(family, max_step_tokens=53)
+    made.cache(PROMPT)
+    for policy in ("naive", "legolink-1", "legolink-29", "attnlink-9", "random-40", "prefix"):
+        check(made.answer(PROMPT, policy, max_tokens=3), frozen(family, PROMPT, policy, 3))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_policy_by_what_it_says_that_it_computes(bench, family):
+    made = bench(family)
+    made.cache(SHORT)
+    places = [layer.block for layer in made.loaded.layers]
+    layers = range(made.loaded.model.config.num_hidden_layers)
+    for policy in (each for each in EVERY_POLICY if each != "naive-unpositioned"):
+        if made.engine.unsupported(parse_policy(policy)):
+            assert family in (BESIDE, BEHIND)
+            assert parse_policy(policy).needs.refines
+            continue
+        computed = computed_layers(made.explain(SHORT, policy), len(places))
+        masks = [computed[max(0, np.searchsorted(places, index, "right") - 1)] for index in layers]
+        check(made.answer(SHORT, policy, max_tokens=2), frozen_answer(family, SHORT, masks, 2))
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_without_inputs_maps_alone_are_kept(bench, family):
+    """The same answers from less, and policies that need more are refused."""
+    made = bench(model=without_inputs(family), max_step_tokens=53)
+    made.cache(PROMPT)
+    for policy in ("naive", "legolink-29", "legolink-5+legolink-3", "set-prefix"):
+        check(made.answer(PROMPT, policy, max_tokens=3), frozen(family, PROMPT, policy, 3))
+    for policy in ("legolink-30", "random-10", "query-5", "legolink-2+random-5", "cacheblend-20"):
+        with pytest.raises(PolicyError, match="state_inputs is off"):
+            made.submit(PROMPT, policy)
+    whole = bench(family)
+    assert made.engine.fingerprint != whole.engine.fingerprint
+    whole.cache(PROMPT)
+    for chunk in PROMPT.chunks:
+        sizes = []
+        for each in (made, whole):
+            key = chunk_key(chunk, fingerprint=each.engine.fingerprint, tenant="default")
+            kv = each.store.get(key)
+            sizes.append(kv.nbytes - kv.scores.nbytes)
+            assert sizes[-1] == each.engine.kv_bytes(len(chunk))
+        assert sizes[0] <= sizes[1]
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
+    """States stay in fp32; what chunks keep is rounded once, as KV is."""
+    rounded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    made = bench(model=rounded)
+    made.cache(SHORT)
+    for policy in ("full", "naive", "legolink-4", "random-30"):
+        expected = frozen(family, SHORT, policy, 1)[1]
+        np.testing.assert_allclose(
+            made.answer(SHORT, policy, max_tokens=1).logprobs, expected, atol=0.15
+        )
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_a_prompt_may_end_in_a_chunk(bench, family):
+    last = Chunk(random_tokens(70, 7))
+    prompt = Prompt((FreshSegment(random_tokens(4, 8)), CachedSegment(last)))
+    made = bench(model=without_inputs(family))
+    made.cache(prompt)
+    for policy in ("naive", "legolink-3"):
+        check(made.answer(prompt, policy, max_tokens=3), frozen(family, prompt, policy, 3))
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_a_chunk_that_is_exact_gives_the_models_own_answer(bench, family):
+    """It is computed behind what stands before it in the prompt."""
+    header = random_tokens(9, 1)
+    chunk = Chunk(random_tokens(80, 2), prefix=header)
+    fresh = FreshSegment(random_tokens(12, 3))
+    prompt = Prompt((FreshSegment(header), CachedSegment(chunk), fresh))
+    made = bench(family)
+    made.cache(prompt)
+    check(made.answer(prompt, "naive", max_tokens=4), full_forward(family, prompt, 4))
+
+
+def test_what_is_computed_again_is_not_looked_at(bench):
+    """Garbage in all that a chunk keeps of the tokens that LegoLink computes."""
+    made = bench(MAMBA)
+    made.cache(SHORT)
+    expected = made.answer(SHORT, "legolink-6")
+    for chunk in SHORT.chunks:
+        key = chunk_key(chunk, fingerprint=made.engine.fingerprint, tenant="default")
+        kv = made.store.get(key)
+        made.store.delete(key)
+        made.store.put(key, spoiled(kv, 6))
+    again = made.answer(SHORT, "legolink-6")
+    assert again.logprobs == expected.logprobs
+    assert made.answer(SHORT, "legolink-5").logprobs != expected.logprobs
+
+
+def spoiled(kv, count):
+    """Garbage in the first tokens of the chunk."""
+
+    def changed(tensor, rows):
+        tensor = tensor.clone()
+        tensor[rows] = 77.0
+        return tensor
+
+    head = slice(0, count)
+    layers = tuple(
+        LayerKV(*(changed(each, (slice(None), head)) for each in (layer.key, layer.value)))
+        for layer in kv.layers
+    )
+    states = tuple(
+        replace(
+            state,
+            mixed=changed(state.mixed, head),
+            gates=tuple(changed(gate, head) for gate in state.gates),
+        )
+        for state in kv.states
+    )
+    return ChunkKV(layers, kv.scores, states)
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_states_remember_for_hundreds_of_tokens(bench, family):
+    """What a chunk wrote into states is seen behind 400 other tokens: else nothing was tested."""
+    prompt = linked_prompt(60, 400, fresh=9)
+    made = bench(family)
+    made.cache(prompt)
+    before = made.answer(prompt, "naive", max_tokens=1).logprobs
+    key = chunk_key(prompt.chunks[0], fingerprint=made.engine.fingerprint, tenant="default")
+    kv = made.store.get(key)
+    states = tuple(
+        replace(state, effect=(state.effect[0], 1.5 * state.effect[1])) for state in kv.states
+    )
+    made.store.delete(key)
+    made.store.put(key, ChunkKV(kv.layers, kv.scores, states))
+    after = made.answer(prompt, "naive", max_tokens=1).logprobs
+    assert abs(after[0] - before[0]) > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, BEHIND])
+def test_requests_beside_one_another_have_states_of_their_own(bench, family):
+    """Different prompts and policies in the same steps, few slots, so that some are preempted, and
+    some are cancelled."""
+    prompts = [linked_prompt(40 + 3 * seed, 37, fresh=8 + seed, seed=seed) for seed in range(4)]
+    policies = ["naive", "legolink-7", "random-30", "full"]
+    expected = [
+        frozen(family, prompt, policy, 12) for prompt, policy in zip(prompts, policies, strict=True)
+    ]
+    made = bench(family, kv_slots=240, max_step_tokens=29)
+    for prompt in prompts:
+        made.cache(prompt)
+    with made.held():
+        outcomes = [
+            made.submit(prompt, policy, max_tokens=12)[0]
+            for prompt, policy in zip(prompts, policies, strict=True)
+        ]
+        gone, handle = made.submit(prompts[0], "full", max_tokens=12)
+        handle.cancel()
+    for outcome, found in zip(outcomes, expected, strict=True):
+        check(outcome, found)
+    assert gone.wait().finished.reason == "cancelled"
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+@pytest.mark.parametrize("slots", [4096, 230])
+def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
+    """With few slots, choices are preempted, and take over each other's prompt."""
+    made = bench(family, kv_slots=slots, max_step_tokens=29)
+    made.cache(SHORT)
+    sampled = {"temperature": 1.0, "max_tokens": 50}
+    alone = [made.answer(SHORT, "legolink-4", seed=40 + each, **sampled) for each in range(3)]
+    together = made.submit_choices(SHORT, 3, "legolink-4", seed=40, **sampled)[0]
+    for outcome, expected in zip(together, alone, strict=True):
+        check(outcome, (expected.tokens, expected.logprobs))
+    assert len({tuple(outcome.tokens) for outcome in together}) == 3
+    wait_until(lambda: made.engine.scheduler.idle)
+
+
+def test_answers_are_not_kept(bench):
+    made = bench(DELTA)
+    with pytest.raises(InvalidRequestError, match="keep a state are not kept") as refused:
+        made.submit(SHORT, "naive", keeps=True)
+    assert refused.value.param == "link.keep"
