@@ -92,6 +92,11 @@ class LinkedVLLM:
         return self._engine.engine_core.engine_core.scheduler
 
     @property
+    def runner(self):
+        executor = self._engine.engine_core.engine_core.model_executor
+        return executor.driver_worker.worker.model_runner
+
+    @property
     def linking(self):
         return self.scheduler.connector._scheduler
 

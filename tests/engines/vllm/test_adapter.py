@@ -162,6 +162,30 @@ def test_runs_leave_the_metadata_of_vllms_own_step_alone(kernel_block):
     assert of_run[1].tolist() == [[2 * ratio + part for part in range(ratio)]]
 
 
+class Embedding:
+    """A model that says what it was called with."""
+
+    def __init__(self, *, raw):
+        self.requires_raw_input_tokens = raw
+
+    def embed_input_ids(self, ids):
+        return ids[:, None].float()
+
+    def __call__(self, **inputs):
+        self.inputs = inputs
+        return inputs["positions"]
+
+
+@pytest.mark.parametrize(("multimodal", "raw"), [(False, False), (True, False), (True, True)])
+def test_models_of_more_than_text_get_embeddings(multimodal, raw):
+    """They are compiled for these: another argument would meet a graph that takes none."""
+    model = Embedding(raw=raw)
+    bound = SimpleNamespace(model=model, _runner=SimpleNamespace(supports_mm_inputs=multimodal))
+    bound_model.BoundModel._call(bound, torch.arange(3), torch.arange(3))  # type: ignore[arg-type]
+    assert (model.inputs["inputs_embeds"] is not None) == multimodal
+    assert (model.inputs["input_ids"] is not None) == (raw or not multimodal)
+
+
 def test_vllms_engine_core_ends_with_a_server_that_is_killed():
     spawning = multiprocessing.get_context("spawn")
     told = spawning.Queue()

@@ -2,6 +2,7 @@
 placed."""
 
 import asyncio
+import os
 import secrets
 from itertools import chain
 from typing import Any
@@ -80,6 +81,14 @@ def prompt(linked):
     return prompt
 
 
+@pytest.mark.runner_v2
+def test_the_model_runner_is_the_one_that_was_asked_for(linked):
+    second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    wanted = "vllm.v1.worker." + ("gpu.model_runner" if second else "gpu_model_runner")
+    assert wanted in {each.__module__ for each in type(linked.runner).__mro__}
+
+
+@pytest.mark.runner_v2
 @pytest.mark.parametrize("policy", [*POLICIES, "naive-unpositioned"])
 def test_every_policy_equals_the_oracle(linked, prompt, policy):
     output = linked.answer(prompt, policy)
@@ -182,6 +191,7 @@ def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
     assert found == [link.first_pass.linked // BLOCK * BLOCK]
 
 
+@pytest.mark.runner_v2
 def test_the_question_and_deviations_together(linked, prompt):
     oracle = reference(prompt, linked.family)
     asked = asked_for(oracle, 5)
@@ -235,11 +245,13 @@ def test_cacheblend_where_a_prompt_ends_in_a_chunk(linked, lengths):
     )
 
 
+@pytest.mark.runner_v2
 def test_the_oracle_can_fail(linked, prompt):
     output = linked.answer(prompt, "naive")
     assert difference(output, prompt, "legolink-64", linked.family) > 100 * TOLERANCE
 
 
+@pytest.mark.runner_v2
 def test_many_requests_at_once(linked, prompt):
     """Prefills in pieces, links in slices and decoding, all in the same steps."""
     prompts = [
@@ -271,6 +283,7 @@ def test_chunks_behind_a_prefix(linked):
         assert difference(linked.answer(prompt, policy), prompt, policy, linked.family) < TOLERANCE
 
 
+@pytest.mark.runner_v2
 def test_sensitivity_is_the_distance_of_a_chunk_behind_another_text(linked):
     """Measured in one request, in slices beside a neighbour that decodes, as two requests of their
     own tell."""
@@ -304,6 +317,7 @@ def test_a_prompt_may_end_in_a_chunk(linked):
             assert difference(output, prompt, policy, linked.family) < MORE_STEPS_TOLERANCE
 
 
+@pytest.mark.runner_v2
 def test_what_vllm_has_is_not_linked_again(linked, prompt):
     """The second request finds the first one's blocks, which its own salt guards; a third one,
     which asks another question, those of the chunks."""

@@ -231,11 +231,17 @@ class BoundModel:
         return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden: Any = self.model(
-            input_ids=tokens.to(torch.int32),
+        """Call the model as its runner does: one that takes more than text is compiled for
+        embeddings."""
+        ids = tokens.to(torch.int32)
+        model: Any = self.model
+        embeds = model.embed_input_ids(ids) if self._runner.supports_mm_inputs else None
+        keeps_ids = embeds is None or getattr(model, "requires_raw_input_tokens", False)
+        hidden = model(
+            input_ids=ids if keeps_ids else None,
             positions=positions,
             intermediate_tensors=None,
-            inputs_embeds=None,
+            inputs_embeds=embeds,
         )
         states: Tensor = (
             hidden[0] if isinstance(hidden, tuple) else hidden

