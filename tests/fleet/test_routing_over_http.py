@@ -282,7 +282,23 @@ def test_a_server_that_is_gone_is_passed_over(
         refused = client.post(CHAT, json=asked())
         assert refused.status_code == 503
         assert refused.headers["Retry-After"]
-        assert "No replica is ready" in refused.json()["error"]["message"]
+        assert "no replica is ready" in refused.json()["error"]["message"]
+
+
+def test_builders_alone_answer_nothing(tmp_path: Path, settings: Settings) -> None:
+    """They take creations; the router's health says why it takes nothing else."""
+    own = tiny_settings(tmp_path, role="build", object_url=f"file://{tmp_path / 'objects'}")
+    llm = LLM.from_model(tiny_model(), own)
+    with serving(llm, own) as builder, routing(settings, builder.url) as client:
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "all replicas that are ready are builders"}
+        refused = client.post(CHAT, json=asked())
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert "are builders" in refused.json()["error"]["message"]
+        made = client.post("/v1/context_caches", json={"chunks": TEXTS[:1]})
+        assert replica(made) == urlsplit(builder.url).netloc
 
 
 HEALTHY = b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'

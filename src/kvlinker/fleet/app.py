@@ -91,11 +91,11 @@ def create_router(
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:
-        """Tell whether some replica takes requests."""
-        if drain.began or not any(each.ready for each in router.replicas.values()):
+        """Tell whether some replica answers requests."""
+        wrong = "draining" if drain.began else backends.missing()
+        if wrong is not None:
             response.status_code = 503
-            return {"status": "draining" if drain.began else "no replica is ready"}
-        return {"status": "ok"}
+        return {"status": wrong or "ok"}
 
     @app.get("/live")
     async def live() -> dict[str, str]:

@@ -120,6 +120,13 @@ class Backends:
         """Return the servers that get requests."""
         return [each for each in self.known.values() if self._router.replicas[each.id].ready]
 
+    def missing(self) -> str | None:
+        """Return why no question can be answered now; None where one can."""
+        roles = {each.role for each in self.ready()}
+        if roles == {"build"}:
+            return "all replicas that are ready are builders"
+        return None if roles else "no replica is ready"
+
     async def ask_as(
         self, key: Mapping[str, str], backend: Backend, path: str
     ) -> httpx.Response | None:

@@ -137,7 +137,9 @@ class Proxy:
                     return
             finally:
                 self._router.ended(decision)
-        await _refuse(_nobody(bool(tried)), request, send)
+        nobody = "all that were tried have ended" if tried else self._backends.missing()
+        message = f"Nobody can answer: {nobody or 'no replica is ready'}. Try again in a moment."
+        await _refuse(EngineClosedError(message), request, send)
 
     def _choose(
         self, prompt: PromptOutline, tried: Counter[str], *, builds: bool
@@ -287,14 +289,6 @@ async def _left(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _nobody(tried: bool) -> KVLinkerError:
-    return EngineClosedError(
-        "No replica could answer: all that were tried have ended."
-        if tried
-        else "No replica is ready. Try again in a moment."
-    )
 
 
 def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:

@@ -111,7 +111,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
             return JSONResponse(pooled(found).model_dump())
         if told:
             return Response(told[0].content, told[0].status_code, media_type="application/json")
-        raise EngineClosedError("No replica is ready. Try again in a moment.")
+        raise EngineClosedError("Nobody can answer: no replica is ready. Try again in a moment.")
 
     @shown.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
