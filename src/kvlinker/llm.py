@@ -175,7 +175,11 @@ class LLM(ContextCacheCalls, PromptCalls):
         started.callback(self._keeper.close)
         self.building = Building(self.engine, self.catalog, self.store)
         started.callback(self.building.close)
-        self.residency = Residency(self.store, kv_bytes_per_token=self.engine.kv_bytes_per_token)
+        self.residency = Residency(
+            self.store,
+            kv_bytes=self.engine.kv_bytes,
+            resident_keys=self.engine.resident_keys,
+        )
         self.events.subscribe(self.residency.listen)
         self.preloading = Preloading(self.catalog, self.store, self.engine)
         started.callback(self.preloading.close)

@@ -60,8 +60,10 @@ def make(bandwidths: Bandwidths) -> Iterator[Any]:
     def make(client: Client, shared: bool = True, **options: Any) -> Builders:
         tiers = (SimpleNamespace(name="redis", shared=shared),)
         store = SimpleNamespace(slower_tiers=lambda: tiers, bandwidths=bandwidths)
-        options = {"token_bytes": 1000, "least_tokens": 100} | options
-        made.append(Builders(client, cast(ChunkStore, store), **options))
+        options = {"least_tokens": 100} | options
+        made.append(
+            Builders(client, cast(ChunkStore, store), kv_bytes=lambda n: 1000 * n, **options)
+        )
         return made[-1]
 
     yield make

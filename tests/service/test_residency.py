@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from kvlinker.base.events import ChunkNamed
 from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport
-from kvlinker.service.residency import KEPT_CHANGES, LOOK_SECONDS, NAMES_PER_CHUNK, Residency
+from kvlinker.service.residency import (
+    COSTED_TOKENS,
+    KEPT_CHANGES,
+    LOOK_SECONDS,
+    NAMES_PER_CHUNK,
+    Residency,
+)
 from kvlinker.store import ChunkStore
 from kvlinker.store.loading.bandwidths import Bandwidths
 
@@ -68,9 +74,15 @@ class Follower:
         self.epoch, self.number = report.epoch, report.number
 
 
+def kept(tokens: int) -> int:
+    """The bytes of a chunk of a hybrid, whose layers with a state keep a map, however long it
+    is."""
+    return 1000 * tokens + 512_000
+
+
 def made(clock: Callable[[], float] = lambda: 0.0) -> tuple[Store, Residency]:
     store = Store()
-    return store, Residency(cast(ChunkStore, store), kv_bytes_per_token=1000, clock=clock)
+    return store, Residency(cast(ChunkStore, store), kv_bytes=kept, clock=clock)
 
 
 def name(residency: Residency, names: Iterable[tuple[str, str]]) -> None:
@@ -129,6 +141,16 @@ def test_who_knows_too_little_gets_everything() -> None:
     assert residency.report(first.epoch, first.number).whole
 
 
+def test_what_an_engine_has_in_memory_counts_where_the_store_has_it_at_all() -> None:
+    store = Store()
+    store.own = {"a": "disk", "b": "disk"}
+    residency = Residency(
+        cast(ChunkStore, store), kv_bytes=kept, resident_keys=lambda: frozenset("ac")
+    )
+    chunks = residency.report().chunks
+    assert {key: chunk.tiers for key, chunk in chunks.items()} == {"a": (MEMORY,), "b": ("disk",)}
+
+
 def test_the_latest_names_stay() -> None:
     store, residency = made()
     store.own = {"a": MEMORY}
@@ -154,7 +176,7 @@ def test_costs_are_what_was_measured() -> None:
     store, residency = made()
     store.bandwidths.note("disk", 10**6, 0.5)
     disk, redis = residency.costs()["disk"], residency.costs()["redis"]
-    assert disk.seconds_per_token == pytest.approx(0.5e-3)
+    assert disk.seconds_per_token == pytest.approx(0.5e-6 * kept(COSTED_TOKENS) / COSTED_TOKENS)
     assert disk.place is None, "nobody else has it"
     assert redis.seconds_per_token is None
     assert redis.place == "digest of redis"

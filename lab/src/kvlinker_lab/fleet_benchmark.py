@@ -136,7 +136,8 @@ def fleet(
 
     The default costs are those of an 8B model on an H100, by NVIDIA's table for TensorRT-LLM 1.0
     (Llama 3.1 8B in FP8: 3,450 tokens a second behind prompts of 2,048, 28,312 behind 128). No
-    model is run, unless --live starts servers: there, counts are compared, not times.
+    model is run, unless --live starts servers, which share this machine's processors: there, counts
+    tell more than times.
     """
     import torch
 

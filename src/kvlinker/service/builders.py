@@ -57,15 +57,15 @@ class Builders:
         client: BuilderClient,
         store: ChunkStore,
         *,
-        token_bytes: int,
+        kv_bytes: Callable[[int], int],
         least_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``client`` belongs to this. Chunks of fewer than ``least_tokens`` are not asked for; one
-        token's KV has ``token_bytes``."""
+        """``client`` belongs to this. Chunks of fewer than ``least_tokens`` are not asked for;
+        ``kv_bytes`` counts the bytes of what is kept of a chunk of so many tokens."""
         self._client = client
         self._store = store
-        self._token_bytes = token_bytes
+        self._kv_bytes = kv_bytes
         self._least_tokens = least_tokens
         self._clock = clock
         self._away_until: dict[str, float] = {}
@@ -77,7 +77,7 @@ class Builders:
         if tokens < self._least_tokens or shared is None:
             return None
         if seconds is not None and not self._store.bandwidths.worth_loading(
-            shared.name, tokens * self._token_bytes, seconds
+            shared.name, self._kv_bytes(tokens), seconds
         ):
             return None
         now = self._clock()

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvlinker.base.events import ChunkNamed, Event
-from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
+from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, TierCost
 from kvlinker.store import ChunkStore
+
+COSTED_TOKENS = 512
+"""The length of the chunk whose loading, or computation, is told per token."""
 
 MOST_NAMED = 100_000
 """The most chunks whose names are remembered; those named last stay."""
@@ -49,11 +52,15 @@ class Residency:
         self,
         store: ChunkStore,
         *,
-        kv_bytes_per_token: int,
+        kv_bytes: Callable[[int], int],
+        resident_keys: Callable[[], frozenset[str]] = frozenset,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``kv_bytes`` counts the bytes of what is kept of a chunk of so many tokens;
+        ``resident_keys`` returns the chunks that the engine has in memory of its own."""
         self._store = store
-        self._token_bytes = kv_bytes_per_token
+        self._resident_keys = resident_keys
+        self._kv_bytes = kv_bytes
         self._clock = clock
         self._looking = threading.Lock()  # held by the thread that looks at shared tiers
         self._look_at = float("-inf")
@@ -80,12 +87,16 @@ class Residency:
                     self._names.popitem(last=False)
 
     def costs(self) -> dict[str, TierCost]:
-        """Return what it takes to load from each slower tier, by the bandwidths measured last."""
+        """Return what it takes to load from each slower tier, by the bandwidths measured last, per
+        token of a chunk of ``COSTED_TOKENS``."""
         costs, places = {}, self._store.places()
+        nbytes = self._kv_bytes(COSTED_TOKENS)
         for tier in self._store.slower_tiers():
-            taken = self._store.bandwidths.time([(tier.name, self._token_bytes)])
+            taken = self._store.bandwidths.time([(tier.name, nbytes)])
             place = places[tier.name] if tier.shared else None
-            costs[tier.name] = TierCost(None if taken is None else taken.seconds, place)
+            costs[tier.name] = TierCost(
+                None if taken is None else taken.seconds / COSTED_TOKENS, place
+            )
         return costs
 
     def report(self, epoch: str | None = None, after: int = 0) -> ResidencyReport:
@@ -93,6 +104,7 @@ class Residency:
         another run's, or too long ago."""
         self._look_at_shared_tiers()
         own = self._store.own_places(limit=MOST_TOLD)
+        own |= dict.fromkeys(self._resident_keys() & own.keys(), MEMORY)
         with self._lock:
             now = self._known(own)
             changed = {key: chunk for key, chunk in now.items() if self._told.get(key) != chunk}

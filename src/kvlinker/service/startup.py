@@ -85,7 +85,7 @@ class EmbeddedSource:
             elsewhere = Builders(
                 self._builders,
                 store,
-                token_bytes=self._loaded.kv_bytes_per_token,
+                kv_bytes=self._loaded.kv_bytes,
                 least_tokens=settings.build_tokens,
             )
         return EmbeddedEngine(

@@ -87,6 +87,9 @@ class FakeEngine:
             used = sum(len(speaker.request.prompt) for speaker in self._active)
             return EngineLoad(len(self._active), 0, used, 4096)
 
+    def resident_keys(self) -> frozenset[str]:
+        return frozenset()
+
     def prefill_seconds(self, tokens: int) -> float | None:
         return None
 

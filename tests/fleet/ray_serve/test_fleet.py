@@ -168,6 +168,16 @@ def test_keys_and_limits_hold_before_anything_is_read(fleet: RunningFleet) -> No
     assert fleet.http.get("/").headers["content-type"].startswith("text/html")
 
 
+def test_replicas_tell_what_they_have_in_memory(fleet: RunningFleet) -> None:
+    """An engine's own memory counts as the store's does."""
+    before = sum(each["resident_chunks"] for each in fleet.replicas())
+    ids = fleet.cache(*(f"{text}It is told anew." for text in TEXTS))
+    assert fleet.http.post(CHAT, json=asked(*ids)).status_code == 200
+    wait_until(
+        lambda: sum(each["resident_chunks"] for each in fleet.replicas()) >= before + len(ids)
+    )
+
+
 def test_status_lists_the_replicas(fleet: RunningFleet) -> None:
     run = CliRunner().invoke(app, ["fleet", "status", "--url", fleet.url, "--api-key", "some"])
     assert run.exit_code == 0, run.output

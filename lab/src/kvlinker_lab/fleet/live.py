@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlinker.quality.bench.harness.report import Row
@@ -115,7 +116,7 @@ def run_live(
             ask = partial(_ask, client, target, texts, form)
             list(pool.map(ask, asked[:first]))
             before = _lookups(client, servers)
-            shares = list(pool.map(ask, asked[first:]))
+            shares, times = zip(*pool.map(ask, asked[first:]), strict=True)
             found = {key: n - before.get(key, 0) for key, n in _lookups(client, servers).items()}
         wanted = sum(found.values())
         rows.append(
@@ -124,6 +125,8 @@ def run_live(
                 "replicas": size,
                 "form": form,
                 "resident_percent": 100 * found.get("hit", 0) / max(wanted, 1),
+                "ttft_p50_ms": 1e3 * float(np.quantile(times, 0.5)),
+                "ttft_p99_ms": 1e3 * float(np.quantile(times, 0.99)),
                 "lookups": wanted,
                 "computed_chunks": found.get("miss", 0),
                 "cached_percent": 100 * sum(shares) / len(shares),
@@ -189,8 +192,9 @@ def _text(number: int, seed: int) -> str:
 
 def _ask(
     client: httpx.Client, target: _Target, texts: Sequence[str], form: str, chunks: Sequence[int]
-) -> float:
-    """Ask about chunks; returns the share of the prompt's tokens that were cached."""
+) -> tuple[float, float]:
+    """Ask about chunks; returns the share of the prompt's tokens that were cached, and the seconds
+    until the answer's one token."""
     question = "Who works there?"
     body: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
     given = [texts[chunk] for chunk in chunks]
@@ -200,12 +204,14 @@ def _ask(
     else:
         content = "\n\n".join([*given, question])
         body["messages"] = [{"role": "user", "content": content}]
+    began = time.monotonic()
     with target.next(chunks) as url:
         answer = client.post(f"{url}/v1/chat/completions", json=body)
+    seconds = time.monotonic() - began
     answer.raise_for_status()
     usage = answer.json()["usage"]
     share: float = usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
-    return share
+    return share, seconds
 
 
 def _lookups(client: httpx.Client, servers: Sequence[str]) -> dict[str, int]:

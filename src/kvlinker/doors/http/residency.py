@@ -14,9 +14,7 @@ from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody
 from kvlinker.doors.http.models import ServedModelParam
-
-COSTED_TOKENS = 512
-"""The tokens of a prompt by whose time the cost of a missing token is told."""
+from kvlinker.service.residency import COSTED_TOKENS
 
 MOST_PRELOADED = 10_000
 """The most chunks of one request to preload."""

@@ -217,6 +217,10 @@ class Engine(Protocol):
     def current_load(self) -> EngineLoad:
         """Return the engine's current load."""
 
+    def resident_keys(self) -> frozenset[str]:
+        """Return the keys of chunks that the engine has in memory of its own, beyond the
+        store's."""
+
     def prefill_seconds(self, tokens: int) -> float | None:
         """Return the expected seconds of computing a prompt of so many tokens; None where nothing
         was measured."""

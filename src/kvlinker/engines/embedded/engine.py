@@ -284,6 +284,9 @@ class EmbeddedEngine:
             slots_total=self._runner.pool.slots,
         )
 
+    def resident_keys(self) -> frozenset[str]:
+        return frozenset()
+
     def prefill_seconds(self, tokens: int) -> float | None:
         return self._throughput.prefill_seconds(tokens)
 

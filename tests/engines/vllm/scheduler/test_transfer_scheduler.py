@@ -7,7 +7,13 @@ import pytest
 
 from kvlinker.engines.vllm.protocol.signature import SIGNATURE, PlanSigner
 from kvlinker.engines.vllm.protocol.steps import StepReport
-from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, PlacedChunk, TransferPlan
+from kvlinker.engines.vllm.protocol.transfer_plan import (
+    PARAM,
+    PlacedChunk,
+    TransferPlan,
+    outcome_of,
+)
+from kvlinker.engines.vllm.protocol.worker_memory import KNOWN, KnownMemory
 from kvlinker.engines.vllm.scheduler.transfer_scheduler import StepLimits, TransferScheduler
 from kvlinker.engines.vllm.scheduler.transfer_throttle import MOST_WAITING, TransferThrottle
 
@@ -248,6 +254,31 @@ def test_chunks_are_resident_where_all_workers_have_them():
     for rank, waits in ((0, True), (0, True), (1, False)):
         made.scheduler.note_report(StepReport(held=frozenset({(transfer.keys[0], rank)})))
         assert made.scheduler.matched("r", 0, 34) == (32, waits)
+
+
+def test_outcomes_tell_what_is_in_memory_beyond_what_is_known():
+    made = VLLM(decoders=0)
+    transfer = transfer_of(32, [(10, 13)])
+    front = KnownMemory()
+
+    def told():
+        params = SIGNER.params(transfer, [0] * 34) | {KNOWN: front.known()}
+        made.scheduler.admit("r", params, [0] * 34, salt="salt")
+        outcome = outcome_of(made.scheduler.finished("r"))
+        assert outcome is not None
+        assert outcome.memory is not None
+        front.note(outcome.memory)
+        return outcome.memory
+
+    assert told().whole
+    at = frozenset({(transfer.keys[0], 0)})
+    made.scheduler.note_report(StepReport(held=at))
+    assert told().held == transfer.keys
+    assert told().held == ()
+    assert front.keys() == {*transfer.keys}
+    made.scheduler.note_report(StepReport(evicted=at))
+    assert told().gone == transfer.keys
+    assert front.keys() == frozenset()
 
 
 def test_vanished_chunks_are_not_waited_for(vllm):

@@ -25,7 +25,8 @@ from kvlinker.engines.vllm.frontend.grammars import VLLMGrammars
 from kvlinker.engines.vllm.options import REFUSAL_FILE
 from kvlinker.engines.vllm.plugin import FAILURE_FILE
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
-from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferOutcome, TransferPlan
+from kvlinker.engines.vllm.protocol.transfer_plan import TransferOutcome, TransferPlan, outcome_of
+from kvlinker.engines.vllm.protocol.worker_memory import KNOWN, KnownMemory
 from kvlinker.settings import Settings
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class VLLMClient:
         self._client = client
         self.loop = loop
         self._signer = signer
+        self.memory = KnownMemory()
         self.grammars = VLLMGrammars(client)
 
     @property
@@ -120,7 +122,9 @@ class VLLMClient:
         )  # grammars have reasoning in them
         try:
             async for output in outputs:
-                yield _new_tokens(output)
+                new = _new_tokens(output)
+                self.note(new.outcome)
+                yield new
         finally:
             await outputs.aclose()  # which aborts what is under way
 
@@ -187,7 +191,12 @@ class VLLMClient:
     def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these
         tokens."""
-        return self._signer.params(transfer, tokens)
+        return self._signer.params(transfer, tokens) | {KNOWN: self.memory.known()}
+
+    def note(self, outcome: TransferOutcome | None) -> None:
+        """Take note of what a transfer's outcome tells of workers' memory."""
+        if outcome is not None and outcome.memory is not None:
+            self.memory.note(outcome.memory)
 
     def close(self) -> None:
         """Do nothing: the client is stopped by its creator."""
@@ -269,7 +278,6 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
 
 def _new_tokens(output: Any) -> NewTokens:
     (answer,) = output.outputs
-    params = (output.kv_transfer_params or {}).get(PARAM)
     logprobs = None
     if answer.logprobs is not None:
         logprobs = [
@@ -279,7 +287,7 @@ def _new_tokens(output: Any) -> NewTokens:
         token_ids=tuple(answer.token_ids),
         logprobs=logprobs,
         reason=answer.finish_reason,
-        outcome=None if params is None else TransferOutcome.model_validate(params),
+        outcome=outcome_of(output.kv_transfer_params),
     )
 
 

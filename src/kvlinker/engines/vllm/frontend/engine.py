@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.engines.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.engines.vllm.frontend.linker import PreparedPrompt, StoredLink, VLLMLinker
 from kvlinker.engines.vllm.frontend.model_facts import ModelFacts
-from kvlinker.engines.vllm.protocol.transfer_plan import unsupported
+from kvlinker.engines.vllm.protocol.transfer_plan import outcome_of, unsupported
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.store import ChunkStore
@@ -157,8 +157,12 @@ class VLLMEngine:
         self._checked(request)
         return self._client.run(self._translated(self._prepare(request)))
 
-    def note_uses(self, prepared: PreparedPrompt, tenant: str) -> None:
-        """Note in the store how a prepared prompt used its chunks."""
+    def note_uses(
+        self, prepared: PreparedPrompt, tenant: str, params: Mapping[str, Any] | None
+    ) -> None:
+        """Note in the store how a prepared prompt used its chunks, and what the
+        ``kv_transfer_params`` of vLLM's answer tell of workers' memory."""
+        self._client.note(outcome_of(params))
         self._executor.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
@@ -184,6 +188,9 @@ class VLLMEngine:
         running = min(choices, self._max_running)
         used = sum(request.tokens for request in requests)
         return EngineLoad(running, choices - running, min(used, self._slots), self._slots)
+
+    def resident_keys(self) -> frozenset[str]:
+        return self._client.memory.keys()
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Return None: vLLM does not report how long it computes."""

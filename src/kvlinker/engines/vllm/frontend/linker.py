@@ -21,11 +21,11 @@ from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.engines.vllm.frontend.client import VLLMClient
 from kvlinker.engines.vllm.protocol.transfer_plan import (
     COMPARED_LAYER,
-    PARAM,
     KVDeviation,
     QuestionAttention,
     TransferOutcome,
     TransferPlan,
+    outcome_of,
     plan_comparison,
     plan_observation,
     plan_second_pass,
@@ -164,9 +164,7 @@ class PreparedPrompt:
         """Count the prompt's tokens by how they were computed. ``params`` are the
         ``kv_transfer_params`` of vLLM's answer, which has the plan's outcome; None where vLLM does
         not tell, and all counts as planned."""
-        outcome = self.outcome
-        if outcome is None:
-            outcome = TransferOutcome.model_validate((params or {}).get(PARAM) or {"linked": True})
+        outcome = self.outcome or outcome_of(params) or TransferOutcome(linked=True)
         return self.linked.usage(output_tokens, linked=outcome.linked, found=outcome.found)
 
 

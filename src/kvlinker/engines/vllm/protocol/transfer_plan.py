@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import CHUNK_KEY
+from kvlinker.engines.vllm.protocol.worker_memory import MemoryReport
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.plan import LinkPlan, Placement
 from kvlinker.linking.policy import Policy
@@ -182,6 +183,16 @@ class TransferOutcome(_Value):
 
     measured: bytes | None = None
     """The plan's measurement of the first ``linked`` tokens in bytes, if it has one."""
+
+    memory: MemoryReport | None = None
+    """What has changed in workers' memory beyond what the request's front end knew."""
+
+
+def outcome_of(params: Mapping[str, Any] | None) -> TransferOutcome | None:
+    """Return the outcome that vLLM's output has among its ``kv_transfer_params``; None where it has
+    none."""
+    told = (params or {}).get(PARAM)
+    return None if told is None else TransferOutcome.model_validate(told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvlinker.engines.vllm.protocol.transfer_plan import (
     TransferOutcome,
     TransferPlan,
 )
+from kvlinker.engines.vllm.protocol.worker_memory import KNOWN, WorkerMemory
 from kvlinker.engines.vllm.scheduler.transfer_throttle import (
     PLACED_PER_COMPUTED,
     SLOWDOWN,
@@ -73,6 +74,9 @@ class _TransferRequest:
 
     admitted: float
     """The time of arrival, in seconds of ``time.perf_counter``."""
+
+    known: object = None
+    """What its front end knows of workers' memory."""
 
     queued: float | None = None
     """The seconds from arrival until vLLM began with it; None before that."""
@@ -125,9 +129,7 @@ class TransferScheduler:
         ] = {}  # those that vLLM holds back, in the order in which they came
         self._started: list[StartedTransfer] = []  # for the next step
         self._aborted: list[str] = []
-        self._held: dict[
-            str, set[int]
-        ] = {}  # chunks, and the ranks of workers that have them in memory
+        self._memory = WorkerMemory(limits.workers)
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = TransferThrottle(limits.slice_tokens, slowdown=limits.slowdown)
@@ -161,7 +163,7 @@ class TransferScheduler:
             )
             return
         request = self._requests[request_id] = _TransferRequest(
-            plan, len(tokens) - plan.linked, time.perf_counter()
+            plan, len(tokens) - plan.linked, time.perf_counter(), (params or {}).get(KNOWN)
         )
         missing = [key for key in plan.keys if not self._is_stored(key)]
         if missing:
@@ -262,13 +264,7 @@ class TransferScheduler:
     def note_report(self, report: StepReport) -> None:
         """Note the workers' report of a step that is done; there is one report for every step."""
         self._throttle.ended()
-        for key, rank in report.evicted:
-            ranks = self._held.get(key, set())
-            ranks.discard(rank)
-            if not ranks:
-                self._held.pop(key, None)
-        for key, rank in report.held:
-            self._held.setdefault(key, set()).add(rank)
+        self._memory.note(report.held, report.evicted)
         for request_id, workers in report.loaded.items():
             if request_id in self._waiting:
                 self._waiting[request_id].loaded += workers
@@ -289,13 +285,16 @@ class TransferScheduler:
             self._aborted.append(request_id)
             self._forget_progress(request_id)
         request = self._requests.pop(request_id, None)
-        return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
+        if request is None:
+            return None
+        outcome = request.outcome.model_copy(update={"memory": self._memory.changes(request.known)})
+        return {PARAM: outcome.model_dump(exclude_none=True)}
 
     def _has_to_wait(self, request: _TransferRequest, progress: TransferProgress) -> bool:
         """Return whether linking within the request's own first step would make that much
         longer."""
         plan = request.plan
-        if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):
+        if plan.captures or plan.measure or not all(map(self._memory.holds, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:
@@ -304,9 +303,6 @@ class TransferScheduler:
             return True  # those that came before are next
         cost = progress.cost(budget) + request.own + self._linked_at_once
         return cost > budget.tokens or not progress.fits(budget)
-
-    def _is_held(self, key: str) -> bool:
-        return len(self._held.get(key, ())) >= self._limits.workers
 
     def _budget(self) -> StepBudget:
         """Return the budget of the next step, which depends on whether the step computes anything

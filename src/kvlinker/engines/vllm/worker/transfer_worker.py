@@ -98,14 +98,13 @@ class TransferWorker:
             logger.exception("Linking failed; the requests under way are computed by vLLM alone.")
             for request_id in list(self._tasks):
                 self._end(request_id, failed=True)
-        evicted = self._chunks.take_evicted()
         newly = self._newly_loaded()
-        keys = {key for task in newly for key in task.started.plan.keys if self._chunks.holds(key)}
+        came, evicted = self._chunks.take_changes()
         measured, self._measured = self._measured, {}
         return StepReport(
             loaded={task.started.request_id: 1 for task in newly},
             failed=frozenset(self._results.failed),
-            held=frozenset((key, self._bound.rank) for key in keys),
+            held=frozenset((key, self._bound.rank) for key in came),
             evicted=frozenset((key, self._bound.rank) for key in evicted),
             measured=measured,
         )

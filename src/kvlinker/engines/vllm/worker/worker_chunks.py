@@ -35,7 +35,8 @@ class WorkerChunks:
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
         self._memory: dict[str, ChunkKV] = {}
-        self._evicted: set[str] = set()
+        self._came: set[str] = set()  # since they were taken, and not evicted again
+        self._evicted: set[str] = set()  # the same the other way round
         self._lock = threading.Lock()
 
     def contains(self, key: str) -> bool:
@@ -71,17 +72,13 @@ class WorkerChunks:
             self._keep(key, kv)
         return stored
 
-    def holds(self, key: str) -> bool:
-        """Return whether the chunk is in memory."""
+    def take_changes(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the chunks that came to memory since the last call, and those that left it."""
         with self._lock:
-            return key in self._memory
-
-    def take_evicted(self) -> frozenset[str]:
-        """Return the chunks that left memory since the last call."""
-        with self._lock:
-            evicted = frozenset(self._evicted)
+            came, evicted = frozenset(self._came), frozenset(self._evicted)
+            self._came.clear()
             self._evicted.clear()
-            return evicted
+            return came, evicted
 
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep the KV in memory if there is room, and return what is to be used of it."""
@@ -94,14 +91,18 @@ class WorkerChunks:
             if key in self._index or not self._index.fits(kv.nbytes):
                 return kv
             for old, _ in self._index.make_room(kv.nbytes):
-                del self._memory[old]
-                self._evicted.add(old)
+                self._left(old)
             self._index.add(key, kv.nbytes)
             self._memory[key] = kv
+            self._came.add(key)
             self._evicted.discard(key)
         return kv
 
     def _forget(self, key: str) -> None:
         self._index.remove(key)
+        self._left(key)
+
+    def _left(self, key: str) -> None:
         del self._memory[key]
+        self._came.discard(key)
         self._evicted.add(key)
