@@ -60,8 +60,8 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 
 @contextmanager
-def impatient(app: ASGIApp, folder: Path) -> Iterator[str]:
-    with listening(app, tiny_settings(folder, request_timeout=0.25)) as url:  # type: ignore[arg-type]
+def impatient(app: ASGIApp, folder: Path, seconds: float = 0.25) -> Iterator[str]:
+    with listening(app, tiny_settings(folder, request_timeout=seconds)) as url:  # type: ignore[arg-type]
         yield url
 
 
@@ -128,7 +128,7 @@ def test_what_waits_for_a_slow_client_is_one_piece(
 def test_clients_that_read_get_all(
     tmp_path: Path, lost: threading.Semaphore, at_once: bool
 ) -> None:
-    with impatient(Answers(at_once=at_once), tmp_path) as url:
+    with impatient(Answers(at_once=at_once), tmp_path, seconds=WAIT) as url:
         assert len(httpx.get(f"{url}/").content) == len(PIECE) * PIECES
     assert not lost.acquire(blocking=False)
 
