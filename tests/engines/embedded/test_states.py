@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import PromptEvidence, parse_policy
@@ -242,3 +242,5 @@ def test_answers_are_not_kept(bench):
     with pytest.raises(InvalidRequestError, match="keep a state are not kept") as refused:
         made.submit(SHORT, "naive", keeps=True)
     assert refused.value.param == "link.keep"
+    with pytest.raises(ModelLoadError, match="leave keep_answers off"):
+        bench(DELTA, keep_answers="answer")

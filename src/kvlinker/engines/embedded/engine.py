@@ -102,6 +102,11 @@ class EmbeddedEngine:
     ) -> None:
         """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast
         the model computes. ``elsewhere`` computes chunks for this engine, which closes it."""
+        if settings.keep_answers != "off" and loaded.anatomy.recurrences:
+            raise ModelLoadError(
+                f"keep_answers is {settings.keep_answers}, but answers of models whose layers keep"
+                " a state are not kept: leave keep_answers off for this model."
+            )
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -229,8 +234,8 @@ class EmbeddedEngine:
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         if request.keeps_answer and self._loaded.anatomy.recurrences:
             raise InvalidRequestError(
-                "Answers of models whose layers keep a state are not kept: leave out 'link.keep'"
-                " (or turn keep_answers off), and mark the answer where another prompt has it.",
+                "Answers of models whose layers keep a state are not kept: leave out 'link.keep',"
+                " and mark the answer where another prompt has it.",
                 param="link.keep",
             )
         max_tokens = self._limits.max_tokens(request)
