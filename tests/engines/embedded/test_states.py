@@ -244,3 +244,86 @@ def test_answers_are_not_kept(bench):
     assert refused.value.param == "link.keep"
     with pytest.raises(ModelLoadError, match="leave keep_answers off"):
         bench(DELTA, keep_answers="answer")
+
+
+def follow_up(prompt, tokens, seed):
+    """The next turn of a conversation: the prompt, its answer and something new."""
+    more = FreshSegment((*tokens, *random_tokens(13, seed)))
+    return Prompt((*prompt.segments, more))
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE])
+@pytest.mark.parametrize("policy", ["full", "naive", "legolink-6", "random-30"])
+def test_turns_go_on_from_the_end_of_the_answer_before(bench, family, policy):
+    made = bench(family, prefix_cache="on", max_step_tokens=29)
+    made.cache(SHORT)
+    prompt = SHORT
+    for turn in range(3):
+        answer = made.answer(prompt, policy, max_tokens=9)
+        if policy == "full":
+            check(answer, full_forward(family, prompt, 9))
+        elif policy != "random-30":  # which chooses by the whole prompt
+            check(answer, frozen(family, prompt, policy, 9))
+        usage = answer.finished.usage
+        reused = usage.exact_cached_tokens
+        assert reused >= (len(SHORT) + 8 if turn and policy == "full" else 0)
+        if turn and policy == "legolink-6":
+            assert usage.fresh_tokens == 13 + 1  # the answer's last token was not computed
+        prompt = follow_up(prompt, answer.tokens, turn)
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+@pytest.mark.parametrize("policy", ["naive", "legolink-6", "query-20", "cacheblend-20"])
+def test_prompts_go_on_from_the_end_of_documents_and_before_the_last_token(bench, family, policy):
+    """The same prompt again, and another question about the same documents."""
+    made, alone = bench(family, prefix_cache="on"), bench(family)
+    other = Prompt((*SHORT.segments[:-1], FreshSegment(random_tokens(12, 99))))
+    found = []
+    for each in (made, alone):
+        each.cache(SHORT)
+        found.append([each.answer(prompt, policy) for prompt in (SHORT, SHORT, other, other)])
+    for ours, expected in zip(*found, strict=True):
+        check(ours, (expected.tokens, expected.logprobs))
+    computed = [answer.finished.usage.fresh_tokens for answer in found[0]]
+    if policy in ("naive", "legolink-6"):
+        assert computed == [5 + 2 + 2 + 9, 1, 2 + 12, 1]
+
+
+def test_turns_that_end_are_gone_on_from(bench):
+    """What all conversations begin with, up to its end of turn."""
+    made = bench(DELTA, prefix_cache="on")
+    ending = min(made.loaded.eos_token_ids)
+    header = (*random_tokens(40, 1), ending)
+    for seed in range(2):
+        prompt = Prompt((FreshSegment((*header, *random_tokens(20, 50 + seed))),))
+        answer = made.answer(prompt, "full", max_tokens=5)
+        check(answer, full_forward(DELTA, prompt, 5))
+        assert answer.finished.usage.exact_cached_tokens == (41 if seed else 0)
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_what_is_gone_is_computed_again(bench, family):
+    """Few slots and few states: prefixes are given up, requests are preempted, and answers stay."""
+    made = bench(family, prefix_cache="on", kv_slots=260, max_step_tokens=29, max_running=3)
+    prompts = [linked_prompt(40 + 3 * seed, 37, fresh=8 + seed, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        made.cache(prompt)
+    policies = ["naive", "legolink-7", "full", "query-20"]
+    for turn in range(2):
+        with made.held():
+            outcomes = [
+                made.submit(prompt, policy, max_tokens=20)[0]
+                for prompt, policy in zip(prompts, policies, strict=True)
+            ]
+        found = [outcome.wait() for outcome in outcomes]
+        for prompt, policy, outcome in zip(prompts[:3], policies[:3], found[:3], strict=True):
+            expected = (
+                full_forward(family, prompt, 20)
+                if policy == "full"
+                else frozen(family, prompt, policy, 20)
+            )
+            check(outcome, expected)
+        prompts = [
+            follow_up(prompt, outcome.tokens, turn)
+            for prompt, outcome in zip(prompts, found, strict=True)
+        ]

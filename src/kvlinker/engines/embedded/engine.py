@@ -64,11 +64,12 @@ LOADERS = 2
 
 def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
     """Return the number of slots of the pool, for up to ``running`` requests of up to ``window``
-    tokens. Raises ModelLoadError when memory is too tight."""
+    tokens, and as many states that are kept for later ones. Raises ModelLoadError when memory is
+    too tight."""
     available = available_memory()
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
-    states = running * loaded.state_bytes
+    states = 2 * running * loaded.state_bytes
     affordable = max(0, int(available * POOL_SHARE) - states) // loaded.kv_bytes_per_token
     if affordable < min(window, FEWEST_SLOTS):
         beside = f" beside the states of {running} requests ({states / 2**30:.1f} GiB)"
@@ -130,8 +131,9 @@ class EmbeddedEngine:
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
-        keeps_prefixes = settings.prefix_cache == "on" and not loaded.anatomy.recurrences
-        prefixes = store.keep_prefixes() if keeps_prefixes else None
+        keeps_prefixes = settings.prefix_cache == "on"
+        keeps_states = bool(loaded.anatomy.recurrences)
+        prefixes = store.keep_prefixes() if keeps_prefixes and not keeps_states else None
         spill = None
         if prefixes is not None:
             spill = PoolSpill(
@@ -142,7 +144,12 @@ class EmbeddedEngine:
                 token_bytes=loaded.kv_bytes_per_token,
             )
         self._scheduler = Scheduler(
-            SequenceSlots(slots, keeps_prefixes=keeps_prefixes, spill=spill),
+            SequenceSlots(
+                slots,
+                keeps_prefixes=keeps_prefixes,
+                spill=spill,
+                states=settings.max_running if keeps_states else None,
+            ),
             lambda request: self._loaders.submit(self._loader.load, cast(PromptRequest, request)),
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),

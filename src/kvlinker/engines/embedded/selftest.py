@@ -217,7 +217,7 @@ class _Subject:
                 (Run(own[begin:end], begin, self.tokens[begin:end], True),), {None: visible}
             )
             logits, states = self._step(runner, batch)
-            visible, begin = replace(visible, state=states[None]), end
+            visible, begin = replace(visible, state=states[None][-1]), end
         return logits
 
     def linked(
@@ -263,7 +263,9 @@ class _Subject:
             found.append(Run(slots, begin, self.tokens[begin:end], wants_logits, capture))
         return self._step(runner, Batch(tuple(found), {None: visible}))[0]
 
-    def _step(self, runner: Runner, batch: Batch) -> tuple[Tensor, Mapping[object, SequenceState]]:
+    def _step(
+        self, runner: Runner, batch: Batch
+    ) -> tuple[Tensor, Mapping[object, tuple[SequenceState, ...]]]:
         """Return the logits [wanted, vocabulary] of a step, and the states behind it."""
         seen: list[Tensor] = []
         handle = self._model.register_forward_hook(

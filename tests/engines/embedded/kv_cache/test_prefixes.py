@@ -143,7 +143,7 @@ class TreeMachine(RuleBasedStateMachine):
             if begin < length < begin + size:
                 length = begin  # a chunk is linked whole
         reused = ReusedPrefix(min(length, len(tokens)), own[own < length])
-        spans = self.tree.acquire(path, reused)
+        spans, _ = self.tree.acquire(path, reused)
         slots = [slot for span in spans for slot in range(span.slot, span.end)]
         assert len(slots) <= len(reused.own)
         assert self.contents[slots].tolist() == [
@@ -379,7 +379,7 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     reused = slots.find_prefix("tenant", prompt, keys_of(prompt), policy)
     assert reused is not None
     path = linked_path("tenant", make_plan(prompt, policy, PromptEvidence()), keys_of(prompt))
-    spans = slots._prefixes.acquire(path, reused)
+    spans, _ = slots._prefixes.acquire(path, reused)
     assert sum(span.size for span in spans) == len(HEADER)
     assert list(slots._prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
 

@@ -115,6 +115,9 @@ class VisibleKV:
     state: SequenceState | None = None
     """What the tokens before amount to in layers that keep a state; None before the first token."""
 
+    marks: tuple[int, ...] = ()
+    """Positions, ascending: what the tokens before each amount to is wanted, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -256,6 +259,6 @@ class StepResult:
     """The owners that left the step because a chunk's layer had not arrived, each with the first
     layer that was missing."""
 
-    states: dict[object, SequenceState]
+    states: dict[object, tuple[SequenceState, ...]]
     """What the tokens so far amount to in layers that keep a state, for every owner that did not
     leave; empty for a model without such layers."""

@@ -142,7 +142,7 @@ class ForwardPass:
         widened = hidden.new_zeros(*hidden.shape[:-2], whole, hidden.shape[-1])
         return widened.index_copy_(-2, self.remaining_rows, hidden)
 
-    def states(self) -> dict[object, SequenceState]:
+    def states(self) -> dict[object, tuple[SequenceState, ...]]:
         """Return what the tokens so far amount to in layers that keep a state, once all layers are
         computed."""
         return self._recurrent.states()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,10 +28,23 @@ from kvlinker.store.loading.arriving import KV
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens of the batch."""
+    """Tokens of the batch, from the position ``start`` on."""
 
     run: Run
     rows: slice
+    start: int
+
+    def divided(self, marks: Sequence[int]) -> Iterator[NewTokens]:
+        """Yield its parts between the marks inside of it."""
+        edges = [self.start, *(mark for mark in marks if self.start < mark < self.end), self.end]
+        for begin, end in pairwise(edges):
+            first = self.rows.start - self.start
+            yield NewTokens(self.run, slice(first + begin, first + end), begin)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.start + int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +65,15 @@ class MappedTokens:
     kv: KV
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place between tokens, where the state is wanted."""
+
+    position: int
+
+
 Tokens = NewTokens | KeptTokens
-Stretch = list[Tokens] | MappedTokens
+Stretch = list[Tokens] | MappedTokens | Mark
 """What stands in a sequence side by side: tokens one by one, or a map."""
 
 
@@ -65,8 +86,8 @@ class _Course:
     end: int
     """The position behind the last token."""
 
-    layers: list[LayerState] = field(default_factory=list)
-    """The states behind the last token, of the layers that were computed."""
+    layers: dict[int, list[LayerState]] = field(default_factory=lambda: defaultdict(list))
+    """The states at each mark, and behind the last token, of the layers that were computed."""
 
 
 class RecurrentPass:
@@ -86,7 +107,7 @@ class RecurrentPass:
             return
         rows = defaultdict[object, list[NewTokens]](list)
         for run, part in batch.rows():
-            rows[run.owner].append(NewTokens(run, part))
+            rows[run.owner].append(NewTokens(run, part, run.start))
         found = {
             owner: _course(new, batch.visible_kv[owner], self._window)
             for owner, new in rows.items()
@@ -96,10 +117,15 @@ class RecurrentPass:
                 course.layers = self._courses[owner].layers
         self._courses = found
 
-    def states(self) -> dict[object, SequenceState]:
-        """Return the states of all sequences behind this step, once all layers are computed."""
+    def states(self) -> dict[object, tuple[SequenceState, ...]]:
+        """Return the states of all sequences at their marks, ascending, and behind this step, once
+        all layers are computed; none at marks that stand among tokens that a policy dropped."""
         return {
-            owner: SequenceState(course.end, tuple(course.layers))
+            owner: tuple(
+                SequenceState(position, tuple(layers))
+                for position, layers in sorted(course.layers.items())
+                if len(layers) == len(self._recurrences)
+            )
             for owner, course in self._courses.items()
         }
 
@@ -127,7 +153,7 @@ class RecurrentPass:
             only = course.stretches[0]
             single = len(course.stretches) == 1 and isinstance(only, list) and len(only) == 1
             if single and isinstance(only, list) and isinstance(only[0], NewTokens):
-                groups[len(only[0].run.tokens)].append(course)
+                groups[_length(only[0])].append(course)
             else:
                 groups[owner].append(course)
         yield from groups.values()
@@ -158,12 +184,14 @@ class _Layer:
         before = torch.stack([state.before for state in states])
         state = torch.stack([state.state for state in states])
         for stretches in zip(*(course.stretches for course in courses), strict=True):
-            if isinstance(stretches[0], MappedTokens):
+            if isinstance(stretches[0], Mark):
+                courses[0].layers[stretches[0].position].append(LayerState(before[0], state[0]))
+            elif isinstance(stretches[0], MappedTokens):
                 before, state = self._mapped(stretches[0].kv.states[self._number], state)
             else:
                 before, state = self._computed(stretches, before, state)
         for course, context, last in zip(courses, before, state, strict=True):
-            course.layers.append(LayerState(context, last))
+            course.layers[course.end].append(LayerState(context, last))
 
     def _state(self, course: _Course) -> LayerState:
         """Return a sequence's state before this step."""
@@ -201,7 +229,7 @@ class _Layer:
                     if isinstance(tokens.run.capture, Capture):
                         tokens.run.capture.record_state(
                             self._number,
-                            tokens.run.start,
+                            tokens.start,
                             self._call,
                             entering[index, :, begin:end],
                             tuple(part[index : index + 1, begin:end] for part in mixed),
@@ -240,16 +268,19 @@ def _course(new: Sequence[NewTokens], visible: VisibleKV, window: int) -> _Cours
     convolutions see ``window`` tokens back."""
     position = 0 if visible.state is None else visible.state.position
     stretches: list[Stretch] = []
-    for tokens in new:
-        while position < tokens.run.start:
+    for run in new:
+        while position < run.start:
             chunk = next(each for each in visible.shared if _covers(each, position))
             begin = position - chunk.start
-            end = min(tokens.run.start - chunk.start, chunk.last)
+            end = min(run.start - chunk.start, chunk.last)
             for part in _kept(chunk.kv, begin, end, window):
                 _append(stretches, part)
             position = chunk.start + end
-        _append(stretches, tokens)
-        position = tokens.run.end
+        for tokens in run.divided(visible.marks):
+            if tokens.start in visible.marks:
+                stretches.append(Mark(tokens.start))
+            _append(stretches, tokens)
+        position = run.end
     return _Course(stretches, visible.state, position)
 
 
@@ -289,5 +320,5 @@ def _append(stretches: list[Stretch], part: Tokens | MappedTokens) -> None:
 
 def _length(tokens: Tokens) -> int:
     if isinstance(tokens, NewTokens):
-        return len(tokens.run.tokens)
+        return tokens.end - tokens.start
     return int(tokens.gates.stop - tokens.gates.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -175,3 +175,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(
         shape
     )
+
+
+def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
+    """Yield the first ``count`` slots of these spans."""
+    for span in spans:
+        if count <= 0:
+            return
+        yield SlotSpan(span.slot, min(count, span.size))
+        count -= span.size

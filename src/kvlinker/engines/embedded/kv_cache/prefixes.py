@@ -13,7 +13,9 @@ import numpy as np
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan
 from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode, cut
+from kvlinker.engines.embedded.kv_cache.prefix_states import PrefixStates
 from kvlinker.engines.embedded.kv_cache.spilling import Spill
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
 
@@ -51,7 +53,12 @@ class PrefixTree:
     stands before a node that is in the pool is there, too.
     """
 
-    def __init__(self, allocator: SlotAllocator, spill: Spill | None = None) -> None:
+    def __init__(
+        self, allocator: SlotAllocator, spill: Spill | None = None, states: int | None = None
+    ) -> None:
+        """``states`` is the number of states to keep for a model whose layers keep one: a prompt
+        goes on only from where one was kept."""
+        self._states = None if states is None else PrefixStates(states)
         self._allocator = allocator
         self._spill = spill
         self._roots: dict[str, PrefixNode] = {}
@@ -90,7 +97,10 @@ class PrefixTree:
         if root is None:
             return None
         choices = PathChoices(prompt, keys, policy, self._lengths)
-        match, stored = self._worth_loading(self._longest(root, prompt.tokens[:-1], choices))
+        match = self._longest(root, prompt.tokens[:-1], choices)
+        if self._states is not None:
+            match = Match(*self._states.furthest(match.parts))
+        match, stored = self._worth_loading(match)
         if match.length < LEAST_TOKENS:
             return None
         self._touch(match.parts)
@@ -102,9 +112,14 @@ class PrefixTree:
         }
         return ReusedPrefix(match.length, own, linked, stored)
 
-    def acquire(self, path: SequencePath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
+    def acquire(
+        self, path: SequencePath, reused: ReusedPrefix
+    ) -> tuple[tuple[SlotSpan, ...], SequenceState | None]:
         """Return the slots of what was ``reused``, or of as much of its beginning as is still
-        there, with one user more. ``path`` is the sequence's."""
+        there, with one user more. ``path`` is the sequence's.
+
+        Where layers keep a state, either all of it is there, with its state, or nothing.
+        """
         items, starts = self._items(path)
         parts = self._follow(path.tenant, items[starts < reused.length])
         self._touch(parts)
@@ -118,12 +133,23 @@ class PrefixTree:
                 break  # it is on disk, or the same beginning was linked anew, by other tokens
             count += size
             found += cut(node.spans, 0, size)
+        state = None
+        if self._states is not None:
+            state = self._states.at(parts[-1][0]) if parts else None
+            if state is None or state.position != reused.length or count < len(reused.own):
+                return (), None
         self._allocator.share(found)
-        return tuple(found)
+        return tuple(found), state
 
-    def insert(self, path: SequencePath, own: Positions, spans: Sequence[SlotSpan]) -> None:
+    def insert(
+        self,
+        path: SequencePath,
+        own: Positions,
+        spans: Sequence[SlotSpan],
+        states: Sequence[SequenceState] = (),
+    ) -> None:
         """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that
-        order."""
+        order, and its ``states`` at some positions."""
         if path.asked is not None:
             self._lengths[path.asked] = None
             self._lengths.move_to_end(path.asked)
@@ -153,6 +179,8 @@ class PrefixTree:
             self._used[added] = None
             self._name_uses.update(added.chunk_names)
         self._touch(parts)
+        for state in states:
+            self._keep_state(path, state)
 
     def evict(self, slots: int) -> None:
         """Give up what was used longest ago, until so many slots are free, or nothing is left that
@@ -325,11 +353,25 @@ class PrefixTree:
                 self._remove(node)
         self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
 
+    def _keep_state(self, path: SequencePath, state: SequenceState) -> None:
+        """Keep a state of a path, but within a chunk."""
+        assert self._states is not None
+        items, starts = self._items(path)
+        edges = np.append(starts, len(path.tokens))
+        count = int(np.searchsorted(edges, state.position))
+        if 0 < count < len(edges) and edges[count] == state.position:
+            node, size = self._follow(path.tenant, items[:count])[-1]
+            if size < len(node.items):
+                self._divide(node, size)
+            self._states.put(node, state)
+
     def _divide(self, node: PrefixNode, count: int) -> None:
         """Divide the node behind its first ``count`` items: it keeps these, and a child gets the
         others."""
         rest = node.divide(count)
         (self._spilled if rest.spans is None else self._used)[rest] = None
+        if self._states is not None:
+            self._states.pass_on(node, rest)
 
     def _remove(self, node: PrefixNode) -> None:
         """Take the node out of the tree, with all that stands behind it."""
@@ -341,6 +383,8 @@ class PrefixTree:
             leaving += gone.children.values()
             self._allocator.release(gone.slots)
             (self._spilled if gone.spans is None else self._used).pop(gone)
+            if self._states is not None:
+                self._states.drop(gone)
             self._name_uses.subtract(gone.chunk_names)
             for name in {name for name in gone.chunk_names if self._name_uses[name] <= 0}:
                 del self._name_uses[name]

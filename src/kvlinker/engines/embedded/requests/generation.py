@@ -18,6 +18,7 @@ from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
 from kvlinker.engines.embedded.decoding.sampling import Sampler
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder
+from kvlinker.engines.embedded.kv_cache.states import worth_keeping
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.prompt_request import Linked, PromptRequest
@@ -73,7 +74,8 @@ class Generation(PromptRequest):
         self._answer: AnswerCapture | None = None
         self._keeping = len(keeping(loaded.layers))
         self._end: End | None = None  # told once the KV of the last token is there
-        self.reuses = head is None and not loaded.anatomy.recurrences
+        self.reuses = head is None
+        self._turn_ends = loaded.eos_token_ids if loaded.anatomy.recurrences else None
         self._output = Output(
             request,
             sink,
@@ -129,6 +131,11 @@ class Generation(PromptRequest):
                 prompt.tokens, self._head, first=first_scored(prompt), top=self._top
             )
         return self._scored
+
+    def _marks(self, prompt: Prompt) -> Sequence[int]:
+        if self._turn_ends is None or not self.reuses:
+            return ()
+        return worth_keeping(prompt, self._turn_ends)
 
     def _answer_recorder(self, start: int) -> Recorder | None:
         if self.request.keeps_answer:

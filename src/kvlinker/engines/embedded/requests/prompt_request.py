@@ -124,6 +124,7 @@ class PromptRequest(Request):
             refine=self._refine(link),
             logprobs=self._collector(prompt),
             observer=self._attention,
+            marks=self._marks(prompt),
         )
 
     def advance(self, logits: Tensor | None) -> Ending | None:
@@ -174,6 +175,10 @@ class PromptRequest(Request):
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);
         None where the request wants none."""
         return None
+
+    def _marks(self, prompt: Prompt) -> Sequence[int]:
+        """Return the positions at which its state is kept for later prompts."""
+        return ()
 
     def _answer_recorder(self, start: int) -> Recorder | None:
         """Return what collects the KV of the answer, which begins at this position; None where

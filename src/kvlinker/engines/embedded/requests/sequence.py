@@ -3,7 +3,7 @@ their KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from kvlinker.engines.embedded.execution.batch import (
 )
 from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
-from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, first_slots, slots_of
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
@@ -62,6 +62,7 @@ class TokenSequence:
         refine: Callable[[], Refining] | None = None,
         logprobs: LogprobCollector | None = None,
         observer: Observer | None = None,
+        marks: Sequence[int] = (),
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see
         ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool, but for
@@ -72,7 +73,8 @@ class TokenSequence:
         gives no logits. ``answer`` collects the KV of generated tokens. With ``probe``, the runs
         are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
         of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens.
-        ``observer`` sees the prompt's attention, but not that of a first pass.
+        ``observer`` sees the prompt's attention, but not that of a first pass. At ``marks`` its
+        state is kept, where layers keep one.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -93,6 +95,11 @@ class TokenSequence:
         """What its tokens so far amount to in layers that keep a state; None before a step has
         computed some, and without such layers."""
 
+        self.marked: dict[int, SequenceState] = {}
+        """By position, its states at marks that the prefixes do not have yet."""
+
+        self._marks = tuple(marks)
+        self._reused_state: SequenceState | None = None
         self._prompt_state: SequenceState | None = None
         self._is_shared = False
         self.path = path
@@ -230,11 +237,14 @@ class TokenSequence:
         path: SequencePath | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
-        self.probe = self.state = None
+        keeps_state = self.state is not None
+        self.probe, self.state = None, self._reused_state
         self.path = path
         self._begun = refine is None
         self._refine = refine
         self._compute(runs)
+        if keeps_state and self.state is None:
+            self._pending = self._missing(0)
 
     def begin_again(self, tokens: NDArray[np.int64], capture: Callable[[], Capture]) -> None:
         """Compute these tokens instead, no more than before, for another ``capture``: what was
@@ -269,9 +279,12 @@ class TokenSequence:
         forked._is_shared = self._is_shared
         return forked
 
-    def reach(self, state: SequenceState) -> None:
-        """Note what all tokens that were taken amount to, now that they are computed."""
-        self.state = state
+    def reach(self, states: Sequence[SequenceState]) -> None:
+        """Note what tokens amount to, now that they are computed: at marks, and all that were
+        taken."""
+        self.state = state = states[-1]
+        wanted = self._marks if self.probe is None else ()
+        self.marked |= {each.position: each for each in states if each.position in wanted}
         if self._is_shared and state.position == self.prompt_length:
             self._prompt_state = state
 
@@ -281,15 +294,17 @@ class TokenSequence:
         self.state = self._prompt_state = other._prompt_state
         self._pending = self._missing(self._own_in_prompt)
 
-    def adopt(self, count: int) -> None:
-        """Mark the first ``count`` of its own tokens, reused ones, as computed, and no others."""
+    def adopt(self, count: int, state: SequenceState | None) -> None:
+        """Mark the first ``count`` of its own tokens, reused ones, as computed, to ``state``."""
+        self.state = self._reused_state = state
         self._pending = self._missing(count)
         self.missed = self.reused_own - count
 
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
         self._begun = False
-        self.capture = self.state = None
+        self.capture = self.state = self._reused_state = None
+        self.marked.clear()
         self._own_tokens = None
         self._pending = self._missing(0)
 
@@ -344,6 +359,7 @@ class TokenSequence:
             self._own[:seen],
             self._visibility(),
             self.state,
+            self._marks if self.probe is None else (),
         )
 
     def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -376,15 +392,6 @@ class TokenSequence:
         watch = None if refining is None else refining.watch
         own = self._prompt_observer if begin < self.prompt_length else None
         return Observers(watch, own) if watch is not None and own is not None else watch or own
-
-
-def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
-    """Yield the first ``count`` slots of these spans."""
-    for span in spans:
-        if count <= 0:
-            return
-        yield SlotSpan(span.slot, min(count, span.size))
-        count -= span.size
 
 
 def ranges_of(positions: NDArray[np.int64]) -> list[Range]:

@@ -8,10 +8,11 @@ from itertools import chain
 
 import numpy as np
 
-from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, first_slots, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
 from kvlinker.engines.embedded.kv_cache.spilling import Spill
-from kvlinker.engines.embedded.requests.sequence import TokenSequence, first_slots
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
 
@@ -23,13 +24,19 @@ class SequenceSlots:
     """Assigns slots to sequences. Nothing else changes ``TokenSequence.spans``."""
 
     def __init__(
-        self, slots: int, *, keeps_prefixes: bool = False, spill: Spill | None = None
+        self,
+        slots: int,
+        *,
+        keeps_prefixes: bool = False,
+        spill: Spill | None = None,
+        states: int | None = None,
     ) -> None:
         """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and,
-        with a ``spill``, on disk when the slots are needed."""
+        with a ``spill``, on disk when the slots are needed. ``states`` is the number of states to
+        keep with it, for a model whose layers keep one."""
         self._allocator = SlotAllocator(slots)
         self._spill = spill
-        self._prefixes = PrefixTree(self._allocator, spill)
+        self._prefixes = PrefixTree(self._allocator, spill, states)
         self._keeps = keeps_prefixes
 
     @property
@@ -55,12 +62,13 @@ class SequenceSlots:
         prompt's slots. Else those of the prefix that it reuses are shared, as far as they are still
         there, and what was loaded of it from disk is copied into its own.
         """
+        state: SequenceState | None = None
         if linked is not None:
             assert linked.spans is not None
             computed = tuple(first_slots(linked.spans, linked.own_in_prompt))
             self._allocator.share(computed)
         elif sequence.path is not None and sequence.reused is not None:
-            computed = self._prefixes.acquire(sequence.path, sequence.reused)
+            computed, state = self._prefixes.acquire(sequence.path, sequence.reused)
         else:
             computed = ()
         there = sum(span.size for span in computed)
@@ -72,7 +80,7 @@ class SequenceSlots:
         if linked is not None:
             sequence.adopt_prompt(linked)
         else:
-            sequence.adopt(self._restore(sequence, there))
+            sequence.adopt(self._restore(sequence, there), state)
         return True
 
     def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
@@ -119,7 +127,11 @@ class SequenceSlots:
         assert sequence.spans is not None
         own = sequence.own[:count]
         own = own[own < len(path.tokens)]
-        self._prefixes.insert(path, own, sequence.spans)
+        states = list(sequence.marked.values())
+        if sequence.state is not None:
+            states.append(sequence.state)
+        self._prefixes.insert(path, own, sequence.spans, states)
+        sequence.marked.clear()
 
     def release(self, sequence: TokenSequence) -> None:
         """Take the sequence's slots back."""
