@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvlinker.settings.model import BUNDLED_MODEL
+from kvlinker_lab.training.hybrid import HybridReader
 from kvlinker_lab.training.initialisation import initial_reader
-from kvlinker_lab.training.model import Reader, export
+from kvlinker_lab.training.model import Reader
 from kvlinker_lab.training.tokenizer import save_tokenizer
 
 
@@ -26,7 +28,7 @@ def reader(tokenizer: Tokenizer) -> Reader:
 
 def test_exported_model_agrees(reader: Reader, tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
-    export(reader, tmp_path / "tokenizer", tmp_path / "model")
+    reader.export(tmp_path / "tokenizer", tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
     )
@@ -59,3 +61,22 @@ def test_initial_weights_follow_from_the_seed(tokenizer: Tokenizer) -> None:
     first, again, other = (initial_reader(tokenizer, seed).state_dict() for seed in (0, 0, 1))
     assert all(first[name].equal(again[name]) for name in first)
     assert not first["lm_head.weight"].equal(other["lm_head.weight"])
+
+
+def test_a_hybrid_is_exported_as_it_was_trained(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It begins with the reader's weights, and one of its six layers attends."""
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    hybrid = HybridReader(BUNDLED_MODEL, seed=0)
+    hybrid.export(tmp_path / "tokenizer", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert model.config.layer_types.count("full_attention") == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").bos_token_id == 0
+    ids = torch.randint(6, 4096, (2, 90), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 17, 89], [3, 70, 88]])
+    with torch.no_grad():
+        expected = model(ids).logits.gather(1, positions[:, :, None].expand(-1, -1, 4096))
+        hidden, distances = hybrid.hidden(ids, torch.tensor([0]), positions)
+        logits = hybrid.logits(hidden)
+    assert (logits - expected).std() < 0.05 * expected.std()  # bfloat16 against float32
+    loss, mean = hybrid.guided(distances, 0.0)
+    assert 0 < float(loss) == pytest.approx(mean)

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvlinker_lab.training.tokenizer import BOS, END, PAD, VOCABULARY_SIZE
 
 _QUERY_BLOCK = 64
+_SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
+_SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is higher
 
 
 @dataclass(frozen=True)
@@ -256,13 +258,23 @@ class Reader(nn.Module):
         out: Tensor = self.lm_head(hidden).float()
         return out
 
+    def export(self, tokenizer: Path, target: Path) -> None:
+        """Put model, configuration and tokenizer files into `target` in the Hugging Face format."""
+        model = LlamaForCausalLM(LlamaConfig(**self.settings.hugging_face())).to(torch.bfloat16)
+        model.load_state_dict(self.state_dict())
+        export_model(model, tokenizer, target)
 
-def export(reader: Reader, tokenizer: Path, target: Path) -> None:
-    """Put model, configuration and tokenizer files into `target` in the Hugging Face format, each
-    in one move."""
-    config = LlamaConfig(**reader.settings.hugging_face())
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.load_state_dict(reader.state_dict())
+    def guided(self, missed: Tensor, sink_weight: float) -> tuple[Tensor, float]:
+        """Return the loss of what `hidden` says of token 0, so much of it as is wanted, and the
+        mean attention on token 0 in layers >= 1."""
+        attention = torch.exp(-missed).mean((1, 2, 3))  # [layers - 1]
+        lacking = (attention < _SINK_ENOUGH).float()
+        sink = (functional.relu(missed - _SINK_SLACK).mean((1, 2, 3)) * lacking).mean()
+        return sink_weight * sink, attention.mean().item()
+
+
+def export_model(model: PreTrainedModel, tokenizer: Path, target: Path) -> None:
+    """Put the files of a model, and those of its tokenizer, into `target`, each in one move."""
     model.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, do_sample=False
     )

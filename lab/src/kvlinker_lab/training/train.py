@@ -22,14 +22,13 @@ from torch.nn import functional
 
 from kvlinker_lab.training.conversations import ANSWER, ANSWERS, LANGUAGE, SequenceMaker
 from kvlinker_lab.training.curriculum import AVERAGED, CURRICULUM, Stage
+from kvlinker_lab.training.hybrid import HybridReader
 from kvlinker_lab.training.initialisation import initial_reader
-from kvlinker_lab.training.model import Reader, export
+from kvlinker_lab.training.model import Reader
 from kvlinker_lab.training.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
 _LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
 _PROBES = 12  # positions per step at which the attention on the first token is measured
-_SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
-_SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is higher
 
 
 @dataclass
@@ -55,21 +54,23 @@ class Losses(NamedTuple):
     total: Tensor
     answer: float
     language: float
-    attention: float
-    """Attention on the first token, the mean over layers >= 1."""
+    guidance: float
+    """Attention on the first token, the mean over layers >= 1; or, of a hybrid, how far its layers
+    are from the reader's."""
     accuracies: dict[str, float]
     """Accuracy of each kind in the batch."""
 
 
 class Start(NamedTuple):
-    """Says where a run begins that goes on from a trained model: its folder, and the first stage to
-    run."""
+    """Says where a run begins that goes on from a trained model: its folder, the first stage to
+    run, and whether a hybrid learns from it."""
 
     model: Path
     stage: str
+    hybrid: bool = False
 
 
-def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
+def optimizers(reader: Reader | HybridReader) -> list[torch.optim.Optimizer]:
     """Make the optimizers: Muon for the matrices of the layers, AdamW for embeddings, head and
     norms."""
     matrices = [p for p in reader.model.layers.parameters() if p.dim() == 2]
@@ -90,7 +91,9 @@ def batches(stage: Stage, tokenizer: Tokenizer, seed: int, start: int) -> Iterat
         yield torch.tensor([[s.ids for s in sequences], [s.roles for s in sequences]])
 
 
-def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generator) -> Losses:
+def losses(
+    reader: Reader | HybridReader, stage: Stage, batch: Tensor, generator: torch.Generator
+) -> Losses:
     """Compute the loss of a batch: answers, a sample of the language modelling, and the sinks."""
     ids, roles = batch
     length = ids.shape[1]
@@ -100,7 +103,7 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
         max=ANSWER
     )  # ANSWER > LANGUAGE > IGNORED
     chosen = urgency.topk(int(length * _LEARNED_SHARE)).indices.sort().values
-    hidden, missed = reader.hidden(ids, probes, chosen)
+    hidden, aside = reader.hidden(ids, probes, chosen)
     roles, targets = roles.gather(1, chosen), ids.gather(1, chosen + 1)
 
     answers, languages = roles >= ANSWER, roles == LANGUAGE
@@ -108,10 +111,8 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     count = int(answers.sum())
     answer = functional.cross_entropy(logits[:count], targets[answers])
     language = functional.cross_entropy(logits[count:], targets[languages])
-    attention = torch.exp(-missed).mean((1, 2, 3))  # [layers - 1]
-    lacking = (attention < _SINK_ENOUGH).float()
-    sink = (functional.relu(missed - _SINK_SLACK).mean((1, 2, 3)) * lacking).mean()
-    total = answer + stage.language_weight * language + stage.sink_weight * sink
+    guidance, figure = reader.guided(aside, stage.sink_weight)
+    total = answer + stage.language_weight * language + guidance
 
     right = (logits[:count].argmax(-1) == targets[answers]).float()
     kinds = roles[answers].masked_fill(targets[answers] == END, ANSWER)
@@ -119,7 +120,7 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     for kind, role in ANSWERS.items():
         if (kinds == role).any():
             accuracies[kind] = right[kinds == role].mean().item()
-    return Losses(total, answer.item(), language.item(), attention.mean().item(), accuracies)
+    return Losses(total, answer.item(), language.item(), figure, accuracies)
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
@@ -140,13 +141,18 @@ class Trainer:
         self.work = work
         self.seed = seed
         self.tokenizer = self._tokenizer(start)
-        self.reader = initial_reader(self.tokenizer, seed)
+        self.reader: Reader | HybridReader = (
+            HybridReader(start.model, seed)
+            if start is not None and start.hybrid
+            else initial_reader(self.tokenizer, seed)
+        )
         self.optimizers = optimizers(self.reader)
         self.progress = RunState()
         if (work / "checkpoint.pt").exists():
             self._load()
         elif start is not None:
-            self.reader.load_state_dict(load_file(start.model / "model.safetensors"))
+            if not start.hybrid:
+                self.reader.load_state_dict(load_file(start.model / "model.safetensors"))
             self.progress.stage = [stage.name for stage in CURRICULUM].index(start.stage)
         if compiled:
             for layer in self.reader.model.layers:
@@ -181,7 +187,7 @@ class Trainer:
         torch.save(state, unfinished)
         unfinished.replace(self.work / "checkpoint.pt")
         if product is not None:
-            export(self.reader, self.work / "tokenizer", product)
+            self.reader.export(self.work / "tokenizer", product)
 
     def run(self, minutes: float, product: Path | None) -> None:
         """Train until the curriculum or the time is over; save every two minutes."""
@@ -220,7 +226,7 @@ class Trainer:
         if product is not None and ends:
             mean = {name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]}
             self.reader.load_state_dict(mean)
-            export(self.reader, self.work / "tokenizer", product)
+            self.reader.export(self.work / "tokenizer", product)
 
     def _step(self, stage: Stage, batch: Tensor) -> None:
         progress = self.progress
@@ -246,7 +252,7 @@ class Trainer:
             print(
                 f"{stage.name} {progress.step}/{stage.steps}"
                 f" answer {step_losses.answer:.3f} language {step_losses.language:.3f}"
-                f" first token {step_losses.attention:.2f} | {accuracies}"
+                f" guidance {step_losses.guidance:.2f} | {accuracies}"
                 f" | {progress.tokens / 1e6:.2f}M tokens, {progress.seconds / 60:.1f} min,"
                 f" {batch[0].numel() / seconds:.0f} tokens/s, stage ends in {left:.1f} min",
                 flush=True,
@@ -274,10 +280,19 @@ def main() -> None:
         default="wide",
         help="where --from does",
     )
+    parser.add_argument(
+        "--hybrid",
+        action="store_true",
+        help="with --from, each time: train a hybrid that learns from this model",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    start = None if arguments.model is None else Start(arguments.model, arguments.stage)
+    start = (
+        None
+        if arguments.model is None
+        else Start(arguments.model, arguments.stage, arguments.hybrid)
+    )
     trainer = Trainer(arguments.work, arguments.seed, not arguments.eager, start)
     trainer.run(arguments.minutes, arguments.export)
 
