@@ -41,7 +41,7 @@ def asked(*ids: str, **fields: Any) -> dict[str, Any]:
 class RunningFleet:
     """A fleet, and a client of it."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[Any]
     url: str
     http: httpx.Client
     log: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ def _address(line: str) -> str | None:
     return found and found[0]
 
 
-def kill_all(process: subprocess.Popen[str]) -> None:
+def kill_all(process: subprocess.Popen[Any]) -> None:
     """End whatever is left, without any chance to finish."""
     try:
         own = psutil.Process(process.pid)
