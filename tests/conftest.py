@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ[name] = "1"
 
+# Kernels for GPUs are interpreted: none is expected here.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # Examples are the same in every run, and a busy machine is no failure.
 settings.register_profile(
     "kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.attention import kernels
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.model import bounds, precision
 from kvlinker.engines.embedded.model.anatomy import anatomy_of
@@ -36,6 +37,30 @@ def test_supported_families_pass_by_a_wide_margin(family):
     ]
     assert worst(checks) < 5e-6
     assert all(check.passed for check in checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2-softcap", "gpt_oss-sinks", "deepseek_v3-latents-interleaved"]
+)
+def test_models_are_linked_exactly_by_the_kernels_for_gpus(family, monkeypatch):
+    """Interpreted, and chosen as on a GPU."""
+    pytest.importorskip("triton")
+    from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
+
+    attended = []
+    attend = TritonAttention.attend
+
+    def noted(*args, **options):
+        attended.append(args)
+        attend(*args, **options)
+
+    monkeypatch.setattr(TritonAttention, "attend", noted)
+    monkeypatch.setattr(kernels, "has_kernels", lambda _: True)
+    kernels.triton_attention.cache_clear()
+    assert worst(self_test(tiny_model(family))) < 5e-6
+    kernels.triton_attention.cache_clear()
+    assert attended
 
 
 @pytest.mark.parametrize("family", FAMILIES)

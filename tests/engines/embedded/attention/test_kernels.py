@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention import kernels
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
 from kvlinker.engines.embedded.attention.native_dots import NativeDots, dot_products, native_dots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
@@ -29,7 +30,7 @@ def choose(*, dtype=torch.bfloat16, device=CPU, **options):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": torch.float32}, {"device": torch.device("cuda")}, {"use_native": False}],
+    [{"dtype": torch.float32}, {"device": torch.device("meta")}, {"use_native": False}],
     ids=str,
 )
 def test_torch_where_native_code_does_not_fit(changes):
@@ -55,6 +56,40 @@ def test_torch_for_odd_widths_and_unknown_pairings(changes):
     assert isinstance(
         choose_kernel((layer(**changes),), dtype=torch.bfloat16, device=CPU), TorchAttention
     )
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The CPU passes for a GPU, whose kernels are interpreted."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "has_kernels", lambda device: True)
+    kernels.triton_attention.cache_clear()
+    yield
+    kernels.triton_attention.cache_clear()
+
+
+def test_a_gpu_has_kernels_of_its_own(as_on_a_gpu):
+    layers = layer(), layer(rotary=toy_rotary())
+    kernel = choose_kernel(layers, dtype=torch.float32, device=CPU)
+    assert type(kernel).__name__ == "TritonAttention"
+    unknown = layer(rotary=toy_rotary(pairing=None))
+    assert isinstance(choose_kernel((unknown,), dtype=torch.float32, device=CPU), TorchAttention)
+
+
+@pytest.mark.parametrize("what", ["wrong", "broken"])
+def test_torch_where_a_gpus_kernels_do_not_work(as_on_a_gpu, monkeypatch, caplog, what):
+    from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
+
+    def attend(*_, output, **__):
+        if what == "broken":
+            raise RuntimeError("no such instruction")
+        output.zero_()
+
+    monkeypatch.setattr(TritonAttention, "attend", attend)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose(dtype=torch.float32), TorchAttention)
+    told = {"wrong": "attention by native code is wrong", "broken": "no such instruction"}
+    assert told[what] in caplog.text
 
 
 def test_torch_on_other_cpus(native_anew, monkeypatch, caplog):

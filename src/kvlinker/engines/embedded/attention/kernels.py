@@ -1,5 +1,5 @@
-"""Chooses what computes attention: PyTorch's kernels, or one of our own where the CPU multiplies
-bf16."""
+"""Chooses what computes attention: PyTorch's kernels, or one of our own on GPUs, and where the CPU
+multiplies bf16."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.attention.native_check import require_right
+from kvlinker.engines.embedded.attention.kernel_check import require_right
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.gpu import has_kernels
 
 
 class AttentionKernel(Protocol):
@@ -76,17 +78,37 @@ def choose_kernel(
 ) -> AttentionKernel:
     """Return the quickest kernel for a model with these layers. Native code is compiled when it is
     first wanted."""
-    fits = (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and all(_fits_native(layer) for layer in layers)
-    )
-    kernel = native_attention() if fits and use_native else None
+    kernel: AttentionKernel | None = None
+    if use_native and all(_fits(layer) for layer in layers):
+        if has_kernels(device):
+            kernel = triton_attention(dtype, device)
+        elif device.type == "cpu" and dtype == torch.bfloat16:
+            kernel = native_attention()
     return kernel or TorchAttention()
 
 
-def _fits_native(layer: LayerShape) -> bool:
+def _fits(layer: LayerShape) -> bool:
     return layer.key_dim % 2 == 0 and (layer.rotary is None or layer.rotary.pairing is not None)
+
+
+@cache
+def triton_attention(dtype: torch.dtype, device: torch.device) -> AttentionKernel | None:
+    """Return the kernel for GPUs, checked when first asked for; None where it does not work, and
+    the log says why."""
+
+    def checked() -> AttentionKernel:
+        try:
+            from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
+
+            kernel = TritonAttention()
+            require_right(kernel, dtype, device)
+        except NativeUnavailableError:
+            raise
+        except Exception as error:  # whatever the compiler or the driver raises
+            raise NativeUnavailableError(f"{type(error).__name__}: {error}") from error
+        return kernel
+
+    return native.or_fall_back(checked, "Attention takes PyTorch's kernels")
 
 
 @cache
@@ -98,5 +120,5 @@ def native_attention() -> NativeAttention | None:
 
 def _checked() -> NativeAttention:
     kernel = NativeAttention()
-    require_right(kernel)
+    require_right(kernel, torch.bfloat16, torch.device("cpu"))
     return kernel

@@ -20,7 +20,13 @@ from kvlinker.engines.embedded.attention.native_call import (
     Write,
     heads,
 )
-from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
+from kvlinker.engines.embedded.attention.views import (
+    AttentionPlan,
+    KeyValue,
+    Segments,
+    View,
+    farthest,
+)
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.native import NativeUnavailableError
 
@@ -50,7 +56,7 @@ class NativeAttention:
             seen.views,
             positions,
             _Table(bundle_views(seen.views), positions),
-            farthest=max((_farthest(view, positions) for view in seen.views), default=0),
+            farthest=max((farthest(view, positions) for view in seen.views), default=0),
             last=int(positions.max(initial=0)),
         )
 
@@ -125,11 +131,6 @@ class NativePlan(AttentionPlan):
 
     last: int
     """The last position of a query."""
-
-
-def _farthest(view: View, positions: NDArray[np.int64]) -> int:
-    first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
-    return max(abs(first - view.offset), abs(last - view.offset))
 
 
 class _Table:

@@ -87,6 +87,13 @@ class View:
         return np.clip(found, self.first, self.last)
 
 
+def farthest(view: View, positions: NDArray[np.int64]) -> int:
+    """Return the most positions, in either direction, by which one of the view's queries is
+    rotated."""
+    first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
+    return max(abs(first - view.offset), abs(last - view.offset))
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Holds what a step's queries see, prepared by a kernel for all layers."""

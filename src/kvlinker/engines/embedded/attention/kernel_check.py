@@ -1,6 +1,8 @@
-"""Compares the native attention kernel with PyTorch's on a small case, before it is used."""
+"""Compares an attention kernel of our own with PyTorch's on a small case, before it is used."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,10 +11,12 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryFunction
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.model.rotary import Rotary
+
+if TYPE_CHECKING:
+    from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 
 HEAD_DIM = 64
 
@@ -21,9 +25,9 @@ ROTATED = 40
 all."""
 
 
-def require_right(kernel: NativeAttention) -> None:
+def require_right(kernel: AttentionKernel, dtype: torch.dtype, device: torch.device) -> None:
     """Compare attention, and the writing of new keys and values, with PyTorch's, with and without
-    rotary embedding.
+    rotary embedding, on the device.
 
     Raises NativeUnavailableError where they differ.
     """
@@ -41,7 +45,7 @@ def require_right(kernel: NativeAttention) -> None:
     ]
 
     def random(heads: int, rows: int) -> Tensor:
-        return torch.randn(heads, rows, HEAD_DIM, generator=generator).bfloat16()
+        return torch.randn(heads, rows, HEAD_DIM, generator=generator).to(device, dtype)
 
     query, segments = (
         random(6, len(positions)),
@@ -49,12 +53,10 @@ def require_right(kernel: NativeAttention) -> None:
     )
     new, slots = (
         (random(2, len(positions)), random(2, len(positions))),
-        torch.arange(len(positions)).flip(0),
+        torch.arange(len(positions), device=device).flip(0),
     )
 
-    def computed(
-        by: NativeAttention | TorchAttention, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def computed(by: AttentionKernel, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         output = query.new_empty(len(positions), 6, HEAD_DIM)
         plan = by.plan(views, positions)
         pool = new[0].new_empty(new[0].shape), new[1].new_empty(new[1].shape)
@@ -64,7 +66,7 @@ def require_right(kernel: NativeAttention) -> None:
         )
         return output, *pool
 
-    for rotary in (None, _rotary(_turn_halves), _rotary(_turn_neighbours)):
+    for rotary in (None, _rotary(_turn_halves, device), _rotary(_turn_neighbours, device)):
         ours, expected = computed(kernel, rotary), computed(TorchAttention(), rotary)
         for what, mine, theirs in zip(
             ("attention", "writing keys", "writing values"), ours, expected, strict=True
@@ -77,7 +79,7 @@ class _Angles(nn.Module):
     module does."""
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None] / torch.arange(1, ROTATED // 2 + 1)
+        angles = positions[..., None] / torch.arange(1, ROTATED // 2 + 1, device=positions.device)
         return angles.cos(), angles.sin()
 
 
@@ -104,6 +106,7 @@ def _turn_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
     return apart(query), apart(key)
 
 
-def _rotary(apply: RotaryFunction) -> Rotary:
-    hidden, positions = torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.long)
+def _rotary(apply: RotaryFunction, device: torch.device) -> Rotary:
+    hidden = torch.zeros(1, 1, 1, device=device)
+    positions = torch.zeros(1, 1, dtype=torch.long, device=device)
     return Rotary(_Angles(), (hidden, positions), {}, apply, width=ROTATED, longest=256)

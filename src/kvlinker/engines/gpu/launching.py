@@ -1,0 +1,131 @@
+"""Launches the kernels over tensors: tables of addresses, sizes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.engines.gpu.placing import place_tokens
+
+KeyValue = tuple[Tensor, Tensor]
+
+DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+"""What the kernels compute in."""
+
+SMALLEST = 16
+"""The fewest rows or columns of a matrix that tensor cores multiply."""
+
+PLACED_TOKENS = 32
+"""The tokens of one head that one program places."""
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding's tables."""
+
+    cos: Tensor
+    """[positions, pairs], any stride between positions."""
+
+    sin: Tensor
+    interleaved: bool
+    """True if dimension 2i turns with 2i + 1, otherwise i with i + pairs."""
+
+
+def on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Copy a table to the device, without waiting for what it is doing."""
+    table = torch.from_numpy(values)
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def all_on_device(tables: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Copy several tables to the device at once, flat."""
+    flat = [table.reshape(-1) for table in tables]
+    joined = on_device(np.concatenate(flat), device)
+    return list(torch.split(joined, [len(table) for table in flat]))
+
+
+def block_of(size: int) -> int:
+    """Return the smallest block of columns that holds ``size`` of them."""
+    return max(SMALLEST, int(triton.next_power_of_2(size)))
+
+
+def is_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all rows of the tensors begin at multiples of 16 bytes."""
+    return all(
+        tensor.data_ptr() % 16 == 0
+        and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+
+
+def addresses(pairs: Sequence[KeyValue]) -> list[tuple[int, ...]]:
+    """Return, for each key and value [heads, rows, dim], both addresses and their strides of heads
+    and rows."""
+    return [
+        (key.data_ptr(), value.data_ptr(), *key.stride()[:2], *value.stride()[:2])
+        for key, value in pairs
+    ]
+
+
+def place_kv(
+    sources: Sequence[Sequence[KeyValue]],
+    caches: Sequence[KeyValue],
+    tokens: Tensor,
+    rotation: Rotation | None,
+    *,
+    first_head: int = 0,
+) -> None:
+    """Place tokens of all layers in one launch.
+
+    ``sources`` are [layers][parts] of keys and values [heads, rows, dim], on the device or in
+    pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim],
+    which take the heads from ``first_head`` on. ``tokens`` [4, tokens], int64: part, row in it,
+    position, slot.
+    """
+    key, value = caches[0]
+    heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
+    width = 0 if rotation is None else 2 * rotation.cos.shape[1]
+    cos, sin = (tokens, tokens) if rotation is None else (rotation.cos, rotation.sin)
+    flat = [tensor for layer in sources for pair in layer for tensor in pair]
+    both = [tensor for pair in caches for tensor in pair]
+    assert all(tensor.stride(-1) == 1 and tensor.dtype == key.dtype for tensor in flat + both)
+    rows = [row for layer in sources for row in addresses(layer)]
+    caches_rows = [
+        (one.data_ptr(), other.data_ptr(), *one.stride()[:3], *other.stride()[:3])
+        for one, other in caches
+    ]
+    table = on_device(np.array([*np.ravel(rows), *np.ravel(caches_rows)], np.int64), tokens.device)
+    count = tokens.shape[1]
+    grid = triton.cdiv(count, PLACED_TOKENS), heads, len(caches)
+    place_tokens[grid](
+        table,
+        table[6 * len(rows) :],
+        tokens,
+        cos,
+        sin,
+        count,
+        len(sources[0]),
+        first_head,
+        cos.stride(0),
+        key.shape[1],
+        DTYPE=DTYPES[key.dtype],
+        WIDTH=width,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        INTERLEAVED=rotation is not None and rotation.interleaved,
+        ALIGNED=is_aligned(flat + both),
+        PAIRS_BLOCK=block_of(width // 2),
+        REST_BLOCK=block_of(key_dim - width),
+        VALUE_BLOCK=block_of(value_dim),
+        BLOCK_TOKENS=PLACED_TOKENS,
+    )

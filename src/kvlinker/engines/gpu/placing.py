@@ -1,0 +1,99 @@
+"""Placing KV in Triton: one launch gathers tokens from any tensors of all layers, on the device or
+in pinned memory, rotates the keys, and scatters both into a KV cache."""
+
+from __future__ import annotations
+
+# mypy: ignore-errors
+# ruff: noqa: N803, N806
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_tokens(
+    sources,
+    caches,
+    tokens,
+    cos,
+    sin,
+    count,
+    parts,
+    first_head,
+    table_stride,
+    block_size,
+    DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Place BLOCK_TOKENS tokens of one head in one layer.
+
+    ``tokens`` [4, count]: each token's part, row in it, position and slot. ``sources`` [layers,
+    parts, 6]: addresses of key and value [heads, rows, dim], and the strides of heads and rows of
+    both. ``caches`` [layers, 8]: addresses of the caches of keys and values, in which slot s is row
+    s % block_size of block s // block_size, and the strides of blocks, rows and heads of both. The
+    first WIDTH dimensions of a key are rotated by
+    ``cos`` and ``sin`` [positions, WIDTH / 2], whose rows are ``table_stride`` apart; negative
+    positions turn backwards.
+    """
+    index = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    there = index < count
+    PAIRS: tl.constexpr = WIDTH // 2
+    REST: tl.constexpr = KEY_DIM - WIDTH
+
+    source = sources + (layer * parts + tl.load(tokens + index, there, 0)) * 6
+    row = tl.load(tokens + count + index, there, 0)
+    slot = tl.load(tokens + 3 * count + index, there, 0)
+    from_key = tl.load(source).to(tl.pointer_type(DTYPE))
+    from_value = tl.load(source + 1).to(tl.pointer_type(DTYPE))
+    key_offset = (first_head + head) * tl.load(source + 2) + row * tl.load(source + 3)
+    value_offset = (first_head + head) * tl.load(source + 4) + row * tl.load(source + 5)
+    cache = caches + layer * 8
+    block, in_block = slot // block_size, slot % block_size
+    key_to = block * tl.load(cache + 2) + in_block * tl.load(cache + 3)
+    key_to += head * tl.load(cache + 4)
+    value_to = block * tl.load(cache + 5) + in_block * tl.load(cache + 6)
+    value_to += head * tl.load(cache + 7)
+    to_key = tl.load(cache).to(tl.pointer_type(DTYPE))
+    to_value = tl.load(cache + 1).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        from_key, from_value = tl.multiple_of(from_key, 16), tl.multiple_of(from_value, 16)
+        to_key, to_value = tl.multiple_of(to_key, 16), tl.multiple_of(to_value, 16)
+        key_offset, value_offset = tl.multiple_of(key_offset, 8), tl.multiple_of(value_offset, 8)
+        key_to, value_to = tl.multiple_of(key_to, 8), tl.multiple_of(value_to, 8)
+    from_key, from_value = from_key + key_offset, from_value + value_offset
+    to_key, to_value = to_key + key_to, to_value + value_to
+
+    if PAIRS > 0:
+        pairs = tl.arange(0, PAIRS_BLOCK)
+        wanted = there[:, None] & (pairs < PAIRS)[None, :]
+        if INTERLEAVED:
+            x_dims, y_dims = (2 * pairs)[None, :], (2 * pairs + 1)[None, :]
+        else:
+            x_dims, y_dims = pairs[None, :], (PAIRS + pairs)[None, :]
+        position = tl.load(tokens + 2 * count + index, there, 0)
+        angle = tl.abs(position)[:, None] * table_stride + pairs[None, :]
+        c = tl.load(cos + angle, wanted, 0.0).to(tl.float32)
+        s = tl.load(sin + angle, wanted, 0.0).to(tl.float32)
+        s = tl.where((position < 0)[:, None], -s, s)
+        x = tl.load(from_key[:, None] + x_dims, wanted, 0.0).to(tl.float32)
+        y = tl.load(from_key[:, None] + y_dims, wanted, 0.0).to(tl.float32)
+        tl.store(to_key[:, None] + x_dims, (x * c - y * s).to(DTYPE), wanted)
+        tl.store(to_key[:, None] + y_dims, (y * c + x * s).to(DTYPE), wanted)
+    if REST > 0:
+        rest = tl.arange(0, REST_BLOCK)
+        wanted = there[:, None] & (rest < REST)[None, :]
+        passed = tl.load(from_key[:, None] + WIDTH + rest[None, :], wanted, 0.0)
+        tl.store(to_key[:, None] + WIDTH + rest[None, :], passed, wanted)
+    dims = tl.arange(0, VALUE_BLOCK)
+    wanted = there[:, None] & (dims < VALUE_DIM)[None, :]
+    values = tl.load(from_value[:, None] + dims[None, :], wanted, 0.0)
+    tl.store(to_value[:, None] + dims[None, :], values, wanted)
