@@ -1,5 +1,5 @@
 """A TCP proxy that cuts connections: after so many bytes from the server, or where the client sends
-some text."""
+some text; or holds back everything, as a network does that is parted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from contextlib import suppress
 class CuttingProxy:
     """Listens on ``port``. ``limit``: bytes from the server per connection, None for all.
     ``before``: what the client sends up to these bytes is the last that the server sees of it, as
-    if it had been killed."""
+    if it had been killed. While ``passing`` is not set, nothing passes, and nobody is told."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self.limit: int | None = None
         self.before: bytes | None = None
+        self.passing = threading.Event()
+        self.passing.set()
         self.cuts = 0
         self.ports: set[int] = set()  # which the server sees its clients come from
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -46,6 +48,7 @@ class CuttingProxy:
         rest = b""  # of what was carried, for the text may come in two parts
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                self.passing.wait()
                 carried += len(data)
                 if limited and self.limit is not None and carried > self.limit:
                     self.cuts += 1

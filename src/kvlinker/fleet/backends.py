@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -26,6 +26,10 @@ PRELOAD_SECONDS = 30.0
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """The seconds after which a server that does not answer a poll gets no more requests."""
+
+SILENT_SECONDS = 30.0
+"""The seconds without an answer to any poll after which nobody waits for a server any more: where a
+network is parted, no connection breaks."""
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """``starting``: has not answered yet, or brings chunks to memory. ``dead``: does not answer any
@@ -55,6 +59,31 @@ class Backend:
 
     preloads_until: float = 0.0
     """When it gets requests in any case, by the monotonic clock."""
+
+    _silent_since: float | None = None
+    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def unless_silent(self) -> AsyncIterator[None]:
+        """Run a block that waits for this server. Raises TimeoutError once it has answered no poll
+        for ``SILENT_SECONDS``."""
+        async with asyncio.timeout(None) as limit:
+            self._waiting.add(limit)
+            try:
+                yield
+            finally:
+                self._waiting.discard(limit)
+
+    def note_poll(self, *, answered: bool) -> None:
+        """Note whether it has answered a poll."""
+        now = asyncio.get_running_loop().time()
+        if answered:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= SILENT_SECONDS:
+            while self._waiting:
+                self._waiting.pop().reschedule(now)
 
 
 def always(urls: Iterable[str]) -> Find:
@@ -194,7 +223,9 @@ class Backends:
         try:
             health = await self._get(backend, "/health")
         except httpx.HTTPError as error:
+            backend.note_poll(answered=False)
             return gone, f"does not answer ({type(error).__name__})"
+        backend.note_poll(answered=True)
         if health.status_code != httpx.codes.OK:
             state = "draining" if b'"draining"' in health.content else gone
             return state, f"not ready (HTTP {health.status_code})"

@@ -8,8 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from kvlinker.doors.http.edge.errors import (
 )
 from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
-from kvlinker.fleet.backends import Backends
+from kvlinker.fleet.backends import Backend, Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router
 
@@ -163,7 +162,7 @@ class Proxy:
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
         """Pass a request on to a replica; returns False where another one may answer it."""
         began, builds = time.monotonic(), decision.replica in self._builders()
-        trace = headers_of_trace()
+        backend, trace = self._backends.known[decision.replica], headers_of_trace()
         note_attributes(
             kvlinker_replica=decision.replica,
             kvlinker_chunks=decision.chunks,
@@ -171,7 +170,7 @@ class Proxy:
         )
         sent = self._client.build_request(
             request.method,
-            self._backends.known[decision.replica].url + _target(request.scope),
+            backend.url + _target(request.scope),
             headers=[
                 *_kept(request.headers.raw, _NOT_SENT | trace.keys()),
                 *((name.encode(), value.encode()) for name, value in trace.items()),
@@ -179,16 +178,17 @@ class Proxy:
             content=body or None,
         )
         try:
-            answer = await self._client.send(sent, stream=True)
-            if not _is_stream(answer):  # one that breaks off is as good as none
-                await answer.aread()
+            async with backend.unless_silent():
+                answer = await self._client.send(sent, stream=True)
+                if not _is_stream(answer):  # one that breaks off is as good as none
+                    await answer.aread()
         except (httpx.ConnectError, httpx.ConnectTimeout):
             await self._backends.ask(decision.replica)
             return False
         except httpx.ReadTimeout:  # the same would take as long elsewhere
             await _refuse(ReplicaSlowError("The replica did not answer in time."), request, send)
             return True
-        except httpx.HTTPError:
+        except (httpx.HTTPError, TimeoutError):
             await self._backends.ask(decision.replica)
             if request.method != "GET" and request.url.path not in _GENERATING and not builds:
                 error = ReplicaLostError("The replica ended before it answered. Try again.")
@@ -202,26 +202,37 @@ class Proxy:
         note_replica(request.scope, decision.reason)
         if REQUEST_ID_HEADER in answer.headers:
             take_request_id(request.scope, answer.headers[REQUEST_ID_HEADER])
-        await self._answer(decision, answer, request, send)
+        await _answer(backend, answer, request.scope, send)
         return True
 
-    async def _answer(
-        self, decision: Decision, answer: httpx.Response, request: Request, send: Send
-    ) -> None:
-        headers = [
-            *_kept(answer.headers.raw, _NOT_ANSWERED),
-            (REPLICA_HEADER.encode(), decision.replica.encode()),
-        ]
-        start: Message = {
-            "type": "http.response.start",
-            "status": answer.status_code,
-            "headers": headers,
-        }
-        await send(start)
-        async with aclosing(_pieces(answer, request.scope)) as pieces:
-            async for piece in pieces:
+
+async def _answer(backend: Backend, answer: httpx.Response, scope: Scope, send: Send) -> None:
+    """Pass on an answer as it comes: a stream, and an error event where its replica is lost half
+    way; or the whole of what has been read already."""
+    headers = [
+        *_kept(answer.headers.raw, _NOT_ANSWERED),
+        (REPLICA_HEADER.encode(), backend.id.encode()),
+    ]
+    start: Message = {
+        "type": "http.response.start",
+        "status": answer.status_code,
+        "headers": headers,
+    }
+    await send(start)
+    if answer.is_stream_consumed:
+        await send({"type": "http.response.body", "body": answer.content})
+        return
+    try:
+        async with backend.unless_silent():
+            async for piece in answer.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        last = b""
+    except (httpx.HTTPError, TimeoutError):
+        logger.warning("A replica was lost in the middle of a stream.")
+        last = _last_event(scope)
+    finally:
+        await answer.aclose()
+    await send({"type": "http.response.body", "body": last})
 
 
 def _kept(
@@ -233,22 +244,6 @@ def _kept(
         for name, value in headers
         if name.lower().decode("latin-1") not in left_out
     ]
-
-
-async def _pieces(answer: httpx.Response, scope: Scope) -> AsyncGenerator[bytes, None]:
-    """Yield a stream as it comes, and an error event where its replica ends half way; or the whole
-    of what has been read already."""
-    if answer.is_stream_consumed:
-        yield answer.content
-        return
-    try:
-        async for piece in answer.aiter_raw():
-            yield piece
-    except httpx.HTTPError:
-        logger.warning("A replica ended in the middle of a stream.")
-        yield _last_event(scope)
-    finally:
-        await answer.aclose()
 
 
 def _last_event(scope: Scope) -> bytes:
