@@ -70,6 +70,7 @@ class AsyncLLM:
     list_caches = _in_thread(LLM.list_caches)
     read_cache = _in_thread(LLM.read_cache)
     search = _in_thread(LLM.search)
+    embed = _in_thread(LLM.embed)
     caches_usage = _in_thread(LLM.caches_usage)
     close = _in_thread(LLM.close)
 

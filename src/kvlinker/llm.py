@@ -40,6 +40,7 @@ from kvlinker.service.content import CompletionContent, ContentPart, Message, pa
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.service.context_caches.building import Building
 from kvlinker.service.context_caches.kept_answers import AnswerKeeper, KeepRequest
+from kvlinker.service.embedding import Embedder
 from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
@@ -131,6 +132,9 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
         started.callback(self.speeds.close)
+        self.embedder = Embedder(settings) if settings.embedding_model else None
+        if self.embedder is not None:
+            started.callback(self.embedder.close)
         self.catalog, self.store = open_state(
             settings,
             self.events,
@@ -162,6 +166,7 @@ class LLM(ContextCacheCalls, PromptCalls):
                 self.builder.encoder,
                 fingerprint=self.engine.fingerprint,
                 searchable=settings.searchable,
+                embedder=self.embedder,
             ),
             events=self.events,
             quotas=settings.quotas,

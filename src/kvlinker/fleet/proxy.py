@@ -55,8 +55,10 @@ _KEY_HEADERS = ("authorization", "x-api-key")
 MOST_TRIES = 3
 """The most servers that a request is sent to: one that ends them must not end all."""
 
+_EMBEDDING = "/v1/embeddings"
+
 _GENERATING = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _EMBEDDING)
 )
 """The routes whose requests may be sent again, since they leave nothing behind but caches."""
 
@@ -287,8 +289,9 @@ async def _left(receive: Receive) -> None:
 
 
 def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:
-    """Return what a request names; nothing where its body is no JSON, which its replica says."""
-    if request.method != "POST" or not body.startswith(b"{"):
+    """Return what a request names; nothing where it is no prompt, or where its body is no JSON,
+    which its replica says."""
+    if request.url.path == _EMBEDDING or request.method != "POST" or not body.startswith(b"{"):
         return PromptOutline()
     try:
         check_json(body)

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.types.sampling import SamplingParams
@@ -19,6 +22,7 @@ from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.segments import Prompt
 from kvlinker.prompting.splitting import split_text
 from kvlinker.service.audit.policy_manager import PolicyManager
+from kvlinker.service.embedding import Embedder, Given, embedder_of
 from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore, TierUsage
 
@@ -43,6 +47,7 @@ class ModelCalls:
     policy_manager: PolicyManager
     tokenizer: Any
     sampling_defaults: Mapping[str, Any]
+    embedder: Embedder | None
 
     @property
     def system_fingerprint(self) -> str:
@@ -131,6 +136,18 @@ class ModelCalls:
         ContextLengthError for one that is far too long for the model.
         """
         return self.builder.token_ids(text, param="text")
+
+    def embed(
+        self, texts: Given | Sequence[Given], *, dimensions: int | None = None
+    ) -> NDArray[np.float32]:
+        """Return the vectors [texts, dimensions] of texts, or of token ids of the embedding model,
+        each of length 1: all dimensions, or the first ones. A text alone is one of a list.
+
+        Raises ModelNotFoundError without the setting ``embedding_model``, and InvalidRequestError.
+        """
+        alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        given = cast(Sequence[Given], [texts] if alone else texts)
+        return embedder_of(self.embedder).embed(given, dimensions=dimensions)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """Return sampling parameters: those that are given, those that the model's

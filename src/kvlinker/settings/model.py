@@ -66,6 +66,13 @@ class ModelSettings(BaseSettings):
             "Sampling parameters that requests leave out are the model's own recommendation."
         ),
     )
+    embedding_model: str | None = Field(
+        default=None,
+        description=(
+            "Folder of an embedding model (sentence-transformers): serves /v1/embeddings, and"
+            " finds chunks by meaning, too."
+        ),
+    )
     max_answer_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     chat_template: str | None
     system_prompt: str | None
     generation_config: Literal["auto", "off"] | None
+    embedding_model: str | None
     max_answer_tokens: int | None
     policy: str | None
     generation_context: GenerationContext | str | None

@@ -614,7 +614,7 @@ CASES = [
     ),
     route("an unknown route of such bytes", "GET", "/%ed%a0%80", 404, "not_found"),
     route("unknown route", "GET", "/v1/assistants", 404, "not_found"),
-    route("unknown route, POST", "POST", "/v1/embeddings", 404, "not_found"),
+    route("unknown route, POST", "POST", "/v1/images/generations", 404, "not_found"),
     route("wrong method", "GET", CHAT, 405, "method_not_allowed"),
     route("wrong method on a cache", "PUT", f"{CACHES}/{UNKNOWN_ID}", 405, "method_not_allowed"),
     route("unknown model", "GET", "/v1/models/gpt-4", 404, "model_not_found", "model"),

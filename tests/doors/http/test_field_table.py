@@ -11,6 +11,7 @@ import anthropic.types
 import anthropic.types.beta
 import openai.types.chat.completion_create_params
 import openai.types.completion_create_params
+import openai.types.embedding_create_params
 import openai.types.responses.response_create_params
 import pytest
 from pydantic import ValidationError
@@ -35,6 +36,7 @@ LEAST: dict[Place, dict[str, Any]] = {
     Place.COUNT_TOKENS: {"messages": [{"role": "user", "content": "a"}]},
     Place.TOKENIZE: {"text": "a"},
     Place.DETOKENIZE: {"tokens": []},
+    Place.EMBEDDINGS: {"input": "a"},
 }
 """The least that each route takes."""
 
@@ -93,7 +95,7 @@ def test_no_field_is_in_the_table_twice_or_served_beside() -> None:
         assert sorted(names) == sorted(set(names) - own)
     elsewhere = [name for fields in ELSEWHERE for name in fields.names]
     assert len(elsewhere) == len(set(elsewhere))
-    assert BODIES.keys() - {Place.DETOKENIZE} <= ROUTES
+    assert BODIES.keys() - {Place.DETOKENIZE, Place.EMBEDDINGS} <= ROUTES
     served = {name for body in BODIES.values() for name in body.model_fields}
     assert NOTES.keys() <= served
 
@@ -121,6 +123,7 @@ def test_no_field_is_in_the_table_twice_or_served_beside() -> None:
             Place.MESSAGES,
             anthropic.types.beta.message_create_params.MessageCreateParamsNonStreaming,
         ),
+        (Place.EMBEDDINGS, openai.types.embedding_create_params.EmbeddingCreateParams),
         (Place.COUNT_TOKENS, anthropic.types.MessageCountTokensParams),
         (Place.COUNT_TOKENS, anthropic.types.beta.MessageCountTokensParams),
     ],

@@ -79,6 +79,9 @@ is split."""
 MAX_INPUT_CHARACTERS = 4 * 2**20
 """The most characters of a text that is split at once."""
 
+MOST_EMBEDDED = 2048
+"""The most texts that one request embeds."""
+
 MAX_QUERY_CHARACTERS = 10_000
 """The most characters of a query that searches."""
 

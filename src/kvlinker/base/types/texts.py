@@ -42,12 +42,13 @@ class CacheContent:
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A context cache whose text has words of a query."""
+    """A context cache whose text has words of a query, or means what it does."""
 
     id: str
 
     score: float
-    """BM25's, higher is better; it compares the hits of one query with one another only."""
+    """BM25's, or a sum of reciprocal ranks, higher is better; it compares the hits of one query
+    with one another only."""
 
     text: str
     tokens: int

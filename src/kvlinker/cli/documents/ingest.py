@@ -103,6 +103,7 @@ def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
         for document in plan.documents:
             _print_cached(document)
             _cache_missing(document, library, options, advance)
+    library.settle()
     if before is not None:
         tell_taken(pieces, before, library.storage())
 

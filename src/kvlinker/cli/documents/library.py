@@ -36,6 +36,7 @@ MODEL_SETTINGS = (
     "kv_slots",
     "max_step_tokens",
     "threads",
+    "embedding_model",
     "state_dir",
     "host_memory",
 )
@@ -104,7 +105,7 @@ class CacheLibrary(ABC):
     def search(
         self, query: str, *, limit: int, metadata: Mapping[str, str]
     ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts, the best match first. Raises
+        """Find context caches as ``LLM.search`` does, the best match first. Raises
         InvalidRequestError."""
 
     @abstractmethod
@@ -112,6 +113,10 @@ class CacheLibrary(ABC):
         self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
     ) -> str:
         """Answer one user message, greedily."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until what was cached is found."""
 
     @abstractmethod
     def storage(self) -> Storage:
@@ -159,6 +164,9 @@ class LocalLibrary(CacheLibrary):
             [message], policy=policy, tenant=self._tenant, max_tokens=max_tokens, temperature=0
         )
         return answer.text
+
+    def settle(self) -> None:
+        self._llm.caches.settle()
 
     def storage(self) -> Storage:
         disk = next((tier for tier in self._llm.tiers() if tier.name == "disk"), None)
@@ -208,6 +216,9 @@ class RemoteLibrary(CacheLibrary):
             [message], policy=policy, max_tokens=max_tokens, temperature=0
         ).text
 
+    def settle(self) -> None:
+        """Do nothing: the server goes on."""
+
     def storage(self) -> Storage:
         deadline = time.monotonic() + WRITTEN_SECONDS
         status = self._client.server_status()
@@ -246,6 +257,7 @@ def open_library(
         from kvlinker.llm import LLM
 
         llm = LLM.from_settings(settings)
+        llm.caches.settle()
     with llm:
         yield LocalLibrary(llm, DEFAULT_TENANT if api_key is None else tenant_of_key(api_key))
 

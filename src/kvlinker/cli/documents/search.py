@@ -1,5 +1,4 @@
-"""``kvlinker search`` and ``kvlinker ask``: find cached chunks by words, and answer questions with
-them."""
+"""``kvlinker search`` and ``kvlinker ask``: find cached chunks, and answer questions with them."""
 
 from __future__ import annotations
 
@@ -34,10 +33,11 @@ def search(
         bool, typer.Option("--json", help="Print a line of JSON per chunk.")
     ] = False,
 ) -> None:
-    """Find cached chunks by words of their texts, the best match first.
+    """Find cached chunks by words of their texts, the best match first; with --embedding-model also
+    by what they mean.
 
-    Behind a chunk's id stands how well it matches, in percent of the best match; --json has BM25's
-    own score. The exit code is 1 where nothing is found.
+    Behind a chunk's id stands how well it matches, in percent of the best match; --json has the
+    score itself. The exit code is 1 where nothing is found.
     """
     pairs = parse_pairs(metadata)
     _check_words(query, "QUERY")
@@ -67,7 +67,7 @@ def ask(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Answer a question with the cached chunks that match its words best.
+    """Answer a question with the cached chunks that match it best.
 
     Prints the answer; the chunks that the model read are named on stderr.
     """

@@ -20,6 +20,7 @@ from kvlinker.doors.http import (
     audit,
     building,
     context_caches,
+    embeddings,
     link,
     models,
     pages,
@@ -34,6 +35,7 @@ from kvlinker.doors.http.edge.errors import error_model, error_responses, prompt
 from kvlinker.doors.http.edge.guards import add_guards
 from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.doors.http.edge.routing import refuse_unknown_query
+from kvlinker.doors.http.embedding_turns import EmbeddingTurns
 from kvlinker.doors.http.fields.parts import UnknownPart
 from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.answers import MessageStreamEvent
@@ -56,6 +58,7 @@ SWEEP_SECONDS = 5.0
 PROMPT_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
@@ -112,7 +115,12 @@ def create_app(
     )
     drain = Drain(settings.drain_timeout)
     app.state.served = ServedModel(
-        llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider)
+        llm,
+        settings,
+        metrics,
+        drain,
+        EmbeddingTurns(settings.max_waiting),
+        tracing=Tracing.if_installed(tracer_provider),
     )
     add_guards(
         app,
@@ -128,6 +136,7 @@ def create_app(
         messages,
         responses,
         context_caches,
+        embeddings,
         link,
         models,
         residency,

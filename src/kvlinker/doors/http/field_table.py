@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.completions import CompletionRequest
+from kvlinker.doors.http.embeddings import EmbeddingsRequest
 from kvlinker.doors.http.fields.bodies import RequestBody
 from kvlinker.doors.http.fields.foreign import ELSEWHERE, FIELDS, NOTES, ForeignFields, Place
 from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
@@ -27,6 +28,7 @@ BODIES: Mapping[Place, type[RequestBody]] = {
     Place.COUNT_TOKENS: CountTokensRequest,
     Place.TOKENIZE: TokenizeRequest,
     Place.DETOKENIZE: DetokenizeRequest,
+    Place.EMBEDDINGS: EmbeddingsRequest,
 }
 """The bodies of the routes that other servers have, too."""
 

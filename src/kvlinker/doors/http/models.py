@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from kvlinker.base.errors import ModelNotFoundError
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.embedding_turns import EmbeddingTurns
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.metrics import Metrics
 from kvlinker.doors.http.tracing import Tracing
@@ -57,8 +58,14 @@ class ServedModel:
     settings: Settings
     metrics: Metrics
     drain: Drain
+    embedding: EmbeddingTurns
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
     tracing: Tracing | None = None
+
+    @property
+    def embedding_name(self) -> str | None:
+        """The embedding model's name; None where there is none."""
+        return None if self.llm.embedder is None else self.llm.embedder.name
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless a request's ``model`` is one of the served names,
@@ -99,20 +106,21 @@ class ModelList(ResponseBody):
 
 @router.get("")
 async def list_models(served: ServedModelParam) -> ModelList:
-    """List the one model that is served, under each of its names."""
-    return ModelList(data=[_model(served, name) for name in served.settings.served_names])
+    """List the model that is served, under each of its names, and the embedding model."""
+    names = [*served.settings.served_names, *filter(None, [served.embedding_name])]
+    return ModelList(data=[_model(served, name) for name in names])
 
 
 @router.get("/{name:path}", responses=error_responses(404))
 async def read_model(name: str, served: ServedModelParam) -> ModelObject:
     """Describe the model of this name."""
-    served.check_model(name)
+    if name != served.embedding_name:
+        served.check_model(name)
     return _model(served, served.llm.model_name if name == "default" else name)
 
 
 def _model(served: ServedModel, name: str) -> ModelObject:
-    return ModelObject(
-        id=name,
-        created=int(served.llm.created_at),
-        max_model_len=served.llm.max_model_len,
-    )
+    llm = served.llm
+    answers = llm.embedder is None or name in served.settings.served_names
+    window = llm.max_model_len if answers or not llm.embedder else llm.embedder.max_tokens
+    return ModelObject(id=name, created=int(llm.created_at), max_model_len=window)

@@ -202,16 +202,18 @@ class ContextCaches:
         metadata: Mapping[str, str] | None = None,
         scope: Scope = Scope.PRIVATE,
     ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts, the best match first: the tenant's own, or
-        the shared ones, that have all pairs of ``metadata`` and were made with the model served
-        now.
-
-        Of those that hold the same chunk, only the newest. Raises InvalidRequestError for a query
-        without words, and where search is off.
+        """Find context caches by words, and with an embedding model also by meaning, the best match
+        first: the tenant's own, or the shared ones, that have all pairs of ``metadata`` and were
+        made with the model served now. Of those that hold the same chunk, only the newest. Raises
+        InvalidRequestError for a query without words, and where search is off.
         """
         return self._texts.search(
             query, tenant=scope.owner(tenant), limit=limit, metadata=metadata or {}
         )
+
+    def settle(self) -> None:
+        """Wait until what was created so far is found by meaning, where it is to be."""
+        self._texts.settle()
 
     def is_usable(self, cache: ContextCache) -> bool:
         """Return False for a context cache that was made with another model than the one served
@@ -360,6 +362,7 @@ class ContextCaches:
     def close(self) -> None:
         """Finish what is being entered."""
         self._creation.close()
+        self._texts.close()
 
     def _writable(self, cache_id: str, tenant: str, admin: bool) -> str:
         """Return the owner of a context cache that the tenant may change."""

@@ -1,19 +1,29 @@
-"""Texts of cached chunks: reads them from their token ids, and has them searched by words where the
-settings say so."""
+"""Texts of cached chunks: reads them from their token ids, and has them searched where the settings
+say so: by words, and by meaning where there is an embedding model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.prompting.encoding import TextEncoder
+from kvlinker.service.context_caches.vectors import ChunkVectors
+from kvlinker.service.embedding import Embedder
 from kvlinker.store import Catalog
 
 INDEXED_AT_ONCE = 500
 """The most chunks whose texts one transaction adds to the search index."""
+
+MOST_CANDIDATES = 100
+"""The best matches by words, and by meaning, of which the best of both are made."""
+
+RANK_OFFSET = 60
+"""What is added to a rank before its reciprocal counts (Cormack et al., 2009): so being high in
+both rankings counts more than being first in one."""
 
 
 class ChunkTexts:
@@ -25,15 +35,27 @@ class ChunkTexts:
     """
 
     def __init__(
-        self, catalog: Catalog, encoder: TextEncoder, *, fingerprint: str, searchable: bool
+        self,
+        catalog: Catalog,
+        encoder: TextEncoder,
+        *,
+        fingerprint: str,
+        searchable: bool,
+        embedder: Embedder | None = None,
     ) -> None:
-        """Remove the search index, if there is one, where chunks are not to be ``searchable``."""
+        """Remove the search index, if there is one, where chunks are not to be ``searchable``. They
+        are found by meaning, too, where there is an ``embedder``."""
         self._catalog = catalog
         self._encoder = encoder
         self._fingerprint = fingerprint
         self._searchable = searchable
         if not searchable:
             catalog.search.clear()
+        self._vectors = (
+            ChunkVectors(catalog, embedder, self.text, fingerprint=fingerprint)
+            if embedder and searchable
+            else None
+        )
 
     def text(self, tokens: tuple[int, ...]) -> str:
         """Decode a chunk's token ids."""
@@ -42,33 +64,75 @@ class ChunkTexts:
     def index(self, chunks: Mapping[str, Chunk]) -> None:
         """Add chunks that the catalog has, given by chunk key, to the search index."""
         if self._searchable:
-            self._catalog.search.add(
-                {key: self.text(chunk.tokens) for key, chunk in chunks.items()}
-            )
+            texts = {key: self.text(chunk.tokens) for key, chunk in chunks.items()}
+            self._catalog.search.add(texts)
+            if self._vectors is not None:
+                self._vectors.index(texts)
 
     def catch_up(self) -> None:
         """Add all chunks that are not in the search index yet."""
         while self._searchable and (
             missing := self._catalog.without_text(self._fingerprint, limit=INDEXED_AT_ONCE)
         ):
-            self._catalog.search.add({key: self.text(tokens) for key, tokens in missing.items()})
+            texts = {key: self.text(tokens) for key, tokens in missing.items()}
+            self._catalog.search.add(texts)
+            if self._vectors is not None:
+                self._vectors.index(texts)
+        if self._vectors is not None:
+            self._vectors.catch_up()
+
+    def settle(self) -> None:
+        """Wait until all chunks so far are found by meaning, where they are to be."""
+        if self._vectors is not None:
+            self._vectors.settle(None)
 
     def search(
         self, query: str, *, tenant: str, limit: int, metadata: Mapping[str, str]
     ) -> tuple[SearchHit, ...]:
-        """Return what ``SearchIndex.search`` finds now. Raises InvalidRequestError, also where
-        search is off."""
+        """Return what ``SearchIndex.search`` finds now; with an embedding model, the best of that
+        and of what is nearest by meaning, by the sum of reciprocal ranks. Raises
+        InvalidRequestError, also where search is off."""
         if not self._searchable:
             raise InvalidRequestError(
                 "Search is off here, for texts would lie in the index in plain. The operator turns"
                 " it on with the setting search=on.",
                 code="search_off",
             )
-        return self._catalog.search.search(
+        now = time.time()
+        by_words = self._catalog.search.search(
             query,
             tenant=tenant,
             fingerprint=self._fingerprint,
-            now=time.time(),
-            limit=limit,
+            now=now,
+            limit=limit if self._vectors is None else MOST_CANDIDATES,
             metadata=metadata,
         )
+        if self._vectors is None:
+            return by_words
+        by_meaning = self._vectors.nearest(
+            query, tenant=tenant, now=now, limit=MOST_CANDIDATES, metadata=metadata
+        )
+        scores = fused([hit.id for hit in by_words], by_meaning)
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[:limit]
+        hits = {hit.id: hit for hit in by_words}
+        others = [cache_id for cache_id in best if cache_id not in hits]
+        for cache_id, cache in self._catalog.get_many(others, tenant, now).items():
+            text = self.text(cache.chunk.tokens)
+            hits[cache_id] = SearchHit(cache_id, 0.0, text, cache.tokens, cache.metadata)
+        return tuple(
+            replace(hits[cache_id], score=scores[cache_id]) for cache_id in best if cache_id in hits
+        )
+
+    def close(self) -> None:
+        """Leave to the next process what is not in the index yet. Idempotent."""
+        if self._vectors is not None:
+            self._vectors.close()
+
+
+def fused(*rankings: Sequence[str]) -> dict[str, float]:
+    """Return a score for each id of some rankings, the sum of its reciprocal ranks in them."""
+    scores: dict[str, float] = {}
+    for ranking in rankings:
+        for rank, each in enumerate(ranking, start=1):
+            scores[each] = scores.get(each, 0.0) + 1 / (RANK_OFFSET + rank)
+    return scores

@@ -48,6 +48,7 @@ from kvlinker.store.catalog.rows import (
 )
 from kvlinker.store.catalog.search import SearchIndex
 from kvlinker.store.catalog.variants import VariantIndex
+from kvlinker.store.catalog.vectors import VectorIndex
 from kvlinker.store.format.encryption import Cipher
 
 POSITION_SECONDS = 3600
@@ -87,6 +88,7 @@ class Catalog:
             self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
         self.search = SearchIndex(self._database)
+        self.vectors = VectorIndex(self._database, self._blobs)
         self.implicit = ImplicitIndex(self._database, self._blobs)
         self.audit = AuditLog(self._database)
 

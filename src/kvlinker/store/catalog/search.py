@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.store.catalog.databases.interface import Database
-from kvlinker.store.catalog.rows import LIVE, with_pairs
+from kvlinker.store.catalog.rows import SEARCHED, with_pairs
 
 MOST_WORDS = 1000
 """The most words of a query that are searched for, the first ones: the time to parse it grows with
@@ -46,9 +46,8 @@ class SearchIndex:
         cache that has all pairs of ``metadata``; only chunks of the model with this fingerprint.
 
         A text matches that has any of the query's words; BM25 puts first those that have many and
-        rare ones. Nothing in the query is syntax. Implicit context caches, which nobody made to be
-        searched, are left out. ``now``: Unix seconds. Raises InvalidRequestError for a query
-        without a word.
+        rare ones. Nothing in the query is syntax. ``now``: Unix seconds. Raises InvalidRequestError
+        for a query without a word.
         """
         words = list(dict.fromkeys(_WORD.findall(query)))[:MOST_WORDS]
         if not words:
@@ -61,7 +60,7 @@ class SearchIndex:
             words,
             tenant=tenant,
             fingerprint=fingerprint,
-            condition=" AND ".join(["c.implicit_ttl IS NULL", LIVE, *conditions]),
+            condition=" AND ".join([SEARCHED, *conditions]),
             values={**values, "now": now},
             limit=limit,
         )
@@ -71,6 +70,7 @@ class SearchIndex:
         )
 
     def clear(self) -> bool:
-        """Remove all texts; returns whether there were any."""
+        """Remove all texts, and what was made of them; returns whether there were any."""
         with self._database.transaction() as connection:
+            connection.execute("DELETE FROM vectors")
             return connection.texts.remove_all(connection)

@@ -17,7 +17,7 @@ VERSION = "/v1"
 """Stands before the paths of other APIs."""
 
 _SHORT = re.compile(
-    r"/(chat/completions|completions|responses|messages|messages/count_tokens|models(/.*)?)",
+    r"/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/.*)?)",
     re.DOTALL,
 )
 """Matches their paths without it."""

@@ -23,6 +23,7 @@ class Place(StrEnum):
     COUNT_TOKENS = "count_tokens"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
+    EMBEDDINGS = "embeddings"
 
     MESSAGE = "a message"
     TEXT_PART = "a text part"
@@ -83,7 +84,7 @@ _NO_MORE_TOOLS = "only functions are called, all of which are offered and called
 FIELDS: tuple[ForeignFields, ...] = (
     _taken(
         "user safety_identifier session_id priority",
-        _OPENAI,
+        _OPENAI | {Place.EMBEDDINGS},
         "for operators and their statistics: requests are served in order",
     ),
     _taken("metadata", _TEXT, "for operators and their statistics"),
@@ -150,6 +151,8 @@ FIELDS: tuple[ForeignFields, ...] = (
         _TEXT,
         "prompts are answered whole; shorten it, so that you know what is left",
     ),
+    _refused("truncate_prompt_tokens", Place.EMBEDDINGS, "texts are embedded whole"),
+    _refused("add_special_tokens normalize", Place.EMBEDDINGS, "done in any case", True),
     _refused("logprob_token_ids", _TEXT, "give `logprobs` or `top_logprobs`", []),
     _refused("watermarking repetition_detection", _ROUTES, "vLLM's own ways of sampling", False),
     _refused("return_prompt_text", Place.CHAT, "give `return_token_ids`", False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """The one version of the tables that is read. A change of the tables takes the next number."""
 
 TABLES = (
@@ -89,6 +89,15 @@ TABLES = (
     "CREATE INDEX removed_positions_by_time ON removed_positions (removed_at)",
     # in SQLite, the texts of the tenant's chunks are in the FTS5 table texts_<number>
     "CREATE TABLE search_indexes (number INTEGER PRIMARY KEY, tenant TEXT NOT NULL UNIQUE)",
+    # what the texts of chunks mean to an embedding model
+    """CREATE TABLE vectors (
+        tenant TEXT NOT NULL,
+        embedder TEXT NOT NULL,  -- the model's fingerprint
+        key TEXT NOT NULL REFERENCES chunks (key) ON DELETE CASCADE,
+        vector BLOB NOT NULL,  -- little-endian float32
+        PRIMARY KEY (tenant, embedder, key)
+    )""",
+    "CREATE INDEX vectors_by_chunk ON vectors (key, embedder)",
     # what audits found: samples, and what those up to a number came to
     """CREATE TABLE audit_samples (
         number INTEGER PRIMARY KEY AUTOINCREMENT,

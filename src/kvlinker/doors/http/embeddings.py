@@ -1,0 +1,161 @@
+"""POST /v1/embeddings: vectors of texts, in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from numpy.typing import NDArray
+from pydantic import Discriminator, Field, Tag
+
+from kvlinker.base.errors import ModelNotFoundError
+from kvlinker.base.types.limits import MOST_EMBEDDED
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.fields.bodies import (
+    NonemptyText,
+    RequestBody,
+    ResponseBody,
+    Text,
+    TokenId,
+)
+from kvlinker.doors.http.fields.foreign import Place
+from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.service.embedding import Given, embedder_of
+
+router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=BodyRoute)
+
+T = TypeVar("T")
+
+_Tokens = Annotated[list[TokenId], Field(min_length=1)]
+_SEVERAL = Field(min_length=1, max_length=MOST_EMBEDDED)
+
+
+def _input_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    if isinstance(first, str):
+        return "<texts>"
+    return "<token lists>" if isinstance(first, list) else "<tokens>"
+
+
+InputBody = Annotated[
+    Annotated[NonemptyText, Tag("<text>")]
+    | Annotated[list[NonemptyText], _SEVERAL, Tag("<texts>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
+    | Annotated[list[_Tokens], _SEVERAL, Tag("<token lists>")],
+    Discriminator(
+        _input_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a text, token ids, or a list of these",
+    ),
+]
+
+
+class EmbeddingsRequest(RequestBody):
+    """Texts, or token ids of the embedding model, each of which gets a vector of length 1: of all
+    ``dimensions``, or the first ones. ``base64`` holds little-endian 32-bit floats."""
+
+    place: ClassVar[Place | None] = Place.EMBEDDINGS
+
+    input: InputBody
+    model: Text | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbeddingObject(ResponseBody):
+    """The vector of the input at ``index``."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponseBody):
+    """The tokens that the embedding model read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(ResponseBody):
+    """The vectors of all inputs, in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
+@router.post(
+    "/embeddings", response_model=EmbeddingList, responses=error_responses(400, 404, 429, 503)
+)
+async def create_embeddings(
+    body: EmbeddingsRequest, request: Request, served: ServedModelParam, tenant: TenantParam
+) -> Response:
+    """Tell the vectors of texts, by the embedding model that the server was started with."""
+    embedder = embedder_of(served.llm.embedder)
+    if body.model not in (None, "default", embedder.name):
+        raise ModelNotFoundError(
+            f"The model {body.model!r} makes no embeddings here. Use {embedder.name!r}, or leave"
+            " 'model' out.",
+            param="model",
+        )
+    embedder.check_dimensions(body.dimensions)
+    with served.embedding.request():
+        asked = await served.encoding.run(request, lambda: embedder.prepare(_texts(body.input)))
+        vectors = await _unless_left(request, served.embedding.embed(embedder, asked, tenant))
+    if vectors is None:
+        return Response()  # which nobody reads
+    note_tokens(request.scope, asked.tokens)
+
+    def tell() -> str:
+        cut = embedder.cut(vectors, body.dimensions)
+        data = [_object(index, vector, body.encoding_format) for index, vector in enumerate(cut)]
+        usage = EmbeddingUsage(prompt_tokens=asked.tokens, total_tokens=asked.tokens)
+        return EmbeddingList(data=data, model=embedder.name, usage=usage).model_dump_json()
+
+    return Response(await run_in_threadpool(tell), media_type="application/json")
+
+
+def _texts(given: InputBody) -> Sequence[Given]:
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [cast(Given, given)]
+    return cast(Sequence[Given], given)
+
+
+def _object(
+    index: int, vector: NDArray[np.float32], form: Literal["float", "base64"] | None
+) -> EmbeddingObject:
+    if form == "base64":
+        return EmbeddingObject(
+            index=index, embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        )
+    return EmbeddingObject(index=index, embedding=vector.tolist())
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what ``work`` comes to; None where the client left before, and it was cancelled."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()

@@ -1,0 +1,92 @@
+"""Finds chunks by what their texts mean: keeps a vector for each, by embedding model; the catalog
+has one such index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.store.catalog.databases.interface import Database
+from kvlinker.store.catalog.encryption import TokenBlobs
+from kvlinker.store.catalog.rows import CHUNK_COLUMNS, SEARCHED, read_tokens, with_pairs
+
+VECTOR = np.dtype("<f4")
+"""How a vector's numbers are stored."""
+
+KEYS_PER_QUERY = 500
+"""The chunks that are looked up at once, the nearest first."""
+
+
+class VectorIndex:
+    """Keeps the vectors of chunks, which have length 1. Those of one embedding model, which its
+    fingerprint names, are never compared with another's. All methods may be called from any
+    thread."""
+
+    def __init__(self, database: Database, blobs: TokenBlobs) -> None:
+        self._database = database
+        self._blobs = blobs
+
+    def add(self, embedder: str, vectors: Mapping[str, NDArray[np.float32]]) -> None:
+        """Keep the vectors of chunks, by chunk key; chunks that are gone or have theirs already are
+        passed over."""
+        with self._database.transaction() as connection:
+            connection.executemany(
+                "INSERT INTO vectors (tenant, embedder, key, vector) SELECT tenant, ?, key, ?"
+                " FROM chunks WHERE key = ? ON CONFLICT DO NOTHING",
+                [(embedder, v.astype(VECTOR).tobytes(), key) for key, v in vectors.items()],
+            )
+
+    def missing(self, embedder: str, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
+        """Return the token ids of up to ``limit`` chunks of a model that have a text in the search
+        index, but no vector, by chunk key."""
+        rows = self._database.query(
+            f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.fingerprint = :fingerprint"
+            " AND k.text_number IS NOT NULL AND NOT EXISTS (SELECT 1 FROM vectors v"
+            " WHERE v.key = k.key AND v.embedder = :embedder) LIMIT :limit",
+            {"fingerprint": fingerprint, "embedder": embedder, "limit": limit},
+        )
+        return read_tokens(rows, self._blobs)
+
+    def nearest(
+        self,
+        vector: NDArray[np.float32],
+        *,
+        embedder: str,
+        tenant: str,
+        fingerprint: str,
+        now: float,
+        limit: int,
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[str, ...]:
+        """Return the ids of the tenant's ``limit`` chunks whose vectors are nearest to ``vector``
+        (by cosine), the nearest first; which of them, and by which context caches, is as in
+        ``SearchIndex.search``."""
+        rows = self._database.query(
+            "SELECT key, vector FROM vectors WHERE tenant = :tenant AND embedder = :embedder",
+            {"tenant": tenant, "embedder": embedder},
+        )
+        if not rows:
+            return ()
+        stored = np.frombuffer(b"".join(row[1] for row in rows), VECTOR).reshape(len(rows), -1)
+        order = np.argsort(-(stored @ vector), kind="stable").tolist()
+        conditions, values = with_pairs(metadata)
+        found: list[str] = []
+        for start in range(0, len(order), KEYS_PER_QUERY):
+            keys = [rows[place][0] for place in order[start : start + KEYS_PER_QUERY]]
+            named = {f"chunk{number}": key for number, key in enumerate(keys)}
+            ids = dict(
+                self._database.query(
+                    "SELECT k.key, h.id FROM chunks k JOIN context_caches h ON h.number = (SELECT"
+                    " max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND"
+                    f" {' AND '.join([SEARCHED, *conditions])}) WHERE k.fingerprint = :fingerprint"
+                    f" AND k.key IN ({', '.join(f':{name}' for name in named)})",
+                    {**values, **named, "now": now, "fingerprint": fingerprint},
+                )
+            )
+            found += [ids[key] for key in keys if key in ids]
+            if len(found) >= limit:
+                break
+        return tuple(found[:limit])
