@@ -14,7 +14,7 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium postgresql
+.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium firefox-esr postgresql
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -22,15 +22,15 @@ serve: $(INSTALLED)
 serve-fleet: $(INSTALLED)
 	$(VENV)/bin/kvlinker fleet --port $(PORT)
 
-test: $(INSTALLED) redis-server chromium postgresql
+test: $(INSTALLED) redis-server chromium firefox-esr postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
 
 # The quick tests, with the lines and branches that they reach: a summary, and pages in htmlcov/.
-coverage: $(INSTALLED) redis-server chromium postgresql
+coverage: $(INSTALLED) redis-server chromium firefox-esr postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
 
 # Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
-test-slow: $(INSTALLED) redis-server chromium postgresql
+test-slow: $(INSTALLED) redis-server chromium firefox-esr postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
 
 test-fast: $(INSTALLED)
@@ -101,8 +101,8 @@ $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 
-# Tests start servers of their own, and a browser; without these programs they are skipped.
-redis-server chromium postgresql:
+# Tests start servers of their own, and browsers; without these programs they are skipped.
+redis-server chromium firefox-esr postgresql:
 	@{ command -v $@ $(ELSEWHERE); } >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
 		&& echo "Installing $@ …" && apt-get update -qq \
 		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $@ $(FONTS) >/dev/null; } \

@@ -1,5 +1,5 @@
-"""The page in a real browser, over a server with the model in the box. All tests share one browser
-and one server.
+"""The page in real browsers, over a server with the model in the box. All tests share one server,
+and but for ``test_firefox.py`` one Chromium.
 
 Whatever a test does, the page calls nobody but its server, and its console stays empty: that is
 checked behind each.
@@ -8,7 +8,7 @@ checked behind each.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,12 @@ from tests.doors.http.serving import Served
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
 KEYS = ("key-alpha", "key-beta", "key-gamma", "key-delta", "key-epsilon")
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+FIREFOX = ("firefox-esr", "firefox")
 
 DROP = """files => {
   const transfer = new DataTransfer();
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def reading(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def reading(playwright: Playwright, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with the model in the box, which audits all answers; none starts where there is no
     browser."""
     from kvlinker.llm import LLM
@@ -75,17 +76,39 @@ def guarded(reading: Served) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip("chromium is not installed (a Debian package; 'make test' as root installs it)")
+def playwright() -> Iterator[Playwright]:
+    if not any(map(shutil.which, (*CHROMIUM, *FIREFOX))):
+        pytest.skip("there is no browser ('make test' as root installs two)")
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (a package of [dev])"
     )
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program)
-        yield launched
-        launched.close()
+    with sync_api.sync_playwright() as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    launched = playwright.chromium.launch(executable_path=program("chromium", CHROMIUM))
+    yield launched
+    launched.close()
+
+
+@pytest.fixture(scope="package")
+def firefox(playwright: Playwright) -> Iterator[Browser]:
+    """Firefox as it is installed, which Playwright drives by WebDriver BiDi."""
+    launched = playwright.firefox.launch(
+        channel="moz-firefox", executable_path=program("firefox-esr", FIREFOX)
+    )
+    yield launched
+    launched.close()
+
+
+def program(package: str, names: Sequence[str]) -> str:
+    """The path of a browser; skips the test where it is missing."""
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"{package} is not installed (a Debian package; 'make test' installs it)")
+    return found
 
 
 @dataclass
@@ -158,6 +181,12 @@ class Watched:
 
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
+    with opening(browser) as open_page:
+        yield open_page
+
+
+@contextmanager
+def opening(browser: Browser) -> Iterator[Callable[..., Watched]]:
     """Opens pages: ``opened(url, **options of a browser context)``."""
     pages: list[Watched] = []
 
