@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvlinker.base.events import Events
-from kvlinker.service.startup import open_state
+from kvlinker.service.startup import engine_source, open_state
 from kvlinker.settings import load_settings
 from kvlinker.store import StoreError
 
@@ -15,3 +15,10 @@ def test_a_store_that_cannot_be_opened_leaves_no_catalog_open(tmp_path: Path) ->
         open_state(settings, Events(), host_bytes=0)
     assert (tmp_path / "catalog.sqlite").exists()
     assert not (tmp_path / "catalog.sqlite-wal").exists()
+
+
+def test_an_unusable_catalog_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite").write_text("not a database")
+    settings = load_settings(state_dir=str(tmp_path), model=str(tmp_path / "no model"))
+    with pytest.raises(StoreError, match=r"catalog\.sqlite"):
+        engine_source(settings)

@@ -276,3 +276,11 @@ def test_a_catalog_is_a_file_or_a_database() -> None:
     with pytest.raises(InvalidRequestError, match="catalog_url") as refused:
         load_settings(catalog_url="mysql://me:hush@db/kv")
     assert "hush" not in refused.value.message
+
+
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLINKER_STATE_DIR", raising=False)
+    unset = load_settings()
+    monkeypatch.setenv("KVLINKER_STATE_DIR", "")
+    monkeypatch.setenv("KVLINKER_MAX_WAITING", "")
+    assert load_settings() == unset

@@ -103,9 +103,11 @@ def engine_source(settings: Settings, builders: BuilderClient | None = None) -> 
     """Return the source of the engine that ``settings.engine`` names, on ``settings.model``; the
     embedded engine asks ``builders`` for chunks that it lacks.
 
-    Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not
-    installed.
+    Raises ModelLoadError and UnsupportedModelError, InvalidRequestError where the engine is not
+    installed, and, before a model is loaded for nothing, StoreError where the catalog cannot be
+    used.
     """
+    Catalog(settings.catalog_place, load_cipher(settings.encryption_key)).close()
     if settings.engine == "vllm":
         from kvlinker.engines.vllm.frontend.source import own_vllm
 

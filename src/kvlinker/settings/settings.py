@@ -42,7 +42,9 @@ class Settings(
     begins with the last, and a field's validator sees those before it.
     """
 
-    model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=VARIABLE_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True
+    )
 
     @property
     def quotas(self) -> Quotas:
