@@ -71,6 +71,21 @@ class AttentionLayer:
             sinks=getattr(implementation, "sinks", None),
         )
 
+    def cache_views(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values [blocks, block_size, heads, head_dim] as backends know to lay them
+        out in the layer's cache, which vLLM shapes [blocks, heads, block_size, 2 * head_dim]."""
+        cache = self.module.kv_cache
+        if cache.shape[1] == self.heads and cache.shape[-1] == 2 * self.head_dim:
+            key, value = cache.transpose(1, 2).split(self.head_dim, dim=-1)
+            yield key, value
+            if cache.is_contiguous():
+                behind = cache.view(*cache.shape[:2], -1, self.head_dim)
+                key, value = behind.transpose(1, 2).chunk(2, dim=1)
+                yield key, value
+        elif cache.shape[1] == 2 * self.heads:
+            key, value = cache.transpose(1, 2).split(self.heads, dim=2)
+            yield key, value
+
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
         self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
+from kvlinker.engines.vllm.worker.fused_placing import fused_placing
 from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
 from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
 from kvlinker.engines.vllm.worker.recording import (
@@ -107,7 +109,10 @@ class Passes:
     def __init__(
         self, bound: BoundModel, layers: Sequence[AttentionModules], *, tokens: int, runs: int
     ) -> None:
-        """``tokens`` and ``runs`` are the most that one pass takes."""
+        """``tokens`` and ``runs`` are the most that one pass takes. Uses the first blocks of the KV
+        cache, in which nothing may lie yet."""
+        fused = fused_placing(bound, layers)
+        self._place_all = partial(place, layers) if fused is None else fused.place
         self._bound = bound
         self._layers = layers
         self._tokens = tokens
@@ -131,8 +136,9 @@ class Passes:
                 task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
             else:
                 others.append((task, each))
-        self._place(self._layers, [each for each in others if not _compares(each[0])])
-        self._place(self._layers[FIRST_LAYERS], [each for each in others if _compares(each[0])])
+        self._place_all(self._parts(each for each in others if not _compares(each[0])))
+        compared = self._parts(each for each in others if _compares(each[0]))
+        place(self._layers[FIRST_LAYERS], compared)
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Compute the slices' runs. Raises what the model does."""
@@ -151,14 +157,8 @@ class Passes:
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
-    def _place(
-        self,
-        layers: Sequence[AttentionModules],
-        slices: Iterable[tuple[TransferTask, TransferSlice]],
-    ) -> None:
-        place(
-            layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)]
-        )
+    def _parts(self, slices: Iterable[tuple[TransferTask, TransferSlice]]) -> list[ChunkPart]:
+        return [part for task, each in slices for part in task.parts(self._bound, each.parts)]
 
     def _grouped(
         self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]
