@@ -27,7 +27,7 @@ def subject():
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "codecs conversation creation fleet isolation memory neighbour overhead peers recognition"
-        " router soak store"
+        " roofline router soak store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
