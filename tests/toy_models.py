@@ -157,7 +157,7 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_value_head_dim": 16,
 }
 MAMBA = {
     "num_hidden_layers": 4,

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyError
 from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.embedded.model.delta_step import DeltaStep
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
@@ -235,6 +237,30 @@ def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
         check(outcome, (expected.tokens, expected.logprobs))
     assert len({tuple(outcome.tokens) for outcome in together}) == 3
     wait_until(lambda: made.engine.scheduler.idle)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
+def test_decoding_takes_native_steps(bench, monkeypatch):
+    """One call for all sequences that decode, in each of the layers."""
+    sizes = []
+    computed = DeltaStep.__call__
+
+    def counted(self, mixed, gates, states):
+        sizes.append(len(states))
+        return computed(self, mixed, gates, states)
+
+    monkeypatch.setattr(DeltaStep, "__call__", counted)
+    expected = full_forward(DELTA, SHORT, 5)
+    made = bench(DELTA)
+    with made.held():
+        outcomes = [made.submit(SHORT, "full", max_tokens=5)[0] for _ in range(3)]
+    for outcome in outcomes:
+        check(outcome, expected)
+    assert sizes.count(2) >= len(made.loaded.anatomy.recurrences)
+    sizes.clear()
+    made = bench(DELTA, native_attention="off")
+    check(made.answer(SHORT, "full", max_tokens=5), expected)
+    assert not sizes
 
 
 def test_answers_are_not_kept(bench):

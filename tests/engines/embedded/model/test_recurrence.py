@@ -11,8 +11,8 @@ from kvlinker_lab.models.small_models import small_model
 from tests.toy_models import HYBRIDS, tiny_model
 
 RULES = {
-    "qwen3_next-states": (3, 1, (4, 8, 12)),
-    "qwen3_5-states": (3, 1, (4, 8, 12)),
+    "qwen3_next-states": (3, 1, (4, 8, 16)),
+    "qwen3_5-states": (3, 1, (4, 8, 16)),
     "kimi-states-latents": (3, 1, (4, 8, 8)),
     "granite-states-nope": (3, 1, (8, 16, 12)),
     "falcon_h1-states-beside": (3, 3, (8, 16, 12)),

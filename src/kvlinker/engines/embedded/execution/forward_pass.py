@@ -76,7 +76,7 @@ class ForwardPass:
         self._blocks = anatomy.blocks
         self._entered = 0
         self._whole = batch
-        self._recurrent = RecurrentPass(anatomy)
+        self._recurrent = RecurrentPass(anatomy, native=native)
         self._pool = pool
         self._kernel = kernel
         self._profile = profile

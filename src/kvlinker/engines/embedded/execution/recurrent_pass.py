@@ -15,6 +15,7 @@ from kvlinker.engines.embedded.execution.batch import Batch, Run, SharedChunk, V
 from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.engines.embedded.model.delta_step import DeltaStep, delta_step
 from kvlinker.engines.embedded.model.recurrence import (
     ConvolutionCall,
     Effect,
@@ -89,11 +90,20 @@ class _Course:
     layers: dict[int, list[LayerState]] = field(default_factory=lambda: defaultdict(list))
     """The states at each mark, and behind the last token, of the layers that were computed."""
 
+    @property
+    def only(self) -> NewTokens | None:
+        """All that it goes through, where that is one run; None otherwise."""
+        stretch, *others = self.stretches
+        if others or not isinstance(stretch, list) or len(stretch) > 1:
+            return None
+        return stretch[0] if isinstance(stretch[0], NewTokens) else None
+
 
 class RecurrentPass:
     """Replaces the convolution and the rule of the layers that keep a state, layer by layer."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: Anatomy, *, native: bool) -> None:
+        self._native = native
         self._recurrences = anatomy.recurrences
         self._window = anatomy.window
         self._courses: dict[object, _Course] = {}
@@ -140,8 +150,10 @@ class RecurrentPass:
         convolution = self._convolution
         assert convolution is not None, "a rule follows its convolution"
         layer = _Layer(self._recurrences[self._layer], self._layer, convolution, call)
+        step = delta_step(call, layer.state_shape, call.gates[0].device) if self._native else None
         for courses in self._alike():
-            layer.advance(courses)
+            if step is None or not layer.step(courses, step):
+                layer.advance(courses)
         self._layer += 1
         return layer.output(), None
 
@@ -150,12 +162,8 @@ class RecurrentPass:
         length, and any other alone."""
         groups = defaultdict[object, list[_Course]](list)
         for owner, course in self._courses.items():
-            only = course.stretches[0]
-            single = len(course.stretches) == 1 and isinstance(only, list) and len(only) == 1
-            if single and isinstance(only, list) and isinstance(only[0], NewTokens):
-                groups[_length(only[0])].append(course)
-            else:
-                groups[owner].append(course)
+            only = course.only
+            groups[owner if only is None else _length(only)].append(course)
         yield from groups.values()
 
 
@@ -177,6 +185,32 @@ class _Layer:
         """Return the output of all tokens of the batch: [1, tokens, heads, dim]."""
         assert self._output is not None, "a batch has tokens"
         return self._output[None]
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a state: [heads, rows, columns]."""
+        return self._recurrence.state_shape
+
+    def step(self, courses: Sequence[_Course], step: DeltaStep) -> bool:
+        """Compute sequences of which each has one token; False, and nothing done, for others."""
+        rows: list[int] = []
+        for course in courses:
+            tokens = course.only
+            if tokens is None or _length(tokens) > 1 or tokens.run.capture:
+                return False
+            rows.append(tokens.rows.start)
+        states = [self._state(course) for course in courses]
+        before = torch.stack([state.before for state in states])
+        entering = self._entering[:, rows].T[..., None]
+        mixed = self._recurrence.mixed(self._convolution.apply(before, entering))
+        gates = tuple(gate[rows][:, None] for gate in self._gates)
+        output, after = step(mixed, gates, [state.state for state in states])
+        for row, each in zip(rows, output, strict=True):
+            self._put(slice(row, row + 1), each)
+        contexts = torch.cat([before, entering], -1)[..., 1:]
+        for course, context, last in zip(courses, contexts, after, strict=True):
+            course.layers[course.end].append(LayerState(context, last))
+        return True
 
     def advance(self, courses: Sequence[_Course]) -> None:
         """Compute sequences whose stretches are alike."""

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+)
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import in_own_thread
@@ -21,6 +27,14 @@ CONTEXT_WINDOW = 65_536
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 704},
     "285m": {"layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 8, "ffn": 2816},
+    "285m-hybrid": {
+        "layers": 24,
+        "hidden": 1024,
+        "heads": 16,
+        "kv_heads": 8,
+        "ffn": 2816,
+        "state_heads": 8,
+    },
     "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336},
 }
 
@@ -35,7 +49,7 @@ def random_model(
     shape: str, *, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "auto"
 ) -> LoadedModel:
     """Make a Llama of the named shape with random weights and a tokenizer of one token per byte,
-    for the engine.
+    for the engine; of one with ``state_heads``, a hybrid.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -47,7 +61,8 @@ def random_model(
 
 
 def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """Make a Llama of the named shape with random weights, always the same, as transformers has it.
+    """Make a Llama of the named shape with random weights, always the same, as transformers has it;
+    of one with ``state_heads``, a Qwen3.5 with a gated delta rule in three layers of four.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -56,17 +71,27 @@ def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) 
             f"Unknown shape {shape!r}; known are {', '.join(SHAPES)}.", param="shape"
         )
     size = SHAPES[shape]
-    config = LlamaConfig(
-        num_hidden_layers=size["layers"],
-        hidden_size=size["hidden"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["kv_heads"],
-        intermediate_size=size["ffn"],
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT_WINDOW,
-        bos_token_id=256,
-        eos_token_id=257,
-        tie_word_embeddings=True,
+    common: dict[str, Any] = {
+        "num_hidden_layers": size["layers"],
+        "hidden_size": size["hidden"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv_heads"],
+        "intermediate_size": size["ffn"],
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT_WINDOW,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "tie_word_embeddings": True,
+    }
+    config: PreTrainedConfig = (
+        Qwen3_5TextConfig(
+            **common,
+            head_dim=size["hidden"] // size["heads"],
+            linear_num_key_heads=size["state_heads"] // 2,
+            linear_num_value_heads=size["state_heads"],
+        )
+        if "state_heads" in size
+        else LlamaConfig(**common)
     )
     torch.manual_seed(0)
     with torch.device(device):
