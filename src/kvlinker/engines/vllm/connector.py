@@ -82,7 +82,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
             Path(settings.state_dir) / "chunks",
             memory_bytes=settings.host_memory if is_worker else 0,
             sealing=Sealing(load_cipher(settings.encryption_key)),
-            pinned=is_worker and torch.cuda.is_available(),
+            pins=is_worker and torch.cuda.is_available(),
         )
         self._scheduler: TransferScheduler | None = None
         if not is_worker:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 from kvlinker.base.events import Events
-from kvlinker.store import ChunkKV, DiskTier, LayerKV
+from kvlinker.engines.vllm.worker.pinning import pinned
+from kvlinker.store import ChunkKV, DiskTier
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
@@ -23,14 +23,14 @@ class WorkerChunks:
     thread."""
 
     def __init__(
-        self, directory: Path, *, memory_bytes: int, sealing: Sealing, pinned: bool = False
+        self, directory: Path, *, memory_bytes: int, sealing: Sealing, pins: bool = False
     ) -> None:
-        """Open the folder. With ``pinned``, chunks lie in pinned memory, which devices read without
+        """Open the folder. With ``pins``, chunks lie in pinned memory, which devices read without
         anybody waiting.
 
         Raises StoreError where it cannot be used.
         """
-        self._pinned = pinned
+        self._pins = pins
         self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
@@ -82,11 +82,8 @@ class WorkerChunks:
 
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep the KV in memory if there is room, and return what is to be used of it."""
-        if self._pinned:
-            layers = tuple(
-                LayerKV(layer.key.pin_memory(), layer.value.pin_memory()) for layer in kv.layers
-            )
-            kv = replace(kv, layers=layers)
+        if self._pins:
+            kv = pinned(kv)
         with self._lock:
             if key in self._index or not self._index.fits(kv.nbytes):
                 return kv
