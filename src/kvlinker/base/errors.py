@@ -47,6 +47,11 @@ class WayOut(Enum):
         "Send 'Authorization: Bearer <key>', or 'x-api-key: <key>'.",
         "Give it by --api-key, or in KVLINKER_API_KEY.",
     )
+    EMBED = (
+        "Name one: LLM(embedding_model=PATH).",
+        "The operator names one: kvlinker serve --embedding-model PATH.",
+        "--embedding-model names one.",
+    )
     EXPLAIN = (
         "explain() explains a prompt without answering it.",
         "/v1/link/explain explains a prompt without answering it.",

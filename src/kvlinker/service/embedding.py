@@ -1,4 +1,4 @@
-"""Turns texts into vectors with an embedding model, for ``/v1/embeddings`` and for search by
+"""Turns texts into vectors with an embedding model, for those who ask for them and for search by
 meaning. The library ``sentence-transformers`` reads such models, and computes with them."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvlinker.base.errors import (
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
+    WayOut,
 )
 from kvlinker.base.threads import compute_serially
 from kvlinker.engines.contract.limits import engine_closed
@@ -201,9 +202,7 @@ def embedder_of(embedder: Embedder | None) -> Embedder:
     """Return the embedder. Raises ModelNotFoundError where there is none."""
     if embedder is None:
         raise ModelNotFoundError(
-            "There is no embedding model here. The operator gives one by the setting"
-            " embedding_model (kvlinker serve --embedding-model PATH).",
-            code="embeddings_off",
+            f"There is no embedding model here. {WayOut.EMBED}", code="embeddings_off"
         )
     return embedder
 

@@ -69,8 +69,8 @@ class ModelSettings(BaseSettings):
     embedding_model: str | None = Field(
         default=None,
         description=(
-            "Folder of an embedding model (sentence-transformers): serves /v1/embeddings, and"
-            " finds chunks by meaning, too."
+            "Folder of an embedding model (sentence-transformers): texts get vectors, and chunks"
+            " are found by meaning, too."
         ),
     )
     max_answer_tokens: int | None = Field(
