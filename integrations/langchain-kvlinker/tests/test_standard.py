@@ -70,16 +70,8 @@ class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
         super().test_tool_calling_with_no_arguments(model)
 
     @understanding
-    def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
-        super().test_bind_runnables_as_tools(model)
-
-    @understanding
     def test_json_mode(self, model: BaseChatModel) -> None:
         super().test_json_mode(model)
-
-    @understanding
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
 
     @understanding
     def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:
