@@ -241,5 +241,6 @@ def test_search_over_http_finds_by_meaning(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path / "state", embedding_model=str(model))
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
         automobile, _ = served.cache("The automobile is red.", "Nothing to say.")
+        served.llm.caches.settle()
         hits = served.post("/v1/context_caches/search", {"query": "car", "limit": 1}).json()["data"]
     assert [hit["id"] for hit in hits] == [automobile]
