@@ -8,6 +8,7 @@ import typer
 
 from kvlinker.cli.bench.command import BenchmarkGroup
 from kvlinker_lab.figures.command import figure
+from kvlinker_lab.gpu.command import gpu
 from kvlinker_lab.models.command import models
 
 
@@ -34,4 +35,5 @@ def main() -> None:
 
 
 app.command()(figure)
+app.command()(gpu)
 app.command()(models)

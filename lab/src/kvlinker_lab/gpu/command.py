@@ -1,0 +1,78 @@
+"""``kvlinker-lab gpu``: tries everything on this machine's GPU, and writes one report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvlinker_lab.gpu.steps import Outcome
+
+
+def gpu(
+    folder: Annotated[Path, typer.Argument(help="Where reports and logs go.", file_okay=False)],
+    shape: Annotated[str, typer.Option(help="Random weights of this shape.")] = "8b",
+    minutes: Annotated[float, typer.Option(min=0.5, help="The longest that all may take.")] = 30,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A tiny shape, also without a GPU: is all there?")
+    ] = False,
+) -> None:
+    """Try kernels, both engines and their benchmarks on a GPU, and write report.md and report.json.
+
+    Nothing is downloaded. A part that fails is reported, and the others go on; the command then
+    ends with 1.
+    """
+    import torch
+
+    from kvlinker.base.errors import InvalidRequestError
+    from kvlinker.cli.console import BAD_USAGE, failures
+    from kvlinker.quality.bench.harness.report import describe_machine, versions
+    from kvlinker_lab.gpu.steps import first_hour, run
+
+    with failures(BAD_USAGE):
+        if not (tiny or torch.cuda.is_available()):
+            raise InvalidRequestError("There is no CUDA GPU here; --tiny tries everything without.")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    outcomes = []
+    for outcome in run(first_hour("tiny" if tiny else shape, tiny=tiny), folder, 60 * minutes):
+        typer.echo(f"{outcome.name}: {outcome.outcome} in {outcome.seconds:.0f} s")
+        outcomes.append(outcome)
+    content = {
+        "machine": about,
+        "versions": versions(),
+        "steps": [asdict(each) for each in outcomes],
+    }
+    (folder / "report.json").write_text(json.dumps(content, indent=2, default=str) + "\n")
+    (folder / "report.md").write_text(report(about, outcomes))
+    typer.echo(f"{folder / 'report.md'}")
+    if any(each.outcome in ("failed", "too late") for each in outcomes):
+        raise typer.Exit(1)
+
+
+def report(machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """Return the report as Markdown."""
+    lines = ["# The first hour", "", ", ".join(f"{name} {machine[name]}" for name in machine), ""]
+    lines += ["| step | outcome | seconds |", "|---|---|---:|"]
+    lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in outcomes]
+    for each in outcomes:
+        lines += ["", f"## {each.name}", "", *([f"`{each.command}`", ""] if each.command else [])]
+        if each.message:
+            lines += ["```", each.message, "```", ""]
+        columns = list(dict.fromkeys(column for row in each.results for column in row))
+        if columns:
+            lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+            lines += [
+                f"| {' | '.join(_cell(row.get(column)) for column in columns)} |"
+                for row in each.results
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,93 @@
+"""A first hour goes on where a part fails, hangs or is missing, and says so."""
+
+import json
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlinker_lab.cli import app
+from kvlinker_lab.gpu import command, steps
+from kvlinker_lab.gpu.steps import Outcome, Step, first_hour, run
+
+WRITES = (
+    "import sys, json;"
+    " json.dump({'results': [{'policy': 'naive', 'ms': 1.5}]}, open(sys.argv[1], 'w'))"
+)
+HANGS = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+)
+
+
+def step(name, code, seconds=100.0, needs=None):
+    return Step(name, (sys.executable, "-c", code), seconds, needs)
+
+
+def test_steps_go_on_where_one_fails_hangs_or_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "SHORTEST", 0.0)
+    began = time.monotonic()
+    done, failed, late, missing = run(
+        [
+            step("writes", WRITES),
+            step("fails", "print('first'); raise SystemExit('no such kernel')"),
+            step("hangs", HANGS, seconds=1.0),
+            step("needs more", WRITES, needs="no_such_package"),
+        ],
+        tmp_path,
+        300,
+    )
+    assert time.monotonic() - began < 200
+    assert (done.outcome, done.results) == ("done", [{"policy": "naive", "ms": 1.5}])
+    assert (failed.outcome, failed.message) == ("failed", "first\nno such kernel")
+    assert late.outcome == "too late"
+    assert (missing.outcome, missing.message) == ("left out", "no_such_package is not installed")
+
+
+def test_no_step_begins_when_the_time_is_over(tmp_path):
+    (outcome,) = run([step("writes", WRITES)], tmp_path, steps.SHORTEST / 2)
+    assert (outcome.outcome, outcome.message) == ("left out", "no time was left")
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_steps_of_an_hour_fit_into_it_and_are_distinct(tiny):
+    found = first_hour("8b", tiny=tiny)
+    assert len({each.name for each in found}) == len(found)
+    assert sum(each.seconds for each in found if each.needs != "vllm") < 30 * 60
+
+
+def test_a_report_has_every_step_and_its_figures():
+    outcomes = [
+        Outcome(
+            "ttft", "done", 12.0, "kvlinker bench ttft", "", [{"policy": "full", "ms": 600.123}]
+        ),
+        Outcome("load", "failed", 3.0, "kvlinker bench load", "no such kernel"),
+    ]
+    told = command.report({"processor": "some"}, outcomes)
+    assert "| ttft | done | 12 |" in told
+    assert "| policy | ms |\n|---|---|\n| full | 600.1 |" in told
+    assert "```\nno such kernel\n```" in told
+
+
+def test_the_command_ends_with_1_where_a_step_failed(tmp_path, monkeypatch):
+    outcomes = [Outcome("kernels", "done"), Outcome("load", "failed", message="no such kernel")]
+    monkeypatch.setattr(steps, "run", lambda *_: iter(outcomes))
+    ended = CliRunner().invoke(app, ["gpu", str(tmp_path / "hour"), "--tiny"])
+    assert ended.exit_code == 1
+    content = json.loads((tmp_path / "hour" / "report.json").read_text())
+    assert [each["outcome"] for each in content["steps"]] == ["done", "failed"]
+    assert "no such kernel" in (tmp_path / "hour" / "report.md").read_text()
+
+
+def test_without_a_gpu_the_way_out_is_named(tmp_path):
+    ended = CliRunner().invoke(app, ["gpu", str(tmp_path / "hour")])
+    assert ended.exit_code == 2
+    assert "--tiny" in ended.output
+
+
+@pytest.mark.slow
+def test_kernels_are_tried_for_real(tmp_path):
+    pytest.importorskip("triton")
+    (outcome,) = run(first_hour("tiny", tiny=True)[:1], tmp_path, 300)
+    assert outcome.outcome == "done", outcome.message
+    assert {row["outcome"] for row in outcome.results} == {"right"}
