@@ -21,7 +21,7 @@ Check = Callable[[Backends, Router, list[str]], Coroutine[Any, Any, None]]
 REPORT = {
     "epoch": "e", "number": 1, "whole": True, "chunks": {}, "gone": [], "running": 0, "waiting": 0,
     "seconds_per_token": None, "tiers": {}, "keyed": False, "recognises": False, "pid": 1,
-    "role": "both", "pending": 0,
+    "role": "both", "pending": 0, "body_limits": {},
 }  # fmt: skip
 
 

@@ -201,6 +201,18 @@ def test_own_decisions_are_believed_until_a_report_can_tell() -> None:
     assert later.resident == 0
 
 
+def test_what_was_just_made_is_believed_until_a_report_can_tell() -> None:
+    router = routers(set(), set())
+    router.note_made("r1", ["a", "b"], 0.0)
+    router.note_made("gone", ["a"], 0.0)
+    decision = router.choose(outline("b", "a"), 1.0)
+    assert decision is not None
+    assert (decision.replica, decision.resident) == ("r1", 2)
+    later = router.choose(outline("a"), BELIEVED_SECONDS)
+    assert later is not None
+    assert later.replica == "r1", "where the question was sent"
+
+
 def lines(*names: str) -> PromptOutline:
     return PromptOutline(lines=tuple(WantedChunk(name, 100) for name in names))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +17,8 @@ import httpx
 import pytest
 
 from kvlinker.base.events import RequestFinished
+from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES
+from kvlinker.doors.http.edge import access_log
 from kvlinker.fleet.app import create_router
 from kvlinker.fleet.backends import Find, always
 from kvlinker.fleet.proxy import MOST_TRIES
@@ -296,6 +300,7 @@ def test_builders_alone_answer_nothing(tmp_path: Path, settings: Settings) -> No
         refused = client.post(CHAT, json=asked())
         assert refused.status_code == 503
         assert refused.headers["Retry-After"]
+        assert [(each["role"], each["state"]) for each in status(client)] == [("build", "ready")]
         assert "are builders" in refused.json()["error"]["message"]
         made = client.post("/v1/context_caches", json={"chunks": TEXTS[:1]})
         assert replica(made) == urlsplit(builder.url).netloc
@@ -467,6 +472,10 @@ def test_pages_of_other_origins_may_ask_first(servers: list[Served], settings: S
 
 
 def test_bodies_are_limited_before_they_are_passed_on(router: httpx.Client) -> None:
+    """As the servers limit them, by route."""
+    too_much = b"x" * (LEAST_PROMPT_BODY_BYTES + 1)
+    assert router.post(CHAT, content=too_much).status_code == 413
+    assert router.post("/v1/context_caches", content=too_much).status_code == 400
     address = router.base_url
     with socket.create_connection((address.host, address.port or 80), timeout=PATIENCE) as client:
         client.sendall(
@@ -474,6 +483,23 @@ def test_bodies_are_limited_before_they_are_passed_on(router: httpx.Client) -> N
             b"Content-Type: application/json\r\nContent-Length: 300000000\r\n\r\n{"
         )
         assert client.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_the_access_log_tells_which_replica_and_why(
+    router: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, access_log.__name__)
+    made = router.post("/v1/context_caches", json={"chunks": TEXTS[:1]}).json()["data"]
+    answer = router.post(CHAT, json=asked(made[0]["id"]))
+
+    def told() -> list[tuple[str, str]]:
+        requests = [getattr(record, "request", {}) for record in caplog.records]
+        return [(each["route"], each["replica"]) for each in requests if "replica" in each]
+
+    wait_until(lambda: len(told()) == 2)
+    route, reason = told()[1]
+    assert route == CHAT
+    assert re.fullmatch(rf"{replica(answer)}: [01] of 1 chunks(, 1 to load)?", reason)
 
 
 def test_keys_are_checked_at_the_router_and_passed_on(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def status(
     if "replicas" not in told:
         raise fail(f"{url} is a single server", FAILURE)
     table = Table(box=None, pad_edge=False)
-    for title in ("replica", "state"):
+    for title in ("replica", "role", "state"):
         table.add_column(title)
     for title in ("running", "waiting", "chunks", "pid"):
         table.add_column(title, justify="right")
@@ -218,6 +218,7 @@ def status(
     for replica in told["replicas"]:
         table.add_row(
             replica["id"],
+            replica["role"],
             replica["state"],
             *(str(replica[name]) for name in ("running", "waiting", "resident_chunks")),
             str(replica["pid"] or "-"),

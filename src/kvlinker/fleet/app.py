@@ -87,7 +87,7 @@ def create_router(
     )
     drain = Drain(settings.drain_timeout)
     app.state.drain = drain
-    add_guards(app, settings, drain, body_limits={})
+    add_guards(app, settings, drain, body_limits=backends.body_limits)
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:

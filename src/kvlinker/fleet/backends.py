@@ -115,6 +115,8 @@ class Backends:
         """True if the servers tell tenants by their keys."""
         self.recognises = False
         """True if the servers make chunks of passages that come again in plain texts."""
+        self.body_limits: dict[str, int] = {}
+        """The most bytes of bodies that some server takes, by path, where they tell it."""
         self._found: set[str] = set()
         self._last_error = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -283,6 +285,8 @@ class Backends:
         self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
         backend.pid, backend.role = int(told["pid"]), str(told["role"])
         backend.pending = int(told["pending"])
+        for path, limit in told["body_limits"].items():
+            self.body_limits[path] = max(int(limit), self.body_limits.get(path, 0))
         if not self._knows(backend):
             return True
         return self._router.report(

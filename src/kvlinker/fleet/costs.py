@@ -152,6 +152,10 @@ class PromptCosts:
         self._index.begin(replica, [name for name, _ in prompt.beginnings])
         self._index.begin(replica, [line.name for line in prompt.lines])
 
+    def believe(self, replica: int, names: Sequence[str], now: float) -> None:
+        """Believe that a replica has chunks in memory, by their names."""
+        self._index.believe(replica, names, now)
+
     def note_beginnings(self, replica: int, stored: Iterable[str], removed: Iterable[str]) -> None:
         """Note which beginnings a replica has now, and which it has no more."""
         self._index.begin(replica, stored)

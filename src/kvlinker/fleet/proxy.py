@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.access import key_of
-from kvlinker.doors.http.edge.access_log import note_replica
+from kvlinker.doors.http.edge.access_log import note_replica, note_route
 from kvlinker.doors.http.edge.draining import REFUSED_HEADER
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
@@ -62,7 +63,8 @@ _GENERATING = frozenset(
 )
 """The routes whose requests may be sent again, since they leave nothing behind but caches."""
 
-_BUILDING = frozenset(("/v1/context_caches", "/v1/chunks/build"))
+_CREATION = "/v1/context_caches"
+_BUILDING = frozenset((_CREATION, "/v1/chunks/build"))
 """The routes whose requests go to builders. What one of them may have done before it was lost is
 done again: nobody was told of it, and the KV is the same."""
 
@@ -103,6 +105,8 @@ class Proxy:
         if not scope["raw_path"].startswith(b"/"):  # else it could name another host
             error = InvalidRequestError("The request's target must be a path that begins with '/'.")
             return await error_response(error, scope)(scope, receive, send)
+        if scope["path"] in _GENERATING | _BUILDING:  # other paths may have callers' texts
+            note_route(scope, scope["path"])
         request = Request(scope, receive)
         body = await request.body()
         tenant = _tenant(request) if self._backends.keyed else DEFAULT_TENANT
@@ -202,6 +206,10 @@ class Proxy:
             return False
         self._router.began(decision, time.monotonic() - began)
         note_replica(request.scope, decision.reason)
+        creates = request.method == "POST" and request.url.path == _CREATION and not builds
+        if creates and not _is_stream(answer):
+            ids = await run_in_threadpool(_ids, answer.content)
+            self._router.note_made(decision.replica, ids, time.monotonic())
         if REQUEST_ID_HEADER in answer.headers:
             take_request_id(request.scope, answer.headers[REQUEST_ID_HEADER])
         await _answer(backend, answer, request.scope, send)
@@ -260,6 +268,13 @@ def _last_event(scope: Scope) -> bytes:
         told = json.dumps(body.error.model_dump() | {"type": "error", "sequence_number": 0})
         return f"\n\nevent: error\ndata: {told}\n\n".encode()
     return f"\n\ndata: {body.model_dump_json()}\n\ndata: [DONE]\n\n".encode()
+
+
+def _ids(created: bytes) -> list[str]:
+    """Return the ids of the context caches that an answer tells of; none where it is an error."""
+    with suppress(ValueError, KeyError, TypeError):
+        return [str(each["id"]) for each in json.loads(created)["data"]]
+    return []
 
 
 def _is_stream(answer: httpx.Response) -> bool:

@@ -3,7 +3,7 @@ compute what it does not have in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -178,6 +178,12 @@ class Router:
     def hottest(self, most: int) -> list[str]:
         """Return the keys of the chunks that requests want most often, those first."""
         return self._costs.hottest(most)
+
+    def note_made(self, replica: str, names: Sequence[str], now: float) -> None:
+        """Believe that a replica has in memory what a request has made there, by its names, until a
+        report can tell."""
+        if replica in self._numbers:
+            self._costs.believe(self._numbers[replica], names, now)
 
     def note_beginnings(self, replica: str, stored: Iterable[str], removed: Iterable[str]) -> None:
         """Note which beginnings of prompts a replica has now, and which it has no more, as its

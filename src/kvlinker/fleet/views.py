@@ -31,11 +31,13 @@ from kvlinker.fleet.router import Router
 
 class ReplicaStatus(BaseModel):
     """How a replica is. Counts are those of its last report, ``pid`` and ``epoch`` null until
-    there is one; ``reason`` tells why it gets no requests, null where it does."""
+    there is one; ``role`` is the setting, as far as it is known; ``reason`` tells why it gets no
+    requests, null where it does."""
 
     id: str
     pid: int | None
     address: str
+    role: str
     state: ReplicaState
     running: int
     waiting: int
@@ -72,6 +74,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
                     id=each.id,
                     pid=each.pid,
                     address=each.url,
+                    role=each.role,
                     state=each.state,
                     running=router.replicas[each.id].running,
                     waiting=router.replicas[each.id].waiting,

@@ -85,8 +85,8 @@ def test_ids_are_good_everywhere_and_answers_are_those_of_one_server(
         )
     texts = {one["choices"][0]["message"]["content"] for one in (*told, answers[0].json())}
     assert texts == {answer.text} == {"Oslo"}
-    usage = answers[0].json()["usage"]["prompt_tokens_details"]
-    assert usage["cached_tokens"] == answer.usage.cached_tokens > 0
+    usages = [each["usage"]["prompt_tokens_details"] for each in (answers[0].json(), *told)]
+    assert answer.usage.cached_tokens in {each["cached_tokens"] for each in usages}
 
 
 def test_lists_and_deletions_are_alike(fleet: RunningFleet) -> None:
@@ -184,7 +184,7 @@ def test_status_lists_the_replicas(fleet: RunningFleet) -> None:
     lines = run.stdout.splitlines()
     assert len(lines) == 3
     for line, replica in zip(lines[1:], fleet.replicas(), strict=True):
-        assert line.split()[:2] == [replica["id"], "ready"]
+        assert line.split()[:3] == [replica["id"], "both", "ready"]
         assert str(replica["pid"]) in line.split()
 
 

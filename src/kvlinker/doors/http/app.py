@@ -114,20 +114,17 @@ def create_app(
         telemetry=telemetry_options(tracer_provider),
     )
     drain = Drain(settings.drain_timeout)
+    limits = dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len))
     app.state.served = ServedModel(
         llm,
         settings,
         metrics,
         drain,
         EmbeddingTurns(settings.max_waiting),
+        limits,
         tracing=Tracing.if_installed(tracer_provider),
     )
-    add_guards(
-        app,
-        settings,
-        drain,
-        body_limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len)),
-    )
+    add_guards(app, settings, drain, body_limits=limits)
     resources = (
         audit,
         building,

@@ -3,7 +3,7 @@ GET /v1/models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
@@ -59,6 +59,8 @@ class ServedModel:
     metrics: Metrics
     drain: Drain
     embedding: EmbeddingTurns
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes of bodies, by path, where these are fewer than ``MAX_BODY_BYTES``."""
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
     tracing: Tracing | None = None
 

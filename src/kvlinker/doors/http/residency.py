@@ -53,7 +53,8 @@ class ResidencyBody(ResponseBody):
     measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
     keys, ``recognises`` whether passages of plain texts become chunks (``implicit`` is ``auto``),
     ``role`` whether it builds chunks for others or answers, ``pending`` how many chunks it still
-    has to preload, and ``pid`` is the server's process.
+    has to preload, ``pid`` is the server's process, and ``body_limits`` are the most bytes of
+    bodies by path.
     """
 
     epoch: str
@@ -70,6 +71,7 @@ class ResidencyBody(ResponseBody):
     role: Literal["both", "build", "serve"]
     pending: int
     pid: int
+    body_limits: dict[str, int]
 
 
 @router.get("", responses=error_responses(403))
@@ -107,6 +109,7 @@ def residency(
         recognises=served.settings.implicit == "auto",
         role=served.settings.role,
         pid=os.getpid(),
+        body_limits=dict(served.body_limits),
     )
 
 

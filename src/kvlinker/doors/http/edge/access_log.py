@@ -39,6 +39,11 @@ def note_replica(scope: Scope, replica: str) -> None:
     scope["state"]["replica"] = replica
 
 
+def note_route(scope: Scope, route: str) -> None:
+    """Note for the access log the route of a request that is passed on."""
+    scope["state"]["route"] = route
+
+
 class AccessLog:
     """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once
     it is answered.
@@ -76,7 +81,7 @@ class AccessLog:
             prompt, output = scope["state"].get("tokens", (0, 0))
             request = {
                 "method": scope["method"][:16],
-                "route": getattr(scope.get("route"), "path_format", None),
+                "route": getattr(scope.get("route"), "path_format", scope["state"].get("route")),
                 "status": status,
                 "prompt_tokens": prompt,
                 "output_tokens": output,

@@ -45,7 +45,8 @@ function filled(bar, used, total) {
 function showReplicas(replicas = []) {
   by("replicas").hidden = !replicas.length;
   by("replicas").tBodies[0].replaceChildren(...replicas.map(each => make(
-    "tr", {}, make("td", {}, each.id), make("td", { className: each.state === "dead" ? "wrong" : "", title: each.reason || "" }, each.state),
+    "tr", {}, make("td", {}, each.id), make("td", { className: each.state === "dead" ? "wrong" : "", title: each.reason || "" },
+      each.role === "build" ? `${each.state}, builds` : each.state),
     make("td", {}, number(each.running)), make("td", {}, number(each.waiting)), make("td", {}, number(each.resident_chunks)),
   )));
   dispatchEvent(new CustomEvent("replicas", { detail: replicas.length }));
