@@ -87,10 +87,10 @@ def place_kv(
 ) -> None:
     """Place tokens of all layers in one launch.
 
-    ``sources`` are [layers][parts] of keys and values [heads, rows, dim], on the device or in
-    pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim],
-    which take the heads from ``first_head`` on. ``tokens`` [4, tokens], int64: part, row in it,
-    position, slot.
+    ``sources`` are, for each layer, parts of keys and values [heads, rows, dim], on the device or
+    in pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim], which
+    take the heads from ``first_head`` on. ``tokens`` [4, tokens], int64: part, row in it, position,
+    slot.
     """
     key, value = caches[0]
     heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
