@@ -51,6 +51,7 @@ from kvlinker.service.prompt_calls import (
 from kvlinker.service.reading import ContentReader, ReadPrompt
 from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
+from kvlinker.service.workflows import Workflows, WorkflowStep
 from kvlinker.settings import Options, Settings, load_settings
 from kvlinker.store import Speeds
 from kvlinker.store.speeds import FILE_NAME
@@ -79,6 +80,7 @@ class PreparedChat(NamedTuple):
     explains: bool
     tenant: str
     keep: KeepRequest | None
+    step: WorkflowStep | None
 
 
 @names_arguments
@@ -188,6 +190,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         self.events.subscribe(self.residency.listen)
         self.preloading = Preloading(self.catalog, self.store, self.engine)
         started.callback(self.preloading.close)
+        self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
         self.policy_manager = PolicyManager(
             settings, self.engine, self.events, model=self.model_name, decode=self._decode
         )
@@ -291,6 +294,7 @@ class LLM(ContextCacheCalls, PromptCalls):
                 options.get("ttl"),
                 partial(tools.reader, read.prompt),
             ),
+            WorkflowStep.of(options.get("workflow"), options.get("next")),
         )
 
     def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
@@ -302,6 +306,7 @@ class LLM(ContextCacheCalls, PromptCalls):
             sink,
             explains=asked.explains,
             keep=asked.keep,
+            step=asked.step,
             tenant=asked.tenant,
         )
 
@@ -340,6 +345,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         explains: bool = False,
         shows_attention: bool = False,
         keep: KeepRequest | None = None,
+        step: WorkflowStep | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from
@@ -349,8 +355,9 @@ class LLM(ContextCacheCalls, PromptCalls):
         seed + i. When one choice cannot be queued, none is. The handle cancels all. With
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
         linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
-        first choice's ``Finished`` tells what context cache it has become. Raises what
-        ``Engine.generate`` does.
+        first choice's ``Finished`` tells what context cache it has become. ``step`` says which
+        workflow it is of, and what that uses next. Raises what ``Engine.generate`` does, and
+        InvalidRequestError for context caches that are to be used next and are not there.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
@@ -368,9 +375,13 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
         if keep is not None:
             sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
-        return self.engine.generate(
+        expected = self.workflows.expected(step, tenant=tenant) if step else ()
+        handle = self.engine.generate(
             *self.policy_manager.watch(request, sink, implicit=read.implicit)
         )
+        used = (each.cache.chunk_key for each in read.caches.values())
+        self.workflows.begin(step, expected, used, tenant=tenant)
+        return handle
 
     def __repr__(self) -> str:
         facts = [repr(self.model_name), f"engine={self.settings.engine!r}"]

@@ -87,7 +87,7 @@ def made(clock: Callable[[], float] = lambda: 0.0) -> tuple[Store, Residency]:
 
 def name(residency: Residency, names: Iterable[tuple[str, str]]) -> None:
     for key, given_name in names:
-        residency.listen(ChunkNamed(key, (given_name,)))
+        residency.listen(ChunkNamed(key, (given_name,), "default"))
 
 
 STEPS = st.lists(

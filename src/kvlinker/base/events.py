@@ -88,6 +88,22 @@ class ChunkNamed:
 
     chunk_key: str
     names: tuple[str, ...]
+    owner: str
+    """The tenant whose chunk it is, or the shared one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpared:
+    """A chunk that is expected to be used soon was not evicted: another of its owner's was."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessorsForetold:
+    """Of the chunks that were foretold to follow others, so many did, and the ``others`` did
+    not."""
+
+    followed: int
+    others: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +193,8 @@ Event = (
     | TierUnavailable
     | ImplicitText
     | ChunkNamed
+    | ChunkSpared
+    | SuccessorsForetold
     | AnswerKept
     | ImplicitEvicted
     | FirstToken

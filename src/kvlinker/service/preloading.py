@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.contract import Engine
@@ -22,10 +23,22 @@ MEMORY_SHARE = 0.9
 MOST_PENDING = 10_000
 """The most chunks that may wait to be brought to memory."""
 
+SCORE_BYTES = 16
+"""The bytes that a token's scores take at most, beside its KV."""
+
 AT_ONCE = 8
 """The chunks that are loaded, or computed, at a time."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Wanted(NamedTuple):
+    """A chunk that waits to be brought to memory, until a ``deadline``."""
+
+    deadline: float
+
+    replaces: bool
+    """True if chunks of its owner that are needed later may go for it."""
 
 
 class Preloading:
@@ -37,7 +50,7 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
-        self._waiting: dict[str, float] = {}  # chunk keys, first ones first, with their deadlines
+        self._waiting: dict[str, _Wanted] = {}  # by chunk key, first ones first
         self._pending = 0
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -47,17 +60,18 @@ class Preloading:
         """How many chunks are still to be brought to memory."""
         return self._pending
 
-    def begin(self, keys: Sequence[str], seconds: float) -> int:
+    def begin(self, keys: Sequence[str], seconds: float, *, replaces: bool = False) -> int:
         """Bring chunks to memory, the first ones first and behind those of calls before, for so
-        many seconds and as long as memory has room; returns how many are still to be brought there.
-        Beyond ``MOST_PENDING``, chunks are left out."""
-        deadline = time.monotonic() + seconds
+        many seconds and as long as memory has room, or chunks of the same owner that are needed
+        later give it up (``replaces``); returns how many are still to be brought there. Beyond
+        ``MOST_PENDING``, chunks are left out."""
+        wanted = _Wanted(time.monotonic() + seconds, replaces)
         with self._lock:
             if self._closed.is_set():
                 return 0
             for key in dict.fromkeys(keys):
                 if len(self._waiting) < MOST_PENDING and not self._store.is_resident(key):
-                    self._waiting.setdefault(key, deadline)
+                    self._waiting.setdefault(key, wanted)
             self._pending = len(self._waiting)
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._bring, daemon=True)
@@ -76,7 +90,7 @@ class Preloading:
         brought = 0
         try:
             while batch := self._next():
-                self._bring_batch(tuple(batch), min(batch.values()))
+                self._bring_batch(tuple(batch), min(each.deadline for each in batch.values()))
                 brought += sum(map(self._store.is_resident, batch))
         except Exception:  # a server that cannot do it begins without
             logger.exception("Chunks could not be brought to memory")
@@ -84,13 +98,18 @@ class Preloading:
                 self._end()
         logger.info("%d chunks were brought to memory.", brought)
 
-    def _next(self) -> dict[str, float]:
-        """Take the next chunks, with their deadlines; there are none where nothing more is to be
-        brought, and then the thread ends."""
+    def _next(self) -> dict[str, _Wanted]:
+        """Take the next chunks; there are none where nothing more is to be brought, and then the
+        thread ends."""
         now = time.monotonic()
         with self._lock:
-            self._waiting = {key: by for key, by in self._waiting.items() if by > now}
-            if self._closed.is_set() or not self._waiting or not self._has_room():
+            full = not self._has_room()
+            self._waiting = {
+                key: each
+                for key, each in self._waiting.items()
+                if each.deadline > now and (each.replaces or not full)
+            }
+            if self._closed.is_set() or not self._waiting:
                 self._end()
                 return {}
             batch = dict(islice(self._waiting.items(), AT_ONCE))
@@ -105,6 +124,7 @@ class Preloading:
 
     def _bring_batch(self, keys: Sequence[str], deadline: float) -> None:
         """Load some chunks, and compute those that no tier has."""
+        keys = self._with_room(keys)
         loads = self._store.load(keys, Urgency(), ahead=True)
         loaded = wait(loads, timeout=max(0.0, deadline - time.monotonic())).done
         building = []
@@ -117,6 +137,21 @@ class Preloading:
                     with suppress(KVLinkerError):  # whoever asks for it is told
                         building.append(self._engine.cache_chunk(found[0], tenant=found[1]))
         wait(building, timeout=max(0.0, deadline - time.monotonic()))
+
+    def _with_room(self, keys: Sequence[str]) -> list[str]:
+        """Return those of the chunks that there is room for, or that others of their owners, which
+        are needed later, have made room for now."""
+        fitting, promised = [], 0
+        for key in keys:
+            found = self._catalog.chunk(key)
+            if found is None:
+                nbytes = self._store.nbytes(key) or 0
+            else:
+                nbytes = self._engine.kv_bytes(len(found[0])) + SCORE_BYTES * len(found[0])
+            if self._store.make_room_for(key, promised + nbytes):
+                promised += nbytes
+                fitting.append(key)
+        return fitting
 
     def _has_room(self) -> bool:
         """Return whether a chunk comes to memory without driving out another."""

@@ -80,6 +80,13 @@ class ChatOptions(SamplingFields, total=False):
     ttl: float | None
     """The seconds that it lives from its last use."""
 
+    workflow: str | None
+    """The name of a workflow that this is a request of."""
+
+    next: Sequence[Mapping[str, Any]] | None
+    """What the workflow will use: ``ids`` of context caches, and in how many ``steps``, its
+    requests from this one on, or ``seconds``."""
+
     explain: bool
     """True: the answer has an ``explanation`` of how its prompt was linked."""
 

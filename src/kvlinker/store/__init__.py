@@ -22,6 +22,7 @@ from kvlinker.store.catalog.room import Room
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.format.encryption import Cipher, load_cipher
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.configured import StoreSettings, TierSetup, configured_tiers
@@ -45,6 +46,7 @@ __all__ = [
     "HostTier",
     "LayerKV",
     "Limits",
+    "NextUses",
     "Page",
     "Room",
     "Speeds",
@@ -79,7 +81,17 @@ def open_store(
     InvalidRequestError for settings that a tier does not take.
     """
     host_bytes = settings.host_memory if host_bytes is None else host_bytes
-    setup = TierSetup(settings, events, host_bytes, cipher=cipher, device=device, pinned=pinned)
+    next_uses = NextUses(events)
+    events.subscribe(next_uses.listen)
+    setup = TierSetup(
+        settings,
+        events,
+        host_bytes,
+        cipher=cipher,
+        device=device,
+        pinned=pinned,
+        next_uses=next_uses,
+    )
     with ExitStack() as opened:
         tiers = []
         for configured in configured_tiers(setup):
@@ -87,7 +99,11 @@ def open_store(
             opened.callback(tiers[-1].close)
         copies = next((tier for tier in tiers if isinstance(tier, DeviceTier)), None)
         store = ChunkStore(
-            [tier for tier in tiers if tier is not copies], events, device=copies, speeds=speeds
+            [tier for tier in tiers if tier is not copies],
+            events,
+            device=copies,
+            next_uses=next_uses,
+            speeds=speeds,
         )
         opened.pop_all()
     return store

@@ -22,6 +22,7 @@ from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
@@ -63,13 +64,14 @@ class ChunkStore(Inventory):
         events: Events,
         *,
         device: DeviceTier | None = None,
+        next_uses: NextUses | None = None,
         write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
         speeds: Speeds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of
-        the tiers; ``clock`` tells what comes too late from them. Raises ValueError without a tier
-        in memory."""
+        """The first of the ``tiers`` keeps chunks in memory. ``next_uses`` is what they know of
+        chunks' next uses. ``speeds`` keeps what is measured of the tiers; ``clock`` tells what
+        comes too late from them. Raises ValueError without a tier in memory."""
         if not tiers or not isinstance(tiers[0], HostTier):
             raise ValueError(
                 "A chunk store needs at least one tier, the first of which keeps chunks in memory."
@@ -81,6 +83,7 @@ class ChunkStore(Inventory):
         }
         super().__init__(tiers, writers, device)
         self._events = events
+        self.next_uses = next_uses or NextUses(events)
         # makes queueing and the first tier's put one step; guards the two counts
         self._lock = threading.RLock()
         self._deletes_running = 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from sortedcontainers import SortedDict
 
 from kvlinker.base.types.chunks import Eviction
+from kvlinker.store.next_uses import MOST_COMPARED, NextUses
 
 PINNED_SHARE = 0.8
 """The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others,
@@ -101,13 +103,19 @@ class EvictionIndex:
     """
 
     def __init__(
-        self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru"
+        self,
+        budget_bytes: int,
+        pinned: Set[str] = frozenset(),
+        eviction: Eviction = "lru",
+        next_uses: NextUses | None = None,
     ) -> None:
+        """``next_uses`` says which chunks of an owner are needed last."""
         if budget_bytes < 0:
             raise ValueError(f"A tier's budget must not be negative, got {budget_bytes} bytes.")
         self.set_budget(budget_bytes)
         self.used_bytes = 0
         self._order = _ORDERS[eviction]()
+        self._next_uses = next_uses
         self._uses = 0
         self._pinned_bytes = 0
         self._pinned_keys = frozenset(pinned)
@@ -214,21 +222,41 @@ class EvictionIndex:
     def make_room(self, nbytes: int) -> list[tuple[str, int]]:
         """Remove keys until ``nbytes`` more fit; returns them with their sizes.
 
-        In the order of eviction. Pinned ones go before others as far as they exceed their share of
-        the budget, and after them if held ones need the room. Held ones stay, even if too little
-        fits then.
+        In the order of eviction, but of each owner's keys those that are needed last. Pinned ones
+        go before others as far as they exceed their share of the budget, and after them if held
+        ones need the room. Held ones stay, even if too little fits then.
         """
         removed: list[tuple[str, int]] = []
         while self.used_bytes + nbytes > self.budget_bytes:
             if self._evictable and self._pinned_bytes <= self._most_pinned_bytes:
                 (priority, _), key = next(iter(self._evictable.items()))
                 self._order.evicted(priority)
+                if self._next_uses is not None:
+                    key = self._next_uses.needed_last(self._next())
             elif self._pinned:
                 key = next(iter(self._pinned.values()))
             else:
                 break
             removed.append((key, self._taken(key).nbytes))
         return removed
+
+    def make_room_for(self, key: str, nbytes: int) -> list[tuple[str, int]] | None:
+        """Remove keys of the owner of ``key``, which is absent and expected, that are needed later,
+        until ``nbytes`` more fit; returns them with their sizes. None, and nothing is removed,
+        where that is not enough."""
+        lacking = self.used_bytes + nbytes - self.budget_bytes
+        removed: list[str] = []
+        if lacking > 0 and self._next_uses is not None:
+            for other in self._next_uses.needed_later(key, self._next()):
+                removed.append(other)
+                lacking -= self._entries[other].nbytes
+                if lacking <= 0:
+                    break
+        return None if lacking > 0 else [(other, self._taken(other).nbytes) for other in removed]
+
+    def _next(self) -> Iterable[str]:
+        """Return the keys that are evicted next."""
+        return islice(self._evictable.values(), MOST_COMPARED)
 
     def _set_held(self, key: str, *, held: bool) -> None:
         entry = self._taken(key) if key in self._entries else None

@@ -11,6 +11,7 @@ from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
+from kvlinker.store.tiers.host import HostTier
 from kvlinker.store.writer import BackgroundWriter
 
 
@@ -61,6 +62,12 @@ class Inventory:
         request and place in its prompt."""
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
+
+    def make_room_for(self, key: str, nbytes: int) -> bool:
+        """Make room in memory for a chunk that is expected, where others of its owner are needed
+        later and their room suffices; returns whether there is room."""
+        memory = self._tiers[0]
+        return isinstance(memory, HostTier) and memory.make_room_for(key, nbytes)
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Have the tiers evict none of these keys, and all others as usual; see

@@ -18,6 +18,7 @@ from kvlinker.base.events import (
     ChunkEvicted,
     ChunkLoaded,
     ChunkLookup,
+    ChunkSpared,
     Event,
     FirstToken,
     ImplicitEvicted,
@@ -25,6 +26,7 @@ from kvlinker.base.events import (
     PrefixRestored,
     PrefixSpilled,
     RequestFinished,
+    SuccessorsForetold,
     TierUnavailable,
 )
 from kvlinker.base.types.messages import TextSource
@@ -74,6 +76,15 @@ class Metrics:
         self._requests = counter("requests", "Requests that ended.", "reason")
         self._lookups = counter(
             "chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier"
+        )
+        self._evictions_spared = counter(
+            "evictions_spared",
+            "Times that a chunk that is expected to be used stayed, and another of its owner went.",
+        )
+        self._foretold = counter(
+            "foretold_chunks",
+            "Chunks that were foretold to follow others, as these were followed before.",
+            "result",
         )
         self._evictions = counter(
             "evictions", "Chunks that a tier gave up for want of room.", "tier"
@@ -164,6 +175,11 @@ class Metrics:
                 self._restored_tokens.inc(event.tokens)
             case ImplicitText():
                 self._implicit_texts.labels(event.source, event.outcome).inc()
+            case ChunkSpared():
+                self._evictions_spared.inc()
+            case SuccessorsForetold():
+                self._foretold.labels("hit").inc(event.followed)
+                self._foretold.labels("miss").inc(event.others)
             case AnswerKept():
                 self._answers_kept.labels("kept" if event.kept else "refused").inc()
             case ImplicitEvicted():

@@ -231,7 +231,7 @@ class ContextCaches:
         found = self._catalog.get_many(wanted, tenant, time.time())
         usable = {cache_id: self._usable(cache_id, found.get(cache_id)) for cache_id in wanted}
         for cache_id, cache in usable.items():
-            self._events.publish(ChunkNamed(cache.chunk_key, (cache_id,)))
+            self._events.publish(ChunkNamed(cache.chunk_key, (cache_id,), cache.tenant))
         return usable
 
     def list(

@@ -163,7 +163,8 @@ class Creation:
             return None
         self._catalog.persist()
         self._drop(entered.room)
-        self._events.publish(ChunkNamed(record.chunk_key, (entered.cache.id, *names)))
+        named = (entered.cache.id, *names)
+        self._events.publish(ChunkNamed(record.chunk_key, named, record.tenant))
         return entered.cache
 
     def close(self) -> None:
@@ -239,7 +240,7 @@ class Creation:
             with suppress(StoreError):  # the next sweep catches up
                 self._texts.index({record.chunk_key: record.chunk for record in records})
             for record in records:
-                self._events.publish(ChunkNamed(record.chunk_key, (record.id,)))
+                self._events.publish(ChunkNamed(record.chunk_key, (record.id,), record.tenant))
             entered.set_result(records)
         except BaseException as error:
             try:

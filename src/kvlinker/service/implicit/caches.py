@@ -103,7 +103,7 @@ class ImplicitCaches:
             found = {}
         for chunk, each in found.items():
             names = _names_of(texts[chunk], tenant)
-            self._events.publish(ChunkNamed(each.cache.chunk_key, names))
+            self._events.publish(ChunkNamed(each.cache.chunk_key, names, each.cache.tenant))
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found or found[chunk].created:

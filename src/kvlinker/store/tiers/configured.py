@@ -18,6 +18,7 @@ from kvlinker.base.registry import Registry
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class TierSetup:
     process."""
     pinned: Set[str] = frozenset()
     """The keys of chunks that are not to be evicted."""
+    next_uses: NextUses | None = None
+    """What is known of when chunks are used next."""
 
 
 class ConfiguredTier(ABC):

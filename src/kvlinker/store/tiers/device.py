@@ -12,6 +12,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -32,9 +33,17 @@ class DeviceTier(HostTier):
     """
 
     def __init__(
-        self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru"
+        self,
+        budget_bytes: int,
+        device: torch.device,
+        events: Events,
+        *,
+        eviction: Eviction = "lru",
+        next_uses: NextUses | None = None,
     ) -> None:
-        super().__init__(budget_bytes, events, name="device", eviction=eviction)
+        super().__init__(
+            budget_bytes, events, name="device", eviction=eviction, next_uses=next_uses
+        )
         self._device = device
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
@@ -97,5 +106,9 @@ class ConfiguredDevice(ConfiguredTier):
         device = self.setup.device
         assert device is not None  # else it is left out
         return DeviceTier(
-            self.budget_bytes, device, self.setup.events, eviction=self.setup.settings.eviction
+            self.budget_bytes,
+            device,
+            self.setup.events,
+            eviction=self.setup.settings.eviction,
+            next_uses=self.setup.next_uses,
         )

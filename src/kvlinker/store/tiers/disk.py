@@ -30,6 +30,7 @@ from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
@@ -71,6 +72,7 @@ class DiskTier:
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
         eviction: Eviction = "lru",
+        next_uses: NextUses | None = None,
         yields: bool = True,
         adopts: bool = True,
     ) -> None:
@@ -95,6 +97,7 @@ class DiskTier:
                 lambda nbytes: events.publish(ChunkEvicted(name, nbytes)),
                 pinned=pinned,
                 eviction=eviction,
+                next_uses=next_uses,
                 yields=yields,
                 adopts=adopts,
             )
@@ -279,6 +282,7 @@ class ConfiguredDisk(ConfiguredTier):
             sealing=self.sealing,
             codec=self.codec,
             eviction=self.setup.settings.eviction,
+            next_uses=self.setup.next_uses,
         )
 
     def free_bytes(self) -> int:

@@ -9,6 +9,7 @@ from kvlinker.base.events import ChunkEvicted, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
 from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -31,11 +32,12 @@ class HostTier:
         name: str = "host",
         pinned: Set[str] = frozenset(),
         eviction: Eviction = "lru",
+        next_uses: NextUses | None = None,
     ) -> None:
         self.name = self.speed_name = name
         self._events = events
         self._lock = threading.RLock()
-        self._index = EvictionIndex(budget_bytes, pinned, eviction)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction, next_uses)
         self._kv: dict[str, ChunkKV] = {}
 
     @property
@@ -83,6 +85,14 @@ class HostTier:
             self._index.release(key)
             self._make_room(0)
 
+    def make_room_for(self, key: str, nbytes: int) -> bool:
+        """Make room for a chunk that is expected, where others of its owner are needed later and
+        their room suffices; returns whether there is room."""
+        with self._lock:
+            removed = self._index.make_room_for(key, nbytes)
+            self._give_up(removed or ())
+            return removed is not None
+
     def contains(self, key: str) -> bool:
         return key in self._kv
 
@@ -124,7 +134,10 @@ class HostTier:
         return self._index.is_held(key) or self._index.fits(nbytes)
 
     def _make_room(self, nbytes: int) -> None:
-        for evicted, size in self._index.make_room(nbytes):
+        self._give_up(self._index.make_room(nbytes))
+
+    def _give_up(self, removed: Iterable[tuple[str, int]]) -> None:
+        for evicted, size in removed:
             del self._kv[evicted]
             self._events.publish(ChunkEvicted(self.name, size))
 
@@ -146,7 +159,11 @@ class ConfiguredHost(ConfiguredTier):
     def open(self) -> Tier:
         eviction = self.setup.settings.eviction
         return HostTier(
-            self.budget_bytes, self.setup.events, pinned=self.setup.pinned, eviction=eviction
+            self.budget_bytes,
+            self.setup.events,
+            pinned=self.setup.pinned,
+            eviction=eviction,
+            next_uses=self.setup.next_uses,
         )
 
 

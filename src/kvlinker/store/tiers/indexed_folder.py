@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.next_uses import NextUses
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
 from kvlinker.store.tiers.other_processes import OtherProcesses
 
@@ -45,6 +46,7 @@ class IndexedFolder:
         *,
         pinned: Set[str] = frozenset(),
         eviction: Eviction = "lru",
+        next_uses: NextUses | None = None,
         yields: bool = True,
         adopts: bool = True,
     ) -> None:
@@ -61,7 +63,7 @@ class IndexedFolder:
         self._adopts = adopts
         self._others = OtherProcesses() if adopts else None
         self._lock = threading.RLock()
-        self._index = EvictionIndex(budget_bytes, pinned, eviction)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction, next_uses)
         self._reserved_bytes = 0
         self._refusing = False
         self._tombstoned: set[str] = set()

@@ -34,6 +34,7 @@ from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.service.context_caches.kept_answers import KeepRequest
+from kvlinker.service.workflows import WorkflowStep
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
@@ -68,6 +69,7 @@ class PreparedRequest(NamedTuple):
     explains: bool = False
     shows_attention: bool = False
     keep: KeepRequest | None = None
+    step: WorkflowStep | None = None
 
 
 class AnswerFormat(Protocol):
@@ -205,6 +207,7 @@ async def begin_choices(
             explains=asked.explains,
             shows_attention=asked.shows_attention,
             keep=asked.keep,
+            step=asked.step,
             tenant=tenant,
             loop=loop,
             trace=trace,

@@ -157,6 +157,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
             self.explains,
             self.shows_attention,
             self.keep_request(llm, partial(request_tools.reader, read.prompt)),
+            self.workflow_step,
         )
 
     def sampling_fields(self) -> dict[str, Any]:

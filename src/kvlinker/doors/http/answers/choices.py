@@ -17,6 +17,7 @@ from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
 from kvlinker.service.context_caches.kept_answers import KeepRequest
+from kvlinker.service.workflows import WorkflowStep
 
 
 class Choices:
@@ -35,6 +36,7 @@ class Choices:
         explains: bool = False,
         shows_attention: bool = False,
         keep: KeepRequest | None = None,
+        step: WorkflowStep | None = None,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
@@ -44,7 +46,7 @@ class Choices:
 
         ``prompts`` are by the request's fields that they come from, which errors name. With
         ``explains``, the first choice of each tells how it was linked. ``keep``: what is to be kept
-        of the very first choice.
+        of the very first choice; ``step``: of a workflow.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -66,6 +68,7 @@ class Choices:
                         explains=explains,
                         shows_attention=shows_attention,
                         keep=None if number else keep,
+                        step=step,
                         tenant=tenant,
                     )
                     self._handles.append(handle)

@@ -264,7 +264,9 @@ async def create_completion(
                 )
         sampling = served.llm.sampling_params(**body.sampling_fields())
         keep = body.keep_request(served.llm, PlainReader)
-        return PreparedRequest(built, sampling, body.explains, body.shows_attention, keep)
+        return PreparedRequest(
+            built, sampling, body.explains, body.shows_attention, keep, body.workflow_step
+        )
 
     return await respond(served, request, body, build, answer_format, tenant=tenant)
 

@@ -9,7 +9,15 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MAX_CHOICES
-from kvlinker.doors.http.fields.bodies import RequestBody, Text, Unicode, is_true, where
+from kvlinker.doors.http.fields.bodies import (
+    RequestBody,
+    Text,
+    Unicode,
+    exactly_one,
+    is_given,
+    is_true,
+    where,
+)
 from kvlinker.doors.http.fields.decoding import DecodingFields
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkTtl
@@ -22,6 +30,34 @@ from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.prompt_calls import Order
+from kvlinker.service.workflows import (
+    LONGEST_WORKFLOW,
+    MOST_EXPECTED,
+    MOST_NODES,
+    MOST_SECONDS,
+    MOST_STEPS,
+    NextUse,
+    WorkflowStep,
+)
+
+
+class NextUseBody(RequestBody):
+    """Context caches that a workflow will use in so many ``steps``, its requests from this one on,
+    or in so many ``seconds``."""
+
+    model_config = exactly_one("steps", "seconds")
+
+    ids: list[Text] = Field(min_length=1, max_length=MOST_EXPECTED)
+    steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
+    seconds: float | None = Field(default=None, ge=0, le=MOST_SECONDS)
+
+    @model_validator(mode="after")
+    def _check_time(self) -> NextUseBody:
+        if (self.steps is None) == (self.seconds is None):
+            raise InvalidRequestError(
+                "Give exactly one of 'steps' and 'seconds'.", param="link.next"
+            )
+        return self
 
 
 class LinkOptions(RequestBody):
@@ -30,7 +66,12 @@ class LinkOptions(RequestBody):
     and with ``attention`` also the question's attention in each layer. ``keep`` makes a context
     cache of what the answer says, or of ``all`` of it, reasoning and calls included, that lives
     ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside each
-    other, may stand in the order in which they were linked before."""
+    other, may stand in the order in which they were linked before. ``workflow`` names what the
+    request is a part of, and ``next`` tells what that will use."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"next": {"type": "array"}}, is_given("workflow")),
+    )
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
     implicit: Literal["auto", "marked", "off"] | None = None
@@ -39,6 +80,32 @@ class LinkOptions(RequestBody):
     keep: Literal["answer", "all", "off"] | None = None
     ttl: MarkTtl | None = None
     order: Literal["given", "any"] | None = None
+    workflow: (
+        Annotated[
+            str,
+            StringConstraints(min_length=1, max_length=LONGEST_WORKFLOW, pattern=r"^[^\x00]*$"),
+            Unicode,
+        ]
+        | None
+    ) = None
+    next: list[NextUseBody] | None = Field(default=None, max_length=MOST_NODES)
+
+    @model_validator(mode="after")
+    def _check_workflow(self) -> LinkOptions:
+        if self.next is not None and self.workflow is None:
+            raise InvalidRequestError("'link.next' needs a 'link.workflow'.", param="link.next")
+        return self
+
+    @property
+    def step(self) -> WorkflowStep | None:
+        """The step of a workflow that the request is, if it is one. Raises
+        InvalidRequestError."""
+        if self.workflow is None:
+            return None
+        if self.next is None:
+            return WorkflowStep(self.workflow)
+        uses = [NextUse(tuple(use.ids), use.steps, use.seconds) for use in self.next]
+        return WorkflowStep(self.workflow, tuple(uses))
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
@@ -149,6 +216,11 @@ class SamplingBody(DecodingFields):
         link = self.link or LinkOptions()
         part = link.keep or llm.settings.keep_answers
         return KeepRequest.of(part, None if link.ttl is None else ttl_seconds(link.ttl), reader)
+
+    @property
+    def workflow_step(self) -> WorkflowStep | None:
+        """The step of a workflow that the request is, if it is one. Raises InvalidRequestError."""
+        return self.link.step if self.link else None
 
     @property
     def choices(self) -> int:

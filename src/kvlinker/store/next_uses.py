@@ -1,0 +1,138 @@
+"""Keeps what is known of chunks' next uses, and lets it decide which of an owner's own chunks a
+tier gives up: those that are needed last."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from typing import NamedTuple, TypeVar
+
+from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
+
+MOST_OWNED = 65_536
+"""The most chunks whose owners are remembered; those that were named last stay."""
+
+MOST_PLANS = 64
+"""The most plans of one owner that count; the newest stay."""
+
+MOST_OWNERS = 256
+"""The most owners whose plans count; those that told of theirs last stay."""
+
+LEAST_GRACE = 30.0
+"""The seconds that a chunk is at least still expected after it was due; otherwise as long as it was
+ahead."""
+
+MOST_COMPARED = 1024
+"""The most chunks, the next to be evicted first, that are compared by their next uses."""
+
+T = TypeVar("T", bound=Hashable)
+
+
+class _Due(NamedTuple):
+    """When a chunk is expected to be used, and until when that is believed, by the clock."""
+
+    at: float
+    until: float
+
+
+class NextUses:
+    """Knows which chunks are expected to be used, and when. Expectations never cost another owner
+    anything: where a chunk would be evicted that its owner needs soon, another one of the same
+    owner goes instead. Methods may be called from any thread."""
+
+    def __init__(self, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events = events
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._owners: OrderedDict[str, str] = OrderedDict()  # by chunk key
+        self._plans: OrderedDict[str, OrderedDict[str, dict[str, _Due]]] = OrderedDict()
+
+    def listen(self, event: Event) -> None:
+        """Take note of chunks' owners; ``Events.subscribe`` takes this."""
+        if isinstance(event, ChunkNamed):
+            with self._lock:
+                self._owners[event.chunk_key] = event.owner
+                self._owners.move_to_end(event.chunk_key)
+                if len(self._owners) > MOST_OWNED:
+                    self._owners.popitem(last=False)
+
+    def expect(self, owner: str, plan: str, seconds: Mapping[str, float]) -> None:
+        """Expect uses of the owner's chunks in so many ``seconds``, by key, in place of all that
+        this plan expected. Chunks of other owners, shared ones too, do not count."""
+        now = self._clock()
+        with self._lock:
+            plans = self._plans.setdefault(owner, OrderedDict())
+            self._plans.move_to_end(owner)
+            if len(self._plans) > MOST_OWNERS:
+                self._plans.popitem(last=False)
+            plans[plan] = {
+                key: _Due(now + ahead, now + ahead + max(ahead, LEAST_GRACE))
+                for key, ahead in seconds.items()
+                if self._owners.get(key) == owner
+            }
+            plans.move_to_end(plan)
+            if len(plans) > MOST_PLANS:
+                plans.popitem(last=False)
+
+    def used(self, owner: str, plan: str, keys: Set[str]) -> None:
+        """Expect these chunks no more under this plan: it uses them now."""
+        with self._lock:
+            plans = self._plans.get(owner)
+            expected = plans.get(plan, {}) if plans else {}
+            for key in keys & expected.keys():
+                del expected[key]
+
+    def due(self, key: str) -> float:
+        """Return when the chunk is expected to be used next, by the clock; infinity where nobody
+        expects it."""
+        with self._lock:
+            return self._due(key, self._clock())
+
+    def needed_last(self, keys: Iterable[str]) -> str:
+        """Return which of these ``keys``, the next to be evicted first, goes: the first, or, if
+        that is expected, the one of its owner that is needed last."""
+        line = iter(keys)
+        first = next(line)
+        with self._lock:
+            now = self._clock()
+            owner = self._owners.get(first, "")
+            if self._due(first, now) == math.inf:
+                return first
+            own = (key for key in line if self._owners.get(key) == owner)
+            found = needed_last([first, *own], lambda key: self._due(key, now))
+        if found != first:
+            self._events.publish(ChunkSpared())
+        return found
+
+    def needed_later(self, key: str, keys: Iterable[str]) -> list[str]:
+        """Return which of these ``keys`` are the owner's of ``key`` and needed later than it, those
+        that are needed last first."""
+        with self._lock:
+            now = self._clock()
+            owner, due = self._owners.get(key), self._due(key, now)
+            dues = {each: self._due(each, now) for each in keys if self._owners.get(each) == owner}
+        later = [each for each, at in dues.items() if at > due]
+        return sorted(later, key=lambda each: -dues[each])
+
+    def _due(self, key: str, now: float) -> float:
+        plans = self._plans.get(self._owners.get(key, ""))
+        dues = (plan[key] for plan in plans.values() if key in plan) if plans else ()
+        return min((due.at for due in dues if due.until > now), default=math.inf)
+
+
+def needed_last(candidates: Iterable[T], due: Callable[[T], float]) -> T:
+    """Return the first candidate that nobody expects (whose ``due`` is infinity), or else the one
+    that is due last."""
+    best: T | None = None
+    latest = -math.inf
+    for candidate in candidates:
+        at = due(candidate)
+        if at > latest:
+            best, latest = candidate, at
+        if latest == math.inf:
+            break
+    assert best is not None, "there are no candidates"
+    return best

@@ -1,0 +1,123 @@
+"""Requests say which workflow they are of, and what it uses next, in every API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
+from tests.waiting import wait_until
+
+TEXTS = [f"Document {number} tells of {12345 + number * 7919}. " * 5 for number in range(6)]
+ONE, TWO = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """A server with room in memory for three of six chunks, which are all on disk."""
+    settings = tiny_settings(tmp_path, api_keys="one,two", host_memory=1 << 30)
+    with serving(LLM.from_model(tiny_model(), settings), settings, headers=ONE) as before:
+        caches = [before.cache(text) for text in TEXTS]
+        nbytes = max(tier.used_bytes for tier in before.llm.tiers() if tier.name == "host")
+        before.llm.store.flush()
+    assert len(caches) == len(TEXTS)
+    settings = tiny_settings(tmp_path, api_keys="one,two", host_memory=nbytes * 7 // 12)
+    with serving(LLM.from_model(tiny_model(), settings), settings, headers=ONE) as server:
+        yield server
+
+
+def ids_of(served: Served) -> list[str]:
+    page = served.get("/v1/context_caches", params={"limit": 100, "order": "asc"}).json()
+    return [each["id"] for each in page["data"]]
+
+
+def is_in_memory(served: Served, numbers: set[int]) -> bool:
+    page = served.get("/v1/context_caches", params={"limit": 100, "order": "asc"}).json()
+    found = {number for number, each in enumerate(page["data"]) if each["tier"] == "host"}
+    return found == numbers
+
+
+def content(id: str) -> list[dict[str, Any]]:
+    return [{"type": "context_cache", "id": id}, {"type": "text", "text": "What?"}]
+
+
+def ask(served: Served, id: str, link: dict[str, Any]) -> Any:
+    body = {"messages": [{"role": "user", "content": content(id)}], "max_tokens": 1, "link": link}
+    return served.post("/v1/chat/completions", body)
+
+
+def test_what_comes_next_is_brought_and_stays(served: Served) -> None:
+    ids = ids_of(served)
+    uses = [{"ids": [ids[5]], "steps": 1}, {"ids": [ids[4]], "steps": 2}]
+    assert ask(served, ids[0], {"workflow": "f", "next": uses}).status_code == 200
+    wait_until(partial(is_in_memory, served, {0, 4, 5}))
+    for number in (1, 2, 3):
+        assert ask(served, ids[number], {"workflow": "g"}).status_code == 200
+        wait_until(partial(is_in_memory, served, {number, 4, 5}))
+    assert "kvlinker:evictions_spared_total" in served.get("/metrics").text
+
+
+def test_every_api_takes_it(served: Served) -> None:
+    ids = ids_of(served)
+    link = {"workflow": "f", "next": [{"ids": [ids[1]], "seconds": 5}]}
+    parts = content(ids[0])
+    message = [{"role": "user", "content": parts}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": message, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": parts, "max_tokens": 1}),
+        ("/v1/messages", {"messages": message, "max_tokens": 1}),
+        ("/v1/responses", {"input": message, "max_output_tokens": 1}),
+    ):
+        answer = served.post(path, body | {"link": link})
+        assert answer.status_code == 200, (path, answer.text)
+        refused = served.post(
+            path, body | {"link": {"workflow": "f", "next": [{"ids": ["cc_no"], "steps": 1}]}}
+        )
+        assert refused.status_code == 400, (path, refused.text)
+        assert "link.next.0.ids.0" in refused.text or path == "/v1/messages"
+
+
+def test_bad_input(served: Served) -> None:
+    (first, *_) = ids_of(served)
+    use = {"ids": [first], "steps": 1}
+    for link, param in (
+        ({"next": [use]}, "link.next"),
+        ({"workflow": ""}, "link.workflow"),
+        ({"workflow": "x" * 257}, "link.workflow"),
+        ({"workflow": "f", "next": [use] * 10_000}, "link.next"),
+        ({"workflow": "f", "next": [use | {"steps": -1}]}, "link.next.0.steps"),
+        ({"workflow": "f", "next": [use | {"steps": 1.5}]}, "link.next.0.steps"),
+        ({"workflow": "f", "next": [{"ids": [first], "seconds": 3601}]}, "link.next.0.seconds"),
+        ({"workflow": "f", "next": [{"ids": [first]}]}, "link.next"),
+        ({"workflow": "f", "next": [use | {"seconds": 1}]}, "link.next"),
+        ({"workflow": "f", "next": [{"ids": [], "steps": 1}]}, "link.next.0.ids"),
+        ({"workflow": "f", "next": [use, {"ids": ["cc_no"], "steps": 1}]}, "link.next.1.ids.0"),
+    ):
+        answer = ask(served, first, link)
+        assert answer.status_code == 400, (link, answer.text)
+        assert answer.json()["error"]["param"] == param
+    others = served.post(
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": 1, "link": {"workflow": "f", "next": [use]}},
+        headers=TWO,
+    )
+    assert others.status_code == 400
+    assert others.json()["error"]["param"] == "link.next.0.ids.0"
+
+
+def test_the_library_takes_it(served: Served) -> None:
+    llm = served.llm
+    text = llm.generate_context_cache(["Apples are red and round fruit."])[0]
+    answer = llm.chat_completion(
+        [{"role": "user", "content": "x"}],
+        max_tokens=1,
+        workflow="f",
+        next=[{"ids": [text.id], "steps": 1}],
+    )
+    assert answer.usage.output_tokens == 1
+    assert llm.store.next_uses.due(text.chunk_key) < float("inf")

@@ -1,0 +1,136 @@
+"""What a workflow will use is told to the store, or learned of what followed before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.base.events import ChunkNamed, Event, Events, SuccessorsForetold
+from kvlinker.service.context_caches import ContextCaches
+from kvlinker.service.preloading import Preloading
+from kvlinker.service.workflows import FIRST_PACE, MOST_NODES, NextUse, Workflows, WorkflowStep
+from kvlinker.store import NextUses
+
+KEYS = "abcdef"
+
+
+class Known:
+    """Stands for the context caches: one for each key, whose id is its capital."""
+
+    def usable(self, ids: Sequence[str], *, tenant: str) -> dict[str, Any]:
+        for id in ids:
+            if id.lower() not in KEYS:
+                raise ContextCacheNotFoundError(id)
+        return {id: _Cache(id.lower()) for id in ids}
+
+
+class _Cache:
+    def __init__(self, chunk_key: str) -> None:
+        self.chunk_key = chunk_key
+
+
+class Brought:
+    """Stands for preloading."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def begin(self, keys: Sequence[str], seconds: float, *, replaces: bool) -> int:
+        self.keys += keys
+        return len(keys)
+
+
+class Scene:
+    """Workflows of one tenant, on a clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[Event] = []
+        events = Events()
+        events.subscribe(self.events.append)
+        self.uses = NextUses(events, lambda: self.now)
+        for key in KEYS:
+            self.uses.listen(ChunkNamed(key, (), "one"))
+        self.brought = Brought()
+        self.workflows = Workflows(
+            cast(ContextCaches, Known()),
+            self.uses,
+            cast(Preloading, self.brought),
+            events,
+            lambda: self.now,
+        )
+
+    def ask(self, used: str, *following: NextUse, flow: str | None = None) -> None:
+        step = WorkflowStep(flow, following or None) if flow else None
+        expected = self.workflows.expected(step, tenant="one") if step else ()
+        self.workflows.begin(step, expected, used, tenant="one")
+
+
+def test_steps_are_told_in_the_workflows_pace() -> None:
+    scene = Scene()
+    scene.ask("a", NextUse(("B",), steps=2), NextUse(("C",), seconds=40), flow="f")
+    assert (scene.uses.due("b"), scene.uses.due("c")) == (2 * FIRST_PACE, 40)
+    assert scene.brought.keys == ["b"]
+    for _ in range(30):
+        scene.now += 5
+        scene.ask("a", flow="f")
+    scene.ask("a", NextUse(("B",), steps=2), NextUse(("B",), seconds=20), flow="f")
+    assert scene.uses.due("b") == pytest.approx(scene.now + 2 * 5, rel=0.2)
+    scene.ask("b", flow="f")
+    assert scene.uses.due("b") == float("inf")
+
+
+def test_successors_are_learned_and_told_as_long_as_it_pays() -> None:
+    scene = Scene()
+    for _ in range(2):
+        for used in ("ab", "cd"):
+            scene.ask(used)
+    assert not scene.brought.keys, "nothing was foretold often enough"
+    scene.ask("ba")
+    assert scene.brought.keys == ["c", "d"]
+    assert scene.uses.due("c") < float("inf")
+    for used in ("e", "ab", "f", "ab", "d"):
+        scene.ask(used)
+    told = [event for event in scene.events if isinstance(event, SuccessorsForetold)]
+    assert {(event.followed, event.others) for event in told} >= {(2, 0), (0, 2)}
+    scene.brought.keys.clear()
+    scene.ask("ab")
+    assert not scene.brought.keys, "what followed changes too often"
+
+
+def test_workflows_learn_apart() -> None:
+    scene = Scene()
+    for _ in range(4):
+        scene.ask("a", flow="f")
+        scene.ask("e", flow="g")
+        scene.ask("b", flow="f")
+        scene.ask("f", flow="g")
+    scene.brought.keys.clear()
+    scene.ask("a", flow="f")
+    assert scene.brought.keys == ["b"]
+
+
+def test_bad_steps_are_refused() -> None:
+    scene = Scene()
+    with pytest.raises(InvalidRequestError) as raised:
+        scene.ask("a", NextUse(("A",), steps=1), NextUse(("B", "X"), steps=1), flow="f")
+    assert raised.value.param == "link.next.1.ids.1"
+    for name, following, message in (
+        (None, [], "needs a 'workflow'"),
+        ("", None, "1 to 256"),
+        ("f", [{"ids": ["A"]}], "either 'steps' or 'seconds'"),
+        ("f", [{"ids": ["A"], "steps": -1}], "-1, but must be from 0 to 1,000"),
+        ("f", [{"ids": ["A"], "seconds": 3601}], "3601, but must be from 0 to 3,600"),
+        ("f", [{"steps": 1}], "is a list such as"),
+        ("f", [{"ids": ["A"], "steps": 1}] * (MOST_NODES + 1), "may have 256"),
+        ("f", [{"ids": ["A"] * 501, "steps": 1}] * 2, "of 1,000"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            WorkflowStep.of(name, cast(Any, following))
+    assert WorkflowStep.of(None, None) is None
+    assert WorkflowStep.of("f", [{"ids": ["A"], "steps": 1}]) == WorkflowStep(
+        "f", (NextUse(("A",), steps=1),)
+    )
