@@ -62,6 +62,14 @@ def test_server_client(capsys: pytest.CaptureFixture[str]) -> None:
     assert text == "Oslo\n41 prompt tokens, 24 of them cached, 4 recomputed\n"
 
 
+def test_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_settings()
+    with serving(LLM.from_settings(settings), settings) as served:
+        text = printed_by("agents.py", capsys, served.url)
+    assert text.startswith("reader: Varna, 1 context caches in the prompt\nwriter: ")
+    assert text.endswith(", 2 context caches in the prompt\n"), "its own, and what was handed over"
+
+
 def test_structured_answers(capsys: pytest.CaptureFixture[str]) -> None:
     settings = load_settings()
     with serving(LLM.from_settings(settings), settings) as served:
@@ -113,7 +121,7 @@ def test_frameworks_reuse_documents(
     """They join their documents into one string, in three orders: the second brings chunks, and the
     third has them."""
     pytest.importorskip(package)
-    settings = load_settings(implicit="auto")
+    settings = load_settings(implicit="auto", implicit_ahead="off")
     with serving(LLM.from_settings(settings), settings) as served:
         text = printed_by(f"{name}.py", capsys, served.url)
     first, second, third = re.findall(r"(\d+) prompt tokens, (\d+) of them cached", text)

@@ -20,6 +20,11 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_langgraph_workflow(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed_by("langgraph_workflow.py", capsys)
+    assert text.splitlines() == ["reader: Varna", "writer: Oslo"]
+
+
 @pytest.mark.usefixtures("facts")
 def test_langchain_agent(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The toy in the box may call a tool of its own accord, and finds nothing: ``test_agent`` makes

@@ -26,8 +26,8 @@ def subject():
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
-        "codecs conversation creation fleet isolation memory neighbour overhead peers recognition"
-        " roofline router soak store"
+        "agents codecs conversation creation fleet isolation memory neighbour overhead peers"
+        " recognition roofline router soak store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -36,7 +36,8 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
         assert name in listed.output
         assert find_benchmark(name, "kvlinker_lab").summary == one.summary
     with pytest.raises(
-        InvalidRequestError, match="Unknown benchmark 'ttft'; known are codecs, conversation"
+        InvalidRequestError,
+        match="Unknown benchmark 'ttft'; known are agents, codecs, conversation",
     ):
         find_benchmark("ttft", "kvlinker_lab")
 

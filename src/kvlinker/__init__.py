@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvlinker.base.types.context_cache import ContextCache
     from kvlinker.base.types.grammars import AnswerGrammar
     from kvlinker.base.types.sampling import SamplingParams
-    from kvlinker.doors.client import AsyncClient, Client
+    from kvlinker.doors.client import AsyncClient, Client, Workflow
     from kvlinker.llm import LLM
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ContextCache",
     "KVLinkerError",
     "SamplingParams",
+    "Workflow",
 ]
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "ContextCache": "kvlinker.base.types.context_cache",
     "KVLinkerError": "kvlinker.base.errors",
     "SamplingParams": "kvlinker.base.types.sampling",
+    "Workflow": "kvlinker.doors.client",
 }
 
 

@@ -4,13 +4,13 @@ stand on it, too."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, Unpack, overload
+from typing import Literal, Self, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
@@ -29,7 +29,6 @@ from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.answer import (
     Answer,
-    AnswerBuilder,
     AnswerStream,
     ChoiceSink,
     wait_for_answer,
@@ -45,12 +44,14 @@ from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
     Messages,
+    PreparedChat,
     PromptCalls,
     refuse_tools_in_text,
 )
 from kvlinker.service.reading import ContentReader, ReadPrompt
 from kvlinker.service.residency import Residency
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
+from kvlinker.service.tool_waits import ToolWaits
 from kvlinker.service.workflows import Workflows, WorkflowStep
 from kvlinker.settings import Options, Settings, load_settings
 from kvlinker.store import Speeds
@@ -66,21 +67,6 @@ __all__ = [
     "Prompt",
     "ReadPrompt",
 ]
-
-
-class PreparedChat(NamedTuple):
-    """Holds what a call of ``chat_completion`` asks the engine for."""
-
-    read: ReadPrompt
-    sampling: SamplingParams
-
-    reader: Reader
-    """Reads the answer."""
-
-    explains: bool
-    tenant: str
-    keep: KeepRequest | None
-    step: WorkflowStep | None
 
 
 @names_arguments
@@ -180,6 +166,8 @@ class LLM(ContextCacheCalls, PromptCalls):
             self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
         )
         started.callback(self._keeper.close)
+        self._tool_waits = ToolWaits(self.engine, longest=settings.tool_wait)
+        started.callback(self._tool_waits.close)
         self.building = Building(self.engine, self.catalog, self.store)
         started.callback(self.building.close)
         self.residency = Residency(
@@ -192,13 +180,21 @@ class LLM(ContextCacheCalls, PromptCalls):
         started.callback(self.preloading.close)
         self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
         self.policy_manager = PolicyManager(
-            settings, self.engine, self.events, model=self.model_name, decode=self._decode
+            settings, self.engine, self.events, model=self.model_name, decode=self.decode_ids
         )
         started.callback(self.policy_manager.close)
-        started.callback(self.engine.close)  # before all others, so that what they wait for ends
         self._content = ContentReader.of(
-            settings, self.builder, self.caches, self.catalog, self.events, self.policy_manager
+            settings,
+            self.builder,
+            self.caches,
+            self.engine,
+            self.catalog,
+            self.store,
+            self.events,
+            self.policy_manager,
         )
+        started.callback(self._content.close)
+        started.callback(self.engine.close)  # before all others, so that what they wait for ends
 
     def request_tools(
         self,
@@ -295,6 +291,7 @@ class LLM(ContextCacheCalls, PromptCalls):
                 partial(tools.reader, read.prompt),
             ),
             WorkflowStep.of(options.get("workflow"), options.get("next")),
+            partial(tools.reader, read.prompt) if tools.tools else None,
         )
 
     def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
@@ -307,17 +304,9 @@ class LLM(ContextCacheCalls, PromptCalls):
             explains=asked.explains,
             keep=asked.keep,
             step=asked.step,
+            calls=asked.calls,
             tenant=asked.tenant,
         )
-
-    def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
-        """Return what puts the answer together that a call of ``chat_completion`` asks for."""
-
-        def complete(answer: Answer) -> Answer:
-            explanation = answer.explanation and self.described(answer.explanation, asked.read)
-            return replace(answer, explanation=explanation, context_caches=asked.read.linked)
-
-        return AnswerBuilder(asked.reader, complete)
 
     @takes_fields_of(SamplingFields)
     def completion(
@@ -346,6 +335,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         shows_attention: bool = False,
         keep: KeepRequest | None = None,
         step: WorkflowStep | None = None,
+        calls: Callable[[], Reader] | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from
@@ -356,8 +346,9 @@ class LLM(ContextCacheCalls, PromptCalls):
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
         linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
         first choice's ``Finished`` tells what context cache it has become. ``step`` says which
-        workflow it is of, and what that uses next. Raises what ``Engine.generate`` does, and
-        InvalidRequestError for context caches that are to be used next and are not there.
+        workflow it is of, and what that uses next; ``calls`` makes readers of the calls that
+        answers may have. Raises what ``Engine.generate`` does, and InvalidRequestError where what
+        is to be used next is not there.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
@@ -372,15 +363,17 @@ class LLM(ContextCacheCalls, PromptCalls):
             explains=explains,
             shows_attention=shows_attention,
             keeps_answer=keep is not None,
+            workflow=step.name if step else None,
         )
         if keep is not None:
             sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
+        if calls is not None:
+            sink = self._tool_waits.watch(request, sink, calls)
         expected = self.workflows.expected(step, tenant=tenant) if step else ()
         handle = self.engine.generate(
             *self.policy_manager.watch(request, sink, implicit=read.implicit)
         )
-        used = (each.cache.chunk_key for each in read.caches.values())
-        self.workflows.begin(step, expected, used, tenant=tenant)
+        self.workflows.begin(step, expected, read.keys, tenant=tenant)
         return handle
 
     def __repr__(self) -> str:
@@ -401,8 +394,3 @@ class LLM(ContextCacheCalls, PromptCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens, with special ones."""
-        text: str = self.tokenizer.decode(list(token_ids))
-        return text

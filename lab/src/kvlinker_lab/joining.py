@@ -110,7 +110,7 @@ class Recognised(NamedTuple):
 
 def recognise(recognizer: Recognizer, joined: JoinedPrompt, *, tenant: str) -> Recognised:
     """Have a text read, and compare what is marked with the passages in it."""
-    (message,) = recognizer.mark([ChatMessage("user", (joined.text,))], tenant=tenant)
+    (message,), _ = recognizer.mark([ChatMessage("user", (joined.text,))], tenant=tenant)
     marks: list[Span] = []
     position = 0
     for part in message.content:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -143,6 +143,16 @@ class Prompt:
         here."""
         own = self.chunks[chunk]
         return Chunk(own.tokens, tuple(self.tokens_before(chunk)), salt=own.salt)
+
+    def with_tokens_of(self, chunks: Collection[Chunk]) -> Prompt:
+        """Return the prompt with the tokens of these chunks in their places, to be computed."""
+        segments = (
+            FreshSegment(segment.chunk.tokens)
+            if isinstance(segment, CachedSegment) and segment.chunk in chunks
+            else segment
+            for segment in self.segments
+        )
+        return Prompt(tuple(segments)) if chunks else self
 
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """Return the prompt with other chunks in the places of its own, in order."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
@@ -22,9 +22,11 @@ from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking import Explanation, Policy, as_policy
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.prompting.segments import Prompt
+from kvlinker.service.answer import Answer, AnswerBuilder
 from kvlinker.service.content import (
     CompletionContent,
     Message,
@@ -33,9 +35,10 @@ from kvlinker.service.content import (
     parse_messages,
     parse_prompt,
 )
-from kvlinker.service.context_caches.kept_answers import KeptPart
+from kvlinker.service.context_caches.kept_answers import KeepRequest, KeptPart
 from kvlinker.service.model_calls import ModelCalls
 from kvlinker.service.reading import ContentReader, ReadOptions, ReadPrompt
+from kvlinker.service.workflows import WorkflowStep
 
 Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
@@ -91,6 +94,24 @@ class ChatOptions(SamplingFields, total=False):
     """True: the answer has an ``explanation`` of how its prompt was linked."""
 
     tenant: str
+
+
+class PreparedChat(NamedTuple):
+    """Holds what a call of ``chat_completion`` asks the engine for."""
+
+    read: ReadPrompt
+    sampling: SamplingParams
+
+    reader: Reader
+    """Reads the answer."""
+
+    explains: bool
+    tenant: str
+    keep: KeepRequest | None
+    step: WorkflowStep | None
+
+    calls: Callable[[], Reader] | None
+    """Makes readers of the calls that the answer may have; None where no tools are offered."""
 
 
 def refuse_tools_in_text(options: ChatOptions) -> None:
@@ -174,6 +195,15 @@ class PromptCalls(ModelCalls):
         prompt."""
         texts = self.builder.encoder.token_texts(explanation.token_ids)
         return explanation.with_context_caches(read.ids).with_texts(texts)
+
+    def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
+        """Return what puts the answer together that a call of ``chat_completion`` asks for."""
+
+        def complete(answer: Answer) -> Answer:
+            explanation = answer.explanation and self.described(answer.explanation, asked.read)
+            return replace(answer, explanation=explanation, context_caches=asked.read.linked)
+
+        return AnswerBuilder(asked.reader, complete)
 
     def chat_prompt(
         self,

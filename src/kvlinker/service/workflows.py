@@ -238,10 +238,10 @@ class Workflows:
             for key, use in expected:
                 seconds[key] = min(use.ahead(pace), seconds.get(key, MOST_SECONDS))
             self._next_uses.expect(tenant, name, seconds)
-            soon = {key for key, use in expected if use.soon}
+            soon = dict.fromkeys(key for key, use in expected if use.soon)
         else:
             seconds = dict.fromkeys(foretold, pace)
-            soon = set(foretold)
+            soon = dict.fromkeys(foretold)
             if foretold:
                 self._next_uses.expect(tenant, LEARNED + name, seconds)
         if soon:

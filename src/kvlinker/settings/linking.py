@@ -51,6 +51,10 @@ class LinkingSettings(BaseSettings):
             " off."
         ),
     )
+    implicit_ahead: Literal["on", "off"] = Field(
+        default="on",
+        description="With implicit auto: compute new passages while nothing else is to be done.",
+    )
     implicit_policy: str | None = Field(
         default=None,
         description="Linking policy of prompts none of whose chunks has an id; policy by default.",
@@ -63,6 +67,12 @@ class LinkingSettings(BaseSettings):
     keep_answers: Literal["off", "answer"] = Field(
         default="off",
         description="Answers that become chunks with the KV that they were generated with.",
+    )
+    tool_wait: float = Field(
+        default=60.0,
+        ge=0,
+        le=3600,
+        description="Most seconds that a conversation is kept before others while its tool is out.",
     )
     implicit_caches: int = Field(
         default=1000,

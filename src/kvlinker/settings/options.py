@@ -37,9 +37,11 @@ class Options(TypedDict, total=False):
     state_inputs: bool | None
     max_variants: int | None
     implicit: Literal["auto", "marked", "off"] | None
+    implicit_ahead: Literal["on", "off"] | None
     implicit_policy: str | None
     implicit_ttl: float | None
     keep_answers: Literal["off", "answer"] | None
+    tool_wait: float | None
     implicit_caches: int | None
     max_model_len: int | None
     kv_slots: int | None

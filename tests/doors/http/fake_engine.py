@@ -46,14 +46,19 @@ class FakeEngine:
         self.flowing.set()
         self.cancelled = 0
         self.requests: list[GenerationRequest] = []
+        self.expected: list[float] = []
+        """For how long conversations are to be kept."""
         self._changed = threading.Condition()
         self._active: set[_Speaker] = set()
         self._closed = False
 
-    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+    def cache_chunk(self, chunk: Chunk, *, tenant: str, idle: bool = False) -> Future[int]:
         done: Future[int] = Future()
         done.set_result(len(chunk))
         return done
+
+    def expect_again(self, request: GenerationRequest, seconds: float) -> None:
+        self.expected.append(seconds)
 
     def kv_bytes(self, tokens: int) -> int:
         return tokens * self.kv_bytes_per_token

@@ -108,6 +108,7 @@ def tiny_settings(state_dir: Path, **options: Any) -> Settings:
         "chat_template": TEMPLATE,
         "kv_slots": 16_384,
         "prefix_cache": "off",  # so that a test's requests do not depend on those before them
+        "implicit_ahead": "off",  # what is computed ahead depends on the time between requests
         "host_memory": 256 * 2**20,
         "disk_space": 256 * 2**20,
     }

@@ -15,10 +15,12 @@ from kvlinker.base.errors import EngineClosedError
 from kvlinker.doors.http.fields.parts import TextPart
 from kvlinker.doors.http.messages.blocks import ToolResultBlock
 from kvlinker.llm import LLM
+from kvlinker.service.tool_waits import FIRST_SECONDS
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
 from tests.doors.http.test_tools import REASONING_TEMPLATE
 from tests.schemas import check
+from tests.waiting import wait_until
 
 PATH = "/v1/messages"
 GREEDY = {"temperature": 0}  # which Anthropic's client does not send by itself
@@ -204,6 +206,7 @@ def test_text_and_calls_are_blocks_in_order(
     assert answer.content[0].text == "Let me see."
     assert answer.content[1].input == answer.content[2].input == {"city": "Oslo", "days": 3}
     assert answer.stop_reason == "tool_use"
+    wait_until(lambda: engine.expected == [FIRST_SECONDS])
 
 
 def test_the_stop_sequence_is_told(client: anthropic.Anthropic) -> None:

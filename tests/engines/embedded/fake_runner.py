@@ -59,13 +59,14 @@ class Work(Request):
         urgent=False,
         chunks="",
         tenant="",
+        workflow=None,
         refines=False,
     ):
         """``chunks`` are the keys, a character each, of what it keeps in memory. With ``refines``,
         its prompt is indivisible."""
         super().__init__()
         self.chunk_bytes = dict.fromkeys(chunks, CHUNK_BYTES)
-        self.tenant, self.refines = tenant, refines
+        self.tenant, self.workflow, self.refines = tenant, workflow, refines
         self.identity, self.urgent = identity, urgent
         self.name = next(_names)
         self.length, self.output, self.runs = length, output, runs or [(0, length)]

@@ -49,6 +49,9 @@ class Catalog:
 class Reader:
     def __init__(self) -> None:
         self.catalog = Catalog()
+        self.new: list[str] = []
+        """What the last call told of texts that were seen for the first time."""
+
         made: Any = self.catalog
         self.recognizer = Recognizer(made, ENCODER, Events(), fingerprint="model")
 
@@ -59,7 +62,7 @@ class Reader:
         asked = [
             message if isinstance(message, ChatMessage) else user(message) for message in messages
         ]
-        told = self.recognizer.mark(asked, tenant=tenant, notes=notes)
+        told, self.new = self.recognizer.mark(asked, tenant=tenant, notes=notes)
         assert [_text(message) for message in told] == [_text(message) for message in asked]
         assert [replace(message, content=()) for message in told] == [
             replace(message, content=()) for message in asked
@@ -163,7 +166,7 @@ def test_other_parts_stay() -> None:
     a = document("a")
     reader.marked("Hi.", a)
     content = (ContextCacheReference("cc_1"), MarkedText(a), f"{a}\n\n?")
-    told = reader.recognizer.mark([ChatMessage("user", content, "ann")], tenant="anna")
+    told, _ = reader.recognizer.mark([ChatMessage("user", content, "ann")], tenant="anna")
     assert told == [ChatMessage("user", (*content[:2], MarkedText(a), "\n\n?"), "ann")]
 
 
@@ -237,3 +240,17 @@ def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> No
         reader.recognizer.mark([user(text)], tenant="anna")
         seconds.append((time.thread_time() - begun) / len(text) * 10_000)
     assert min(seconds) < 0.003
+
+
+def test_paragraphs_are_told_at_their_first_sight() -> None:
+    reader = Reader()
+    a, b, c = (document(name) for name in "abc")
+    assert reader.marked(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWho?") == []
+    assert reader.new == [a, b, c], "what is short is computed as quickly"
+    assert reader.marked(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWhy?") == []
+    assert reader.new == [], "it begins as an earlier one"
+    d = document("d")
+    assert reader.marked(f"See:\n{b}\n\n{d}") == [b]
+    assert reader.new == [d], "what is a passage by now is not told again"
+    reader.marked(document("e"), notes=False)
+    assert reader.new == []

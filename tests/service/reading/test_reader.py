@@ -155,7 +155,7 @@ class Finder:
                 content=tuple(MarkedText(part) if part == "found" else part for part in m.content),
             )
             for m in messages
-        ]
+        ], []
 
 
 def reader(*ids: str, defaults: ReadDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:

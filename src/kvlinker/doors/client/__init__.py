@@ -8,6 +8,7 @@ from kvlinker.doors.client.wire import (
     RemotePage,
     ServerUnreachableError,
 )
+from kvlinker.doors.client.workflows import Workflow
 
 __all__ = [
     "AsyncClient",
@@ -16,4 +17,5 @@ __all__ = [
     "RemoteContextCache",
     "RemotePage",
     "ServerUnreachableError",
+    "Workflow",
 ]

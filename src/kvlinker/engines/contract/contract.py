@@ -54,6 +54,10 @@ class GenerationRequest:
     keeps_answer: bool = False
     """True if the first choice's ``Finished`` is to have the answer's KV."""
 
+    workflow: str | None = None
+    """The tenant's name for the requests that this one belongs to; the engine may have them come
+    together."""
+
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
@@ -172,8 +176,9 @@ class Engine(Protocol):
         Requests under such a policy are refused with PolicyError.
         """
 
-    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
-        """Make sure that the store holds the chunk's KV; the result is its size in bytes.
+    def cache_chunk(self, chunk: Chunk, *, tenant: str, idle: bool = False) -> Future[int]:
+        """Make sure that the store holds the chunk's KV; the result is its size in bytes. ``idle``:
+        compute it only while nobody asks for anything else, if the engine knows such times.
 
         Computed at most once however many callers ask at the same time.
         """
@@ -184,6 +189,11 @@ class Engine(Protocol):
 
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once.
         """
+
+    def expect_again(self, request: GenerationRequest, seconds: float) -> None:
+        """Expect a request within so many ``seconds`` that begins as this one, which has ended: of
+        what the tenant's requests have left, that is given up last until then, and first
+        afterwards. An engine whose KV belongs to another program does nothing."""
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         """Link the request's prompt like ``generate``, and explain how, without generating.

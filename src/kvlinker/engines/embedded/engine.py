@@ -27,6 +27,7 @@ from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
+from kvlinker.engines.embedded.execution.capturing import RecordingRoom
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
@@ -57,6 +58,10 @@ POOL_WINDOWS = 16
 
 FEWEST_SLOTS = 1024
 """The fewest slots that a pool may have, unless the context window is shorter still."""
+
+RECORDED_SHARE = 1 / 8
+"""The most that answers which are being kept may take, as a share of the chunks' memory; it comes
+beside that."""
 
 LOADERS = 2
 """Threads that begin links and fetch chunks' KV. They never wait for other requests."""
@@ -130,6 +135,7 @@ class EmbeddedEngine:
         )
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
+        self._recording = RecordingRoom(int(settings.host_memory * RECORDED_SHARE))
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
         keeps_prefixes = settings.prefix_cache == "on"
         keeps_states = bool(loaded.anatomy.recurrences)
@@ -210,7 +216,7 @@ class EmbeddedEngine:
     def kv_bytes(self, tokens: int) -> int:
         return self._loaded.kv_bytes(tokens)
 
-    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+    def cache_chunk(self, chunk: Chunk, *, tenant: str, idle: bool = False) -> Future[int]:
         self._limits.check_vocabulary(
             np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
         )
@@ -219,7 +225,9 @@ class EmbeddedEngine:
         wants_scores = chunk.scored and self._chunks.collects_scores
         if stored is not None and not (wants_scores and self._store.lacks_scores(key)):
             return resolved(stored)
-        building = self._chunks.build(key, chunk, tenant=tenant, with_scores=wants_scores)
+        building = self._chunks.build(
+            key, chunk, tenant=tenant, idle=idle, with_scores=wants_scores
+        )
         return gather([building.kvs], lambda computed: computed[0][0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
@@ -256,11 +264,19 @@ class EmbeddedEngine:
             events=self._events,
             linked=self._note_use,
             cancel=self._scheduler.cancel,
+            room=self._recording,
             head=None if request.sampling.prompt_logprobs is None else self._runner.head,
             guide=None if grammar is None else self._grammars.prepare(grammar),
         )
         self._enter(generation)
         return _Handle(self._scheduler, generation.choices)
+
+    def expect_again(self, request: GenerationRequest, seconds: float) -> None:
+        keys = [
+            chunk_key(chunk, fingerprint=self.fingerprint, tenant=request.tenant)
+            for chunk in request.prompt.chunks
+        ]
+        self._scheduler.expect_prefix(request.sharer, request.prompt, keys, request.policy, seconds)
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)

@@ -98,7 +98,10 @@ class AnswerKeeper:
     ) -> KeptAnswer:
         try:
             if finished.answer_kv is None:
-                return KeptAnswer(None, reason="Some of its KV was not there any more.")
+                return KeptAnswer(
+                    None,
+                    reason="Some of its KV was gone, or that of other answers took all room.",
+                )
             cut = finished.reason != "stop"
             return self._entered(finished.answer_kv, text, cut, wanted, tenant, salt)
         except KVLinkerError as error:

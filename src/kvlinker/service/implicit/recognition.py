@@ -29,6 +29,7 @@ from kvlinker.service.implicit.seen_lines import (
     Line,
     RecentDigests,
     SeenLines,
+    paragraphs,
     units_of,
 )
 from kvlinker.service.implicit.windows import WINDOW, WindowHash
@@ -76,9 +77,9 @@ class Recognizer:
         tenant: str,
         salt: str = "",
         notes: bool = True,
-    ) -> list[ChatMessage[CachedPart]]:
+    ) -> tuple[list[ChatMessage[CachedPart]], list[str]]:
         """Return the messages with known texts and passages that come again in requests with this
-        salt marked, and remember all others.
+        salt marked, and the paragraphs that are seen for the first time; remember all others.
 
         What a prompt has in common with the beginning of an earlier one does not come again by
         that: it is reused as it was computed. Without ``notes``, nothing is remembered.
@@ -91,7 +92,7 @@ class Recognizer:
             marked = [reading.mark(message) for message in messages]
             if notes:
                 texts.remember(reading)
-            return marked
+            return marked, reading.paragraphs if notes else []
 
     def mark_answers(
         self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, salt: str = ""
@@ -186,6 +187,9 @@ class _Reading:
         self.beginnings: list[bytes] = []
         """The SHA-256 of all that was read up to the end of each unit."""
 
+        self.paragraphs: list[str] = []
+        """Texts between empty lines that are new, and long enough for chunks."""
+
         self._texts = texts
         self._digest = hashlib.sha256()
 
@@ -220,8 +224,10 @@ class _Reading:
                 self.beginnings.append(beginning)
                 if beginning not in self._texts.beginnings:
                     new.append(unit)
-            passages += self._texts.seen_lines.seen(new)
+            again = self._texts.seen_lines.seen(new)
+            passages += again
             self.fresh.append(new)
+            self.paragraphs += paragraphs(text, [unit for unit in new if not _within(unit, again)])
             self._read(text[end:behind])
             end = behind
         return _marked(text, sorted([*spans, *passages]))
@@ -236,6 +242,10 @@ def _with_known(message: ChatMessage[CachedPart], known: KnownTexts) -> ChatMess
     for part in message.content:
         content += _marked(part, known.find(part)) if isinstance(part, str) else [part]
     return replace(message, content=tuple(content))
+
+
+def _within(unit: Line, spans: Sequence[Span]) -> bool:
+    return any(begin <= unit.begin and unit.end <= end for begin, end in spans)
 
 
 def _marked(text: str, spans: Iterable[Span]) -> list[str | CachedPart]:

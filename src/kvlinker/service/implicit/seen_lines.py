@@ -107,6 +107,19 @@ def units_of(text: str, begin: int, end: int) -> list[Line]:
     return units if len(units) < most else []
 
 
+def paragraphs(text: str, units: Sequence[Line]) -> list[str]:
+    """Return the texts of neighbouring units, up to the next empty line or rule, that are long
+    enough for passages."""
+    rows: list[list[Line]] = [[]]
+    for unit in units:
+        row = rows[-1]
+        if row and (not unit.digest or text.count("\n", row[-1].end, unit.begin) != 1):
+            rows.append([])
+        if unit.digest:
+            rows[-1].append(unit)
+    return [text[begin:end] for row in rows for begin, end in _passage(row)]
+
+
 def _pair(one: Line, other: Line) -> bytes:
     return hashlib.sha256(one.digest + other.digest).digest()
 

@@ -42,6 +42,11 @@ class ReadPrompt:
         )
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of their chunks."""
+        return tuple(each.cache.chunk_key for each in self.caches.values())
+
+    @property
     def ids(self) -> dict[str, str]:
         """The ids of the context caches, by their chunks' content."""
         return {each.chunk.content: id for id, each in self.caches.items()}

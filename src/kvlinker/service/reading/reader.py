@@ -22,7 +22,6 @@ from kvlinker.base.types.messages import (
     CachedPart,
     ChatMessage,
     CompletionPrompt,
-    Content,
     ContextCacheReference,
     Document,
     Implicit,
@@ -32,6 +31,7 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.base.types.tools import Tool
+from kvlinker.engines.contract.contract import Engine
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
@@ -39,15 +39,21 @@ from kvlinker.prompting.marks import marked_text
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.context_caches import ContextCaches
+from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.reading.orders import LinkedOrders
+from kvlinker.service.reading.parts import (
+    Chunks,
+    chunk_or_text,
+    note_places,
+    placed,
+    texts_of,
+    with_chunks,
+)
 from kvlinker.service.reading.prompts import ReadDefaults, ReadOptions, ReadPrompt
 from kvlinker.settings import Settings
-from kvlinker.store import Catalog
-
-_Chunks = Mapping[CachedPart, Chunk]
-"""The chunks of parts; a marked text that is not among them stays text."""
+from kvlinker.store import Catalog, ChunkStore
 
 
 class ContentReader:
@@ -68,12 +74,15 @@ class ContentReader:
         implicit: ImplicitCaches,
         recognizer: Recognizer,
         defaults: ReadDefaults,
+        ahead: PassagesAhead | None = None,
     ) -> None:
+        """``ahead`` makes chunks of passages that were seen once; without it, none are."""
         self._builder = builder
         self._caches = caches
         self._implicit = implicit
         self._recognizer = recognizer
         self._defaults = defaults
+        self._ahead = ahead
         self._orders = LinkedOrders()
 
     @classmethod
@@ -82,16 +91,23 @@ class ContentReader:
         settings: Settings,
         builder: PromptBuilder,
         caches: ContextCaches,
+        engine: Engine,
         catalog: Catalog,
+        store: ChunkStore,
         events: Events,
         policies: PolicyManager,
     ) -> Self:
         """Make the reader that ``settings`` describe."""
         policy = settings.implicit_policy
+        implicit = ImplicitCaches(builder, caches, catalog, events, ttl=settings.implicit_ttl)
+        ahead = None
+        if settings.implicit_ahead == "on" and settings.engine == "embedded":
+            most = settings.implicit_caches
+            ahead = PassagesAhead(implicit, engine, catalog, store, most_caches=most)
         return cls(
             builder,
             caches,
-            ImplicitCaches(builder, caches, catalog, events, ttl=settings.implicit_ttl),
+            implicit,
             Recognizer(catalog, builder.encoder, events, fingerprint=caches.fingerprint),
             ReadDefaults(
                 policy=policies.default_policy,
@@ -99,7 +115,13 @@ class ContentReader:
                 implicit_policy=None if policy is None else parse_policy(policy),
                 steered=policies.controller is not None,
             ),
+            ahead,
         )
+
+    def close(self) -> None:
+        """Make no more chunks of passages that were seen once. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def chat(
         self,
@@ -111,12 +133,12 @@ class ContentReader:
         """Read a conversation about documents."""
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
-            _note_places(message.content, f"messages.{index}.content", places)
+            note_places(message.content, f"messages.{index}.content", places)
         if how.any_order:
             documents, messages = self._arranged(documents, messages, how)
         beside = [document.text for document in documents]
         self._builder.check_texts(
-            _texts(chain(beside, *(m.content for m in messages))), param="messages"
+            texts_of(chain(beside, *(m.content for m in messages))), param="messages"
         )
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
         self._builder.check_texts(texts, param="tools")
@@ -129,11 +151,9 @@ class ContentReader:
             *chain.from_iterable(message.content for message in messages),
         ]
 
-        def build(chunks: _Chunks) -> Prompt:
-            linked = [_with_chunks(message, chunks) for message in messages]
-            beside = [
-                Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents
-            ]
+        def build(chunks: Chunks) -> Prompt:
+            linked = [with_chunks(message, chunks) for message in messages]
+            beside = [Document(chunk_or_text(each.text, chunks), each.fields) for each in documents]
             described = {each.text: chunks[each] for each in definitions if each in chunks}
             return self._builder.chat(linked, beside, options=options, definitions=described)
 
@@ -160,8 +180,8 @@ class ContentReader:
                 self._builder.completion(prompt.ids), self._default(how), {}, how.salt
             )
         places: dict[str, str] = {}
-        _note_places(prompt, "prompt", places)
-        self._builder.check_texts(_texts(prompt), param="prompt")
+        note_places(prompt, "prompt", places)
+        self._builder.check_texts(texts_of(prompt), param="prompt")
         if how.any_order:
             _, (ordered,) = self._arranged((), [ChatMessage("user", prompt)], how)
             prompt = ordered.content
@@ -171,7 +191,7 @@ class ContentReader:
             places,
             how,
             lambda chunks: self._builder.completion(
-                _placed(prompt, chunks), special_tokens=how.special_tokens
+                placed(prompt, chunks), special_tokens=how.special_tokens
             ),
         )
 
@@ -180,7 +200,7 @@ class ContentReader:
         parts: Iterable[str | CachedPart],
         places: Mapping[str, str],
         how: ReadOptions,
-        build: Callable[[_Chunks], Prompt],
+        build: Callable[[Chunks], Prompt],
     ) -> ReadPrompt:
         """Read a prompt of these parts; ``places`` tells where each id stands first."""
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
@@ -220,8 +240,16 @@ class ContentReader:
         policy = (self._implicit_policy(how) if marked and not named else None) or self._default(
             how
         )
-        uses = [found[part] for part in cached if part in found]
-        return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses}, how.salt)
+        uses = {found[part].cache.id: found[part] for part in cached if part in found}
+        if lost := {id for id, each in uses.items() if self._is_lost_answer(each)}:
+            prompt = prompt.with_tokens_of({uses[id].chunk for id in lost})
+            uses = {id: each for id, each in uses.items() if id not in lost}
+        return ReadPrompt(prompt, policy, uses, how.salt)
+
+    def _is_lost_answer(self, found: FoundChunk) -> bool:
+        """Return whether this is a kept answer whose KV is gone. To compute that anew takes all of
+        the conversation before it; its tokens alone, as a part of the prompt, are exact."""
+        return found.chunk.contextual and self._caches.tier(found.cache) is None
 
     def _mode(self, how: ReadOptions) -> Implicit:
         """Return which texts become chunks: none where all of it would be computed again.
@@ -281,7 +309,12 @@ class ContentReader:
                 return messages
             case Implicit.MARKED:
                 return self._recognizer.mark_answers(messages, tenant=how.tenant, salt=how.salt)
-        return self._recognizer.mark(messages, tenant=how.tenant, salt=how.salt, notes=how.keeps)
+        marked, new = self._recognizer.mark(
+            messages, tenant=how.tenant, salt=how.salt, notes=how.keeps
+        )
+        if self._ahead is not None:
+            self._ahead.note(new, tenant=how.tenant, salt=how.salt)
+        return marked
 
     def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
@@ -350,34 +383,3 @@ def _without_unshown(read: ReadPrompt) -> ReadPrompt:
     return replace(
         read, caches={id: each for id, each in read.caches.items() if each.chunk in shown}
     )
-
-
-def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:
-    """Add the path of each id that is not in ``places`` yet, such as
-    ``messages.0.content.1.id``."""
-    for index, part in enumerate(content):
-        if isinstance(part, ContextCacheReference):
-            places.setdefault(part.id, f"{path}.{index}.id")
-
-
-def _texts(parts: Iterable[str | CachedPart]) -> list[str]:
-    """Return all texts among the parts, marked or not."""
-    return [
-        part if isinstance(part, str) else part.text
-        for part in parts
-        if not isinstance(part, ContextCacheReference)
-    ]
-
-
-def _with_chunks(message: ChatMessage[CachedPart], chunks: _Chunks) -> ChatMessage[Chunk]:
-    return ChatMessage(message.role, _placed(message.content, chunks), message.name, message.fields)
-
-
-def _placed(content: Content[CachedPart], chunks: _Chunks) -> Content[Chunk]:
-    return tuple(_chunk_or_text(part, chunks) for part in content)
-
-
-def _chunk_or_text(part: str | CachedPart, chunks: _Chunks) -> str | Chunk:
-    if isinstance(part, MarkedText):
-        return chunks.get(part, part.text)
-    return part if isinstance(part, str) else chunks[part]

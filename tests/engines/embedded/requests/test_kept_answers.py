@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key
-from kvlinker.engines.embedded.execution.capturing import AnswerCapture
+from kvlinker.engines.embedded.execution.capturing import AnswerCapture, RecordingRoom
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
 from tests.waiting import PATIENCE
@@ -135,7 +135,8 @@ def test_runs_in_any_order_of_work_join_to_the_whole(data):
     """Runs come in order, but a preemption begins again at an earlier position."""
     tokens, start = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 7))
     whole = torch.arange(tokens * 6.0).reshape(2, tokens, 3)
-    capture = AnswerCapture(1, start)
+    room = RecordingRoom(1 << 20)
+    capture = AnswerCapture(1, start, room)
     position, again = 0, data.draw(st.integers(0, 3))
     while position < tokens:
         end = data.draw(st.integers(position + 1, tokens))
@@ -151,3 +152,29 @@ def test_runs_in_any_order_of_work_join_to_the_whole(data):
     (layer,) = capture.part(first, last).layers
     torch.testing.assert_close(layer.key, whole[:, first:last])
     torch.testing.assert_close(layer.value, -whole[:, first:last])
+    assert room.used_bytes == 2 * whole.nbytes
+    del capture
+    assert room.used_bytes == 0
+
+
+def test_answers_share_the_room_for_what_is_kept():
+    """One that finds none gives up what it took, and tells so by having too few tokens."""
+    part = torch.zeros(2, 1, 3)
+    room = RecordingRoom(4 * 2 * part.nbytes)
+    first, second = AnswerCapture(1, 0, room), AnswerCapture(1, 0, room)
+    for token in range(2):
+        first.record(0, token, part, part)
+        second.record(0, token, part, part)
+    first.record(0, 2, part, part)
+    assert (first.tokens, second.tokens) == (0, 2)
+    second.record(0, 2, part, part)
+    first.record(0, 3, part, part)
+    assert (first.tokens, second.tokens) == (0, 3)
+    assert room.used_bytes == 3 * 2 * part.nbytes
+
+
+def test_an_answer_without_room_is_given_and_not_kept(bench):
+    made = bench(host_memory=0)
+    outcome = made.answer(Prompt((FreshSegment(random_tokens(9, 1)),)), "full", keeps=True)
+    assert outcome.tokens
+    assert outcome.finished.answer_kv is None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import OverloadedError
 from kvlinker.engines.embedded.requests.request import RequestState
-from kvlinker.engines.embedded.scheduling.admission import SIMILAR_SECONDS
+from kvlinker.engines.embedded.scheduling.admission import MOST_AHEAD, SIMILAR_SECONDS
 from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
 from tests.engines.embedded.fake_runner import CHUNK_BYTES, LAYERS, Simulation, Work, arriving
 from tests.engines.embedded.scheduling.test_composition import decoding, measured
@@ -313,3 +313,36 @@ def test_a_linked_prompt_counts_as_what_it_computes():
     linked = simulation.enter(400)
     simulation.load(linked, arriving(380, LAYERS))
     assert admitted(simulation, [first, plain, linked]) == [first, linked, plain]
+
+
+def test_a_tenants_workflows_come_one_after_the_other():
+    """Another tenant keeps its turns, and what belongs to no workflow waits for a time at most."""
+    simulation = measured(max_running=1)
+    running = [simulation.add(50, 40, workflow="a"), simulation.add(20, 5, tenant="other")]
+    simulation.step()
+    simulation.timing.now += 1
+    begun = simulation.add(20, workflow="b")
+    simulation.timing.now += 1
+    plain, other = simulation.add(20), simulation.add(20, tenant="other")
+    simulation.timing.now += 1
+    goes_on, again = simulation.add(20, workflow="a"), simulation.add(20, workflow="b")
+    order = admitted(simulation, [*running, begun, plain, other, goes_on, again])
+    own = [work for work in order if work.tenant != "other" and work not in running]
+    assert own == [goes_on, begun, again, plain]
+    assert order.index(other) < order.index(plain)
+
+
+def test_a_workflow_is_ahead_by_a_bounded_time():
+    simulation = measured(max_running=1)
+    running = simulation.add(50, 400, workflow="a")
+    simulation.step()
+    plain = simulation.add(20)
+    simulation.timing.now += MOST_AHEAD - 1
+    simulation.enter(1, workflow="a")
+    simulation.timing.now += 2
+    late = simulation.add(20, workflow="a")
+    assert late.began == pytest.approx(late.arrived - MOST_AHEAD)
+    simulation.timing.now += MOST_AHEAD + 1
+    assert simulation.add(20, workflow="a").began == simulation.timing.now
+    assert plain.began == plain.arrived
+    assert running.began == running.arrived

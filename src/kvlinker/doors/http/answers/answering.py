@@ -33,6 +33,7 @@ from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.workflows import WorkflowStep
 
@@ -70,6 +71,7 @@ class PreparedRequest(NamedTuple):
     shows_attention: bool = False
     keep: KeepRequest | None = None
     step: WorkflowStep | None = None
+    calls: Callable[[], Reader] | None = None
 
 
 class AnswerFormat(Protocol):
@@ -208,6 +210,7 @@ async def begin_choices(
             shows_attention=asked.shows_attention,
             keep=asked.keep,
             step=asked.step,
+            calls=asked.calls,
             tenant=tenant,
             loop=loop,
             trace=trace,

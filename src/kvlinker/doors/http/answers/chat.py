@@ -158,6 +158,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
             self.shows_attention,
             self.keep_request(llm, partial(request_tools.reader, read.prompt)),
             self.workflow_step,
+            partial(request_tools.reader, read.prompt) if request_tools.tools else None,
         )
 
     def sampling_fields(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ the event loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from starlette.types import Receive
@@ -16,6 +16,7 @@ from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.workflows import WorkflowStep
 
@@ -37,6 +38,7 @@ class Choices:
         shows_attention: bool = False,
         keep: KeepRequest | None = None,
         step: WorkflowStep | None = None,
+        calls: Callable[[], Reader] | None = None,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
@@ -47,6 +49,7 @@ class Choices:
         ``prompts`` are by the request's fields that they come from, which errors name. With
         ``explains``, the first choice of each tells how it was linked. ``keep``: what is to be kept
         of the very first choice; ``step``: of a workflow.
+        ``calls`` makes readers of calls.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -69,6 +72,7 @@ class Choices:
                         shows_attention=shows_attention,
                         keep=None if number else keep,
                         step=step,
+                        calls=calls,
                         tenant=tenant,
                     )
                     self._handles.append(handle)

@@ -13,7 +13,7 @@ from kvlinker.base.errors import ContextLengthError
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.capture import ChunkRequest
+from kvlinker.engines.embedded.requests.capture import ChunkRequest, IdleChunkRequest
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.prompting.segments import Prompt
 from kvlinker.store import ChunkStore
@@ -60,11 +60,19 @@ class ChunkBuilder:
         return self._with_scores
 
     def build(
-        self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True
+        self,
+        key: str,
+        chunk: Chunk,
+        *,
+        tenant: str,
+        urgent: bool = False,
+        idle: bool = False,
+        with_scores: bool = True,
     ) -> PendingChunks:
         """Have the chunk computed, and stored under ``key``.
 
-        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which
+        ``urgent`` says that an answer to ``tenant`` waits for it, ``idle`` that everything else
+        comes first. Without ``with_scores``, which
         take more than half of the time, none are collected; and without ``chunk.scored``, no
         sensitivity is measured.
 
@@ -79,6 +87,7 @@ class ChunkBuilder:
             [chunk.content],
             tenant=tenant,
             urgent=urgent,
+            idle=idle,
             with_scores=with_scores,
             measures=chunk.scored,
         )
@@ -114,6 +123,7 @@ class ChunkBuilder:
         urgent: bool,
         with_scores: bool,
         measures: bool,
+        idle: bool = False,
     ) -> PendingChunks:
         if len(tokens) > self._longest:
             raise ContextLengthError(
@@ -122,7 +132,8 @@ class ChunkBuilder:
             )
         with_scores = with_scores and self._with_scores
         fits = len(tokens) + len(self._unrelated) <= self._longest
-        wanted = ChunkRequest(
+        kind = IdleChunkRequest if idle else ChunkRequest
+        wanted = kind(
             self._loaded,
             self._store,
             keys,

@@ -3,6 +3,7 @@ it, with what their tokens do to states, or of the answer that it grows by."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -190,23 +191,70 @@ class _Part(NamedTuple):
     value: Tensor
 
     @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+    @property
     def end(self) -> int:
         return self.start + int(self.key.shape[1])
 
 
-class AnswerCapture:
-    """Collects the KV of generated tokens, as many as there come to be."""
+class RecordingRoom:
+    """Bounds the bytes of all answers that are being collected. Methods may be called from any
+    thread."""
 
-    def __init__(self, layers: int, start: int) -> None:
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes; False, and none are taken, where they are not there."""
+        with self._lock:
+            if self.used_bytes + nbytes > self._budget_bytes:
+                return False
+            self.used_bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Give so many bytes back."""
+        with self._lock:
+            self.used_bytes -= nbytes
+
+
+class AnswerCapture:
+    """Collects the KV of generated tokens, as many as there come to be: it is a second copy, as
+    the pool's keys are rotated. Without room for one more it gives all up. The room lasts as long
+    as the capture."""
+
+    def __init__(self, layers: int, start: int, room: RecordingRoom) -> None:
         """``start`` is the position of the first of them."""
         self._start = start
+        self._room = room
+        self._nbytes = 0
+        self._refused = False
         self._parts: tuple[list[_Part], ...] = tuple([] for _ in range(layers))
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         parts = self._parts[layer]
         while parts and parts[-1].start >= start:  # computed again after a preemption
-            parts.pop()
+            self._give_back(parts.pop().nbytes)
+        nbytes = key.nbytes + value.nbytes
+        if self._refused or not self._room.take(nbytes):
+            self._refused = True
+            for parts in self._parts:
+                parts.clear()
+            self._give_back(self._nbytes)
+            return
+        self._nbytes += nbytes
         parts.append(_Part(start, key.clone(), value.clone()))
+
+    def __del__(self) -> None:
+        self._give_back(self._nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
+        self._room.give_back(nbytes)
 
     @property
     def tokens(self) -> int:

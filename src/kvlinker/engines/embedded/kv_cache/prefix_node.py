@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,10 @@ class PrefixNode:
         self.own = own
         self.spans = spans
         self.stored = stored
+        self.expected_until: float | None = None
+        """Until when it is expected to be used again, by the tree's clock; None where nobody
+        expects that."""
+
         self.tenant: str = tenant if parent is None else parent.tenant
 
     @property
@@ -77,6 +82,7 @@ class PrefixNode:
                 StoredKV(key, first, first + size),
                 StoredKV(key, first + size, last),
             )
+        rest.expected_until = self.expected_until
         rest.children, self.children = self.children, {int(self.items[count]): rest}
         for child in rest.children.values():
             child.parent = rest
@@ -99,6 +105,18 @@ class PrefixNode:
         digest.update(np.maximum(items, -1).astype("<i8").tobytes())
         digest.update(self.own.astype("<i8").tobytes())
         return digest.hexdigest()
+
+
+Part = tuple[PrefixNode, int]
+"""A node, and how many of its items are meant."""
+
+
+class Match(NamedTuple):
+    """The longest beginning of a prompt that is in the tree: ``length`` tokens of it."""
+
+    length: int
+    parts: list[Part]
+    """The nodes from the root on."""
 
 
 def cut(spans: Sequence[SlotSpan], begin: int, end: int) -> list[SlotSpan]:

@@ -3,16 +3,17 @@ pool or on disk."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count as counting
-from typing import NamedTuple
 
 import numpy as np
 
+from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan
-from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode, cut
+from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode, cut
 from kvlinker.engines.embedded.kv_cache.prefix_states import PrefixStates
 from kvlinker.engines.embedded.kv_cache.spilling import Spill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
@@ -32,17 +33,6 @@ LEAST_SWEPT = 256
 UNNAMED = -1
 """The item of a chunk that no node has. Names of chunks are smaller."""
 
-Part = tuple[PrefixNode, int]
-"""A node, and how many of its items are meant."""
-
-
-class Match(NamedTuple):
-    """The longest beginning of a prompt that is in the tree: ``length`` tokens of it."""
-
-    length: int
-    parts: list[Part]
-    """The nodes from the root on."""
-
 
 class PrefixTree:
     """Keeps the KV of tokens that requests computed, each tenant's apart, until the slots are
@@ -54,12 +44,17 @@ class PrefixTree:
     """
 
     def __init__(
-        self, allocator: SlotAllocator, spill: Spill | None = None, states: int | None = None
+        self,
+        allocator: SlotAllocator,
+        spill: Spill | None = None,
+        states: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``states`` is the number of states to keep for a model whose layers keep one: a prompt
         goes on only from where one was kept."""
         self._states = None if states is None else PrefixStates(states)
         self._allocator = allocator
+        self._clock = clock
         self._spill = spill
         self._roots: dict[str, PrefixNode] = {}
         self._names: dict[PathChunk, int] = {}
@@ -141,6 +136,18 @@ class PrefixTree:
         self._allocator.share(found)
         return tuple(found), state
 
+    def expect(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
+    ) -> None:
+        """Expect a prompt that begins as this one within so many ``seconds``: until then, it is
+        given up last of its tenant's, and afterwards first."""
+        root = self._roots.get(tenant)
+        if root is not None:
+            until = self._clock() + seconds
+            choices = PathChoices(prompt, keys, policy, self._lengths)
+            for node, _ in self._longest(root, prompt.tokens, choices).parts:
+                node.expected_until = until
+
     def insert(
         self,
         path: SequencePath,
@@ -183,14 +190,11 @@ class PrefixTree:
             self._keep_state(path, state)
 
     def evict(self, slots: int) -> None:
-        """Give up what was used longest ago, until so many slots are free, or nothing is left that
-        would free any."""
-        for node in list(self._used):
+        """Give up prefixes until so many slots are free, or none is left that would free any."""
+        for node in given_up_next(self._used, self._allocator, self._clock()):
             if self._allocator.free >= slots:
                 break
-            frees = not node.spans or bool((self._allocator.users(node.spans) == 1).any())
-            if frees and not node.has_children_in_pool:
-                self._give_up(node)
+            self._give_up(node)
         self._sweep()
 
     def _follow(self, tenant: str, items: Positions) -> list[Part]:
@@ -393,5 +397,6 @@ class PrefixTree:
     def _touch(self, parts: Sequence[Part]) -> None:
         """Note a use of these nodes."""
         for node, _ in reversed(parts):
+            node.expected_until = None
             if node in self._used:
                 self._used.move_to_end(node)

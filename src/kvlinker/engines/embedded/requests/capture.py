@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,3 +141,15 @@ class ChunkRequest(CaptureRequest):
 
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
         return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
+
+
+class IdleChunkRequest(ChunkRequest):
+    """Asks for chunks that nobody waits for. Whoever needs one meanwhile has it computed as ever:
+    it does not wait for this."""
+
+    kind = ResultKind.BACKGROUND
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Takes what ``ChunkRequest`` takes."""
+        super().__init__(*args, **options)
+        self.identity = None

@@ -17,7 +17,7 @@ from kvlinker.engines.contract.output import End, Output
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
 from kvlinker.engines.embedded.decoding.sampling import Sampler
-from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder
+from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder, RecordingRoom
 from kvlinker.engines.embedded.kv_cache.states import worth_keeping
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -43,15 +43,17 @@ class Generation(PromptRequest):
         events: Events,
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
+        room: RecordingRoom,
         head: Head | None = None,
         guide: Callable[[], GrammarGuide] | None = None,
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
         """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices
-        when the sink fails. ``head`` computes the log probabilities of the prompt, all of which is
-        computed then; None where they are not asked for. ``guide`` makes what guides a choice
-        through the request's grammar. ``first`` is given to all choices but that one."""
+        when the sink fails. An answer that is to be kept takes ``room`` meanwhile. ``head``
+        computes the log probabilities of the prompt, all of which is computed then; None where they
+        are not asked for. ``guide`` makes what guides a choice through the request's grammar.
+        ``first`` is given to all choices but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
@@ -71,6 +73,7 @@ class Generation(PromptRequest):
         self._head = head
         self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
         self._scored: LogprobCollector | None = None
+        self._room = room
         self._answer: AnswerCapture | None = None
         self._keeping = len(keeping(loaded.layers))
         self._end: End | None = None  # told once the KV of the last token is there
@@ -97,6 +100,7 @@ class Generation(PromptRequest):
                     events=events,
                     linked=None,
                     cancel=cancel,
+                    room=room,
                     head=head,
                     guide=guide,
                     first=self,
@@ -125,6 +129,10 @@ class Generation(PromptRequest):
             generation._output.fail(error)
         self._forget()
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._answer = None
+
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         if self._head is not None:
             self._scored = LogprobCollector(
@@ -139,7 +147,7 @@ class Generation(PromptRequest):
 
     def _answer_recorder(self, start: int) -> Recorder | None:
         if self.request.keeps_answer:
-            self._answer = AnswerCapture(self._keeping, start)
+            self._answer = AnswerCapture(self._keeping, start, self._room)
         return self._answer
 
     def _accept(self, logits: Tensor) -> Ending | None:

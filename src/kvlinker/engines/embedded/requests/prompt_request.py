@@ -60,6 +60,7 @@ class PromptRequest(Request):
         super().__init__()
         self.request = request
         self.tenant = request.tenant
+        self.workflow = request.workflow
         self.clock = RequestClock()
         self.link: Link | None = None
         self.resident_only = False

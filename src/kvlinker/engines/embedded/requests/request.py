@@ -62,6 +62,9 @@ class Request(ABC):
     tenant = ""
     """The tenant whose share of the engine it takes."""
 
+    workflow: str | None = None
+    """The tenant's name for the requests that it belongs to."""
+
     chunk_bytes: Mapping[str, int] = {}
     """The bytes of the chunks that its prompt names, by key."""
 
@@ -86,6 +89,9 @@ class Request(ABC):
 
         self.arrived = 0.0
         """The time of arrival, in seconds on the scheduler's clock."""
+
+        self.began = 0.0
+        """The time at which its workflow began, at the earliest some seconds before it arrived."""
 
         self.backlog = 0.0
         """The predicted seconds of the prompts of its tenant that come before it."""

@@ -4,7 +4,7 @@ is refused."""
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
@@ -15,6 +15,13 @@ from kvlinker.linking.plan import Range
 SIMILAR_SECONDS = 0.5
 """The most by which two requests' turns may differ if the one whose chunks are in memory is to come
 first."""
+
+MOST_AHEAD = 30.0
+"""The most seconds by which a workflow's request may come before others of its tenant that arrived
+earlier; a workflow that has asked for nothing for so long begins anew."""
+
+MOST_WORKFLOWS = 1024
+"""The most workflows whose beginnings are remembered."""
 
 MOST_COMPARED = 16
 """The most waiting requests that are compared by their chunks."""
@@ -33,6 +40,9 @@ class Admission:
     itself, and nobody starves: who arrives after a request's turn comes after it. A tenant's
     hundred requests stand behind each other, but not before another tenant's one. Before steps were
     measured, turns are arrivals.
+
+    Where a tenant's request has its turn, the one of its workflow that began first goes, so that
+    workflows come one after the other rather than all at once.
 
     A tenant of whom nothing is computed comes before tenants of whom something is, and is never
     refused for the length of a queue in which it has nothing.
@@ -55,13 +65,32 @@ class Admission:
         self._max_waiting = max_waiting
         self._slo_ttft = slo_ttft
         self._clock = clock
+        self._workflows: OrderedDict[tuple[str, str], tuple[float, float]] = (
+            OrderedDict()
+        )  # when each began and asked last
 
     def place(self, request: Request, others: Iterable[Request]) -> None:
         """Give the request, which arrives now, its turn among the ``others`` that have not
         ended."""
         request.arrived = self._clock()
+        request.began = self._began(request)
         self._predict_prompt(request)
         self.count_before(request, others)
+
+    def _began(self, request: Request) -> float:
+        """Return when the request's workflow began, but at most ``MOST_AHEAD`` before now."""
+        now = request.arrived
+        if request.workflow is None:
+            return now
+        name = request.tenant, request.workflow
+        began, last = self._workflows.get(name, (now, now))
+        if last < now - MOST_AHEAD:
+            began = now
+        self._workflows[name] = began, now
+        self._workflows.move_to_end(name)
+        if len(self._workflows) > MOST_WORKFLOWS:
+            self._workflows.popitem(last=False)
+        return max(began, now - MOST_AHEAD)
 
     def count_before(self, request: Request, others: Iterable[Request]) -> None:
         """Count the seconds of those of its tenant that come before the request, whose urgency may
@@ -126,14 +155,15 @@ class Admission:
             else None
         )
         if left_out is not None:
-            return [left_out]
+            return [_first_of_workflow(left_out, queue)]
         similar = [
             request
             for request in queue[:MOST_COMPARED]
             if request.turn <= queue[0].turn + SIMILAR_SECONDS
         ]
         preferred = next((request for request in similar if prefers(request)), queue[0])
-        return list(dict.fromkeys((preferred, queue[0])))
+        found = (_first_of_workflow(request, queue) for request in (preferred, queue[0]))
+        return list(dict.fromkeys(found))
 
     def next_answers(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
         """Return who may get slots next of a ``queue`` of answers, best first, beside the
@@ -164,6 +194,17 @@ def giving_way(request: Request, running: Sequence[Request]) -> list[Request]:
     return sorted(
         found, key=lambda other: other.sequence is not None and other.sequence.prompt_in_place
     )
+
+
+def _first_of_workflow(request: Request, queue: Sequence[Request]) -> Request:
+    """Return which of its tenant's requests goes in its place: itself, or one of a workflow that
+    began before."""
+    own = (
+        other
+        for other in queue[:MOST_COMPARED]
+        if other.tenant == request.tenant and other.workflow is not None
+    )
+    return min((request, *own), key=lambda other: other.began)
 
 
 def _seconds_before(request: Request, others: Iterable[Request]) -> float:

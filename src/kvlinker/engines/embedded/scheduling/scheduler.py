@@ -66,7 +66,7 @@ class Scheduler(RequestQueues):
 
     All methods hold the queues' one lock, for a short time, and call no code from outside under it
     but what the constructor is given. ``wait`` and the methods below are for the engine's thread
-    only, but for ``find_prefix``, which loaders call.
+    only, but for ``find_prefix`` and ``expect_prefix``.
     """
 
     def __init__(
@@ -233,6 +233,13 @@ class Scheduler(RequestQueues):
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
         with self._lock:
             return self._places.slots.find_prefix(tenant, prompt, keys, policy)
+
+    def expect_prefix(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
+    ) -> None:
+        """Expect a prompt that begins as this one; see ``PrefixTree.expect``."""
+        with self._lock:
+            self._places.slots.expect_prefix(tenant, prompt, keys, policy, seconds)
 
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far for those that begin alike, while it goes on."""

@@ -55,6 +55,12 @@ class SequenceSlots:
         """Return what the prompt can reuse; see ``PrefixTree.find``."""
         return self._prefixes.find(tenant, prompt, keys, policy)
 
+    def expect_prefix(
+        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
+    ) -> None:
+        """Expect a prompt that begins as this one; see ``PrefixTree.expect``."""
+        self._prefixes.expect(tenant, prompt, keys, policy, seconds)
+
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
         """Give the sequence slots for its tokens, and a few more; False where there are too few.
 

@@ -118,7 +118,7 @@ class VLLMEngine:
     def unsupported(self, policy: Policy) -> str | None:
         return unsupported(policy)
 
-    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+    def cache_chunk(self, chunk: Chunk, *, tenant: str, idle: bool = False) -> Future[int]:
         self._refuse_if_closing()
         self._limits.check_vocabulary(
             np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
@@ -142,6 +142,9 @@ class VLLMEngine:
             self._requests[name] = made
         self._client.loop.call_soon_threadsafe(self._start, name, made)
         return _Handle(partial(self._cancel, name))
+
+    def expect_again(self, request: GenerationRequest, seconds: float) -> None:
+        """Do nothing: prefixes are vLLM's own."""
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._checked(request)

@@ -1,0 +1,45 @@
+"""Decides which prefixes are given up next for their slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator
+from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode
+from kvlinker.store.next_uses import needed_last
+
+EXPECTED_SHARE = 0.5
+"""The most of the pool's slots that prefixes which are expected may keep from others of their
+tenant."""
+
+
+def given_up_next(
+    used: Collection[PrefixNode], allocator: SlotAllocator, now: float
+) -> Iterator[PrefixNode]:
+    """Yield nodes of ``used``, which are in the pool, the last used one last; each is to be taken
+    out of them before the next.
+
+    What was expected and did not come goes first, then what was used longest ago; where it is the
+    turn of one that is expected, the one of its tenant goes that is needed last.
+    """
+
+    def may_go(node: PrefixNode) -> bool:
+        frees = not node.spans or bool((allocator.users(node.spans) == 1).any())
+        return frees and not node.has_children_in_pool
+
+    late = [node for node in used if _due(node) < now]
+    for head in [*late, *used]:
+        while head in used and may_go(head):
+            expected = [node for node in used if now <= _due(node) < math.inf]
+            kept = sum(len(node.own) for node in expected)
+            if head in expected and kept <= EXPECTED_SHARE * allocator.slots:
+                own = (node for node in used if node.tenant == head.tenant and may_go(node))
+                yield needed_last(own, _due)
+            else:
+                yield head
+
+
+def _due(node: PrefixNode) -> float:
+    """Return until when the node is expected, which may be over; infinity where it is not."""
+    return math.inf if node.expected_until is None else node.expected_until

@@ -1,0 +1,110 @@
+"""Computes passages that were seen once while the engine is idle, so that the second prompt that
+has them finds their chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from queue import Empty, Full, Queue
+from threading import Event as Flag
+from threading import Thread
+from typing import NamedTuple
+
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.types.messages import MarkedText, TextSource
+from kvlinker.engines.contract.contract import Engine
+from kvlinker.service.implicit.caches import ImplicitCaches
+from kvlinker.store import Catalog, ChunkStore
+
+MOST_WAITING = 64
+"""The most passages whose texts wait to be computed; more are left to their second sight."""
+
+MEMORY_SHARE = 0.8
+"""The share of memory that may be full when one more passage is computed: nothing is driven out for
+what may never come again."""
+
+CACHES_SHARE = 0.5
+"""The share of its implicit context caches that a tenant may have when one more is computed."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Passage(NamedTuple):
+    """A text of a tenant's requests with this salt."""
+
+    text: str
+    tenant: str
+    salt: str
+
+
+class PassagesAhead:
+    """Makes chunks of passages in a thread of its own, one at a time. Methods may be called from
+    any thread."""
+
+    def __init__(
+        self,
+        implicit: ImplicitCaches,
+        engine: Engine,
+        catalog: Catalog,
+        store: ChunkStore,
+        *,
+        most_caches: int,
+    ) -> None:
+        """``most_caches``: the implicit context caches that a tenant may have."""
+        self._implicit = implicit
+        self._engine = engine
+        self._catalog = catalog
+        self._store = store
+        self._most_caches = int(most_caches * CACHES_SHARE)
+        self._waiting: Queue[_Passage] = Queue(MOST_WAITING)
+        self._closed = Flag()
+        self._thread: Thread | None = None
+
+    def note(self, texts: Sequence[str], *, tenant: str, salt: str) -> None:
+        """Have chunks made of texts that a prompt brought and that nobody has seen before."""
+        if self._closed.is_set():
+            return
+        for text in texts:
+            try:
+                self._waiting.put_nowait(_Passage(text, tenant, salt))
+            except Full:
+                return
+        if texts and self._thread is None:
+            self._thread = Thread(target=self._work, name="kvlinker-ahead", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Make no more. The engine is closed before, which ends what it computes. Idempotent."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                passage = self._waiting.get(timeout=1)
+            except Empty:
+                continue
+            try:
+                self._make(passage)
+            except EngineClosedError:
+                return
+            except KVLinkerError as error:
+                logger.info("A passage is left to its second sight: %s", error.message)
+            except Exception:
+                logger.exception("A passage could not be computed ahead")
+
+    def _make(self, passage: _Passage) -> None:
+        tenant = passage.tenant
+        chunk = self._implicit.encode(passage.text, passage.salt)
+        memory = self._store.usage()[0]
+        if (
+            chunk is None
+            or memory.used_bytes > MEMORY_SHARE * memory.budget_bytes
+            or self._catalog.usage(tenant).caches >= self._most_caches
+            or self._implicit.find([chunk], tenant=tenant)
+        ):
+            return
+        self._engine.cache_chunk(chunk, tenant=tenant, idle=True).result()
+        text = MarkedText(passage.text, source=TextSource.RECOGNITION)
+        self._implicit.use({chunk: text}, tenant=tenant)

@@ -1,0 +1,61 @@
+"""With ``auto``, passages that were seen once are chunks by the next request, if the engine was
+idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from kvlinker.service.implicit import ahead
+from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
+from tests.service.implicit.test_seen_lines import document
+from tests.waiting import wait_until
+
+ONE, TWO = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    settings = tiny_settings(tmp_path, api_keys="one,two", implicit="auto", implicit_ahead="on")
+    with serving(LLM.from_model(tiny_model(), settings), settings, headers=ONE) as server:
+        yield server
+
+
+def ask(served: Served, *texts: str, **options: Any) -> Any:
+    text = "\n\n".join([*texts, "Why?"])
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    answer = served.post("/v1/chat/completions", body, **options)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def caches(served: Served, headers: dict[str, str] = ONE) -> list[dict[str, Any]]:
+    data: list[dict[str, Any]] = served.get("/v1/context_caches", headers=headers).json()["data"]
+    return data
+
+
+def test_the_second_request_finds_chunks(served: Served) -> None:
+    a, b = document("a"), document("b")
+    assert ask(served, a, b)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    wait_until(lambda: len(caches(served)) == 2)
+    assert {cache["tier"] for cache in caches(served)} == {"host"}
+    second = ask(served, b, a)
+    assert [cache["created"] for cache in second["link"]["context_caches"]] == [False, False]
+    details = second["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0.8 * second["usage"]["prompt_tokens"]
+    assert caches(served, TWO) == []
+    other = ask(served, b, a, headers=TWO)
+    assert "link" not in other, "another tenant has seen nothing"
+
+
+def test_nothing_is_driven_out_for_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MEMORY_SHARE", -1)
+    ask(served, document("a"))
+    wait_until(lambda: served.llm._content._ahead._waiting.empty())  # type: ignore[union-attr]
+    monkeypatch.undo()
+    ask(served, document("b"))
+    wait_until(lambda: len(caches(served)) == 1)
