@@ -184,7 +184,8 @@ def test_of_several_answers_the_first_is_kept(served: Served) -> None:
     for stream in (False, True):
         asked = body(link=KEEP, n=3, stream=stream)
         assert served.post(CHAT, asked).status_code == 200
-    several = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5, "ignore_eos": True, "link": KEEP}
+    fields = {"max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    several = {"prompt": ["a", "b"], "n": 2, "link": KEEP} | fields
     answer = served.post("/v1/completions", several).json()["link"]["answer"]
     page = served.get("/v1/context_caches").json()["data"]
     assert {each["tokens"] for each in page} == {len(SAYING), 5}
