@@ -69,9 +69,8 @@ class ChunkStore(Inventory):
         speeds: Speeds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The first of the ``tiers`` keeps chunks in memory. ``next_uses`` is what they know of
-        chunks' next uses. ``speeds`` keeps what is measured of the tiers; ``clock`` tells what
-        comes too late from them. Raises ValueError without a tier in memory."""
+        """``tiers`` begin with one in memory, or ValueError is raised. ``next_uses`` orders
+        evictions, ``speeds`` keeps measurements, and ``clock`` tells what comes too late."""
         if not tiers or not isinstance(tiers[0], HostTier):
             raise ValueError(
                 "A chunk store needs at least one tier, the first of which keeps chunks in memory."

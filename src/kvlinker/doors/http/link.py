@@ -12,7 +12,6 @@ from pydantic import Field, JsonValue, model_validator
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
-from kvlinker.doors.http.answers.completions import ONE_PROMPT, PromptBody, single_prompt
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming, error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
@@ -28,6 +27,7 @@ from kvlinker.doors.http.fields.bodies import (
 from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
+from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_prompt
 from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam

@@ -30,12 +30,12 @@ from kvlinker.base.types.messages import (
     TemplateOptions,
     TokenIds,
 )
-from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.answers.link_bodies import link_body
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
+from kvlinker.doors.http.fields.prompt import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.vllm_server.forwarding import (

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
@@ -35,6 +35,7 @@ from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.engines.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.engines.vllm.frontend.linker import PreparedPrompt, StoredLink, VLLMLinker
 from kvlinker.engines.vllm.frontend.model_facts import ModelFacts
+from kvlinker.engines.vllm.frontend.unsupported import refuse_unsupported, unscored
 from kvlinker.engines.vllm.protocol.transfer_plan import outcome_of, unsupported
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -169,7 +170,7 @@ class VLLMEngine:
         self._executor.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        raise _unscored("prompt")
+        raise unscored("prompt")
 
     def score_whole(
         self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
@@ -223,27 +224,9 @@ class VLLMEngine:
         """
         self._refuse_if_closing()
         check_supported(self.unsupported(request.policy))
-        if request.explains:
-            raise InvalidRequestError(
-                "The vllm engine does not explain a prompt with its answer: leave out"
-                f" 'link.explain'. {WayOut.EXPLAIN}",
-                param="link.explain",
-            )
-        if request.keeps_answer:
-            raise InvalidRequestError(
-                "The vllm engine keeps no answers, whose KV stays in vLLM: leave out 'link.keep',"
-                " and mark the answer where another prompt has it.",
-                param="link.keep",
-            )
-        if request.sampling.prompt_logprobs is not None:
-            raise _unscored("prompt_logprobs")
+        refuse_unsupported(request)
         if request.sampling.grammar is not None:
             self._client.grammars.prepare(request.sampling.grammar)
-        if request.sampling.max_tokens == 0:
-            raise InvalidRequestError(
-                "max_tokens is 0, but the vllm engine generates at least 1 token.",
-                param="max_tokens",
-            )
         return self._limits.max_tokens(request)
 
     def _start(self, name: str, request: VLLMRequest) -> None:
@@ -394,12 +377,3 @@ class _Handle:
     """Is the ``RequestHandle`` of a request."""
 
     cancel: Callable[[], None]
-
-
-def _unscored(param: str) -> InvalidRequestError:
-    """Return the error of requests for log probabilities of prompts."""
-    return InvalidRequestError(
-        "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where"
-        " nothing is linked. Use the embedded engine.",
-        param=param,
-    )
