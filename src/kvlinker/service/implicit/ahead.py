@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from queue import Empty, Full, Queue
 from threading import Event as Flag
-from threading import Thread
+from threading import Lock, Thread
 from typing import NamedTuple
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
@@ -58,24 +58,25 @@ class PassagesAhead:
         self._most_caches = int(most_caches * CACHES_SHARE)
         self._waiting: Queue[_Passage] = Queue(MOST_WAITING)
         self._closed = Flag()
+        self._starting = Lock()
         self._thread: Thread | None = None
 
     def note(self, texts: Sequence[str], *, tenant: str, salt: str) -> None:
         """Have chunks made of texts that a prompt brought and that nobody has seen before."""
-        if self._closed.is_set():
-            return
         for text in texts:
             try:
                 self._waiting.put_nowait(_Passage(text, tenant, salt))
             except Full:
                 return
-        if texts and self._thread is None:
-            self._thread = Thread(target=self._work, name="kvlinker-ahead", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if texts and self._thread is None and not self._closed.is_set():
+                self._thread = Thread(target=self._work, name="kvlinker-ahead", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Make no more. The engine is closed before, which ends what it computes. Idempotent."""
-        self._closed.set()
+        with self._starting:
+            self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
