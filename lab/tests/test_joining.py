@@ -54,14 +54,16 @@ class Marking:
     def __init__(self, *marks: tuple[int, int]) -> None:
         self.marks = marks
 
-    def mark(self, messages: list[ChatMessage[Any]], *, tenant: str) -> list[ChatMessage[Any]]:
+    def mark(
+        self, messages: list[ChatMessage[Any]], *, tenant: str
+    ) -> tuple[list[ChatMessage[Any]], list[str]]:
         (text,) = messages[0].content
         parts: Content[MarkedText] = ()
         done = 0
         for begin, end in self.marks:
             parts = (*parts, text[done:begin], MarkedText(text[begin:end]))
             done = end
-        return [ChatMessage("user", (*parts, text[done:]))]
+        return [ChatMessage("user", (*parts, text[done:]))], []
 
 
 @pytest.mark.parametrize(
