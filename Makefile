@@ -73,8 +73,8 @@ $(TOOLS_INSTALLED): requirements-tools.txt
 serve-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/kvlinker serve --engine vllm --port $(PORT)
 
-# One after the other: each engine that these tests start takes gigabytes, and all processors. The second time with vLLM's
-# second model runner, whose kernels Triton interprets.
+# One after the other: each engine that these tests start takes gigabytes, and all processors. The
+# second time with vLLM's second model runner, whose kernels Triton interprets.
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p tests.engines.vllm.runner_v2 -m runner_v2 \

@@ -272,7 +272,7 @@ def test_chunks_that_do_not_fit_into_memory_are_linked_from_the_disk(linked, pro
     for _ in range(2):
         output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
         assert difference(output, prompt, "legolink-4", "llama") < TOLERANCE
-    assert not any(linked.linking._held.get(key_of(chunk)) for chunk in prompt.chunks)
+    assert not any(linked.linking._memory.holds(key_of(chunk)) for chunk in prompt.chunks)
 
 
 def no_memory(*_):
@@ -307,7 +307,7 @@ def test_preempted_requests_are_linked_again(linked, prompt):
     requests = dict(linked.scheduler.requests)
     outputs = linked.run()
     assert any(request.num_preemptions for request in requests.values())
-    assert all(linked.linking._is_held(key_of(chunk)) for chunk in prompt.chunks)
+    assert all(linked.linking._memory.holds(key_of(chunk)) for chunk in prompt.chunks)
     for name, (each, policy) in names.items():
         assert difference(outputs[name], each, policy, "llama") < TOLERANCE
 
