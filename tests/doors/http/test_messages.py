@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.doors.http.fields.parts import TextPart
+from kvlinker.doors.http.messages.answers import arguments_of
 from kvlinker.doors.http.messages.blocks import ToolResultBlock
 from kvlinker.llm import LLM
 from kvlinker.service.tool_waits import FIRST_SECONDS
@@ -22,6 +24,7 @@ from tests.doors.http.test_tools import REASONING_TEMPLATE
 from tests.schemas import check
 from tests.waiting import wait_until
 
+BIGGEST = sys.float_info.max
 PATH = "/v1/messages"
 GREEDY = {"temperature": 0}  # which Anthropic's client does not send by itself
 QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
@@ -441,3 +444,23 @@ def test_keys_may_come_as_anthropics_client_sends_them(keyed: Served) -> None:
         assert (
             client.beta.messages.count_tokens(model=MODEL_NAME, messages=QUESTION).input_tokens > 0
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '{"days": 1e999, "of": [-1e999, {"a": 2.5}',
+            {"days": BIGGEST, "of": [-BIGGEST, {"a": 2.5}]},
+        ),
+        ('{"days": NaN}', {"days": None}),
+        ('{"days": 1' + "0" * 5000 + "}", {}),
+        ('{"days": 3, "ci', {"days": 3}),
+        ("[1]", {}),
+        ("", {}),
+    ],
+)
+def test_arguments_are_numbers_that_json_has(text: str, told: dict[str, Any]) -> None:
+    """A model may write any digits."""
+    assert arguments_of(text) == told
+    assert json.loads(json.dumps(arguments_of(text), allow_nan=False)) == told

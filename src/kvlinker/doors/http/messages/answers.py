@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -278,15 +280,31 @@ def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlo
 def _body(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block with its text."""
     field = {"reasoning": "thinking", "content": "text", "call": "input"}[block.kind]
-    value = _arguments(block.text) if block.kind == "call" else block.text
+    value = arguments_of(block.text) if block.kind == "call" else block.text
     return _begun(block).model_copy(update={field: value})
 
 
-def _arguments(text: str) -> dict[str, JsonValue]:
+def arguments_of(text: str) -> dict[str, JsonValue]:
     """Return the arguments of a call, which may be cut, as Anthropic's client reads them from a
-    stream."""
-    found = from_json(text, allow_partial=True) if text else {}
-    return found if isinstance(found, dict) else {}
+    stream; numbers beyond a double's range are the largest that are not."""
+    try:
+        found = from_json(text, allow_partial=True) if text else {}
+    except ValueError:  # an integer of thousands of digits
+        found = {}
+    return _in_range(found) if isinstance(found, dict) else {}
+
+
+def _in_range(value: Any) -> Any:
+    match value:
+        case dict():
+            return {name: _in_range(each) for name, each in value.items()}
+        case list():
+            return [_in_range(each) for each in value]
+        case float() if math.isnan(value):
+            return None
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+    return value
 
 
 def _delta(step: BlockStep) -> TextDelta | ThinkingDelta | InputJsonDelta:
