@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -107,10 +107,9 @@ class ToolWaits:
             tools = tuple(dict.fromkeys(call.name for call in said.calls))
             if not tools:
                 return
+            (name,) = _names(request.sharer, request.prompt, [len(request.prompt)])
             with self._lock:
-                self._out[_name(request.sharer, request.prompt, len(request.prompt))] = _Out(
-                    tools, self._clock()
-                )
+                self._out[name] = _Out(tools, self._clock())
                 if len(self._out) > MOST_OUT:
                     self._out.popitem(last=False)
             seconds = max(self.expected(request.tenant, tool) for tool in tools)
@@ -128,22 +127,30 @@ class ToolWaits:
                 for sharer, length, _ in self._out
                 if sharer == request.sharer and length < len(request.prompt)
             }
-            for length in sorted(lengths, reverse=True):
-                out = self._out.pop(_name(request.sharer, request.prompt, length), None)
+        names = _names(request.sharer, request.prompt, sorted(lengths))
+        with self._lock:
+            for name in reversed(names):
+                out = self._out.pop(name, None)
                 if out is None:
                     continue
                 for tool in out.tools:
-                    name, seconds = (request.tenant, tool), now - out.since
-                    if name in self._times:
-                        self._times[name].note(seconds)
+                    key, seconds = (request.tenant, tool), now - out.since
+                    if key in self._times:
+                        self._times[key].note(seconds)
                     else:
-                        self._times[name] = ToolTime(seconds, seconds / 2)
-                    self._times.move_to_end(name)
+                        self._times[key] = ToolTime(seconds, seconds / 2)
+                    self._times.move_to_end(key)
                     if len(self._times) > MOST_TOOLS:
                         self._times.popitem(last=False)
                 return
 
 
-def _name(sharer: str, prompt: Prompt, length: int) -> tuple[str, int, bytes]:
-    """Return a name for the first ``length`` tokens of a prompt of those who may share it."""
-    return sharer, length, sha256(prompt.tokens[:length].tobytes()).digest()
+def _names(sharer: str, prompt: Prompt, lengths: Sequence[int]) -> list[tuple[str, int, bytes]]:
+    """Return names for the beginnings of a prompt of those who may share it, of so many tokens
+    each, the shortest first."""
+    names, digest, read = [], sha256(), 0
+    for length in lengths:
+        digest.update(prompt.tokens[read:length].tobytes())
+        read = length
+        names.append((sharer, length, digest.digest()))
+    return names

@@ -55,7 +55,9 @@ def test_the_second_request_finds_chunks(served: Served) -> None:
 def test_nothing_is_driven_out_for_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MEMORY_SHARE", -1)
     ask(served, document("a"))
-    wait_until(lambda: served.llm._content._ahead._waiting.empty())  # type: ignore[union-attr]
+    passages = served.llm._content._ahead
+    assert passages
+    passages._waiting.join()
     monkeypatch.undo()
     ask(served, document("b"))
     wait_until(lambda: len(caches(served)) == 1)

@@ -94,6 +94,8 @@ class PassagesAhead:
                 logger.info("A passage is left to its second sight: %s", error.message)
             except Exception:
                 logger.exception("A passage could not be computed ahead")
+            finally:
+                self._waiting.task_done()
 
     def _make(self, passage: _Passage) -> None:
         tenant = passage.tenant
