@@ -60,18 +60,22 @@ def verdict(kind: str) -> Verdict:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Make a Markdown table: a row for each class that is linked, and one for each reason why
-    others are not."""
+    """Make a Markdown table: a row for the classes that are linked exactly, one for those in a
+    bounded context, with their largest error, and one for each reason why others are not."""
+    linked: dict[str, list[Verdict]] = {}
     refused: dict[str, list[str]] = {}
-    lines = ["| class | linked | largest error |", "|---|---|---:|"]
     for each in sorted(verdicts, key=lambda found: found.kind):
         if each.error is None:
             refused.setdefault(each.reason, []).append(f"`{each.kind}`")
         else:
-            linked = "in a bounded context" if each.bounded else "exactly"
-            lines.append(f"| `{each.kind}` | {linked} | {each.error:.0e} |")
-    for reason, kinds in sorted(refused.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {', '.join(kinds)} | no: {reason} | |")
+            how = "in a bounded context" if each.bounded else "exactly"
+            linked.setdefault(how, []).append(each)
+    lines = ["| classes | linked | largest error |", "|---|---|---:|"]
+    for how, found in sorted(linked.items()):
+        kinds = ", ".join(f"`{each.kind}`" for each in found)
+        lines.append(f"| {kinds} | {how} | {max(each.error or 0 for each in found):.0e} |")
+    for reason, names in sorted(refused.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {', '.join(names)} | no: {reason} | |")
     return "\n".join(lines)
 
 

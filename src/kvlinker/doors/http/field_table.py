@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.completions import CompletionRequest
 from kvlinker.doors.http.embeddings import EmbeddingsRequest
 from kvlinker.doors.http.fields.bodies import RequestBody
-from kvlinker.doors.http.fields.foreign import ELSEWHERE, FIELDS, NOTES, ForeignFields, Place
+from kvlinker.doors.http.fields.foreign import (
+    ANSWERS,
+    ELSEWHERE,
+    FIELDS,
+    NOTES,
+    ForeignFields,
+    Place,
+)
 from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from kvlinker.doors.http.responses.requests import ResponsesRequest
 from kvlinker.doors.http.tokenize import DetokenizeRequest, TokenizeRequest
@@ -35,7 +42,7 @@ BODIES: Mapping[Place, type[RequestBody]] = {
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 """Stand around the table on its page."""
 
-_HEAD = "| field | where | here | why |\n|---|---|---|---|\n"
+_HEAD = "| field | where | taken | why |\n|---|---|---|---|\n"
 
 
 def field_table() -> str:
@@ -69,27 +76,26 @@ def _served() -> Iterator[tuple[str, ...]]:
 
 
 def _taken(fields: ForeignFields) -> tuple[str, ...]:
-    return _names(fields.names), _places(fields), "taken", fields.why
+    return _names(fields.names), _list(fields.places), "always", fields.why
 
 
 def _refused(fields: ForeignFields) -> tuple[str, ...]:
     no_ops = " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops or ())
-    verdict = f"taken if {no_ops}, else refused" if no_ops else "refused"
-    return _names(fields.names), _places(fields), verdict, fields.why
+    if fields in ELSEWHERE:
+        return _names(fields.names), "elsewhere", no_ops, ""
+    return _names(fields.names), _list(fields.places), no_ops or "never", fields.why
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _places(fields: ForeignFields) -> str:
-    if fields in ELSEWHERE:
-        return "routes that do not serve it"
-    return _list(place for place in Place if place in fields.places)
-
-
-def _list(places: Iterable[Place]) -> str:
-    return ", ".join(place.value for place in places)
+def _list(places: Collection[Place]) -> str:
+    """Name places in the order of ``Place``, and those of all answers by one word."""
+    rest = [place for place in Place if place in places]
+    if ANSWERS.issubset(places):
+        return ", ".join(["answers", *(place for place in rest if place not in ANSWERS)])
+    return ", ".join(rest)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class Place(StrEnum):
     REASONING_ITEM = "`reasoning` items"
 
 
-_ROUTES = frozenset({Place.CHAT, Place.COMPLETIONS, Place.RESPONSES, Place.MESSAGES})
-ROUTES = _ROUTES | {Place.COUNT_TOKENS, Place.TOKENIZE}
-_OPENAI = _ROUTES - {Place.MESSAGES}
+ANSWERS = frozenset({Place.CHAT, Place.COMPLETIONS, Place.RESPONSES, Place.MESSAGES})
+ROUTES = ANSWERS | {Place.COUNT_TOKENS, Place.TOKENIZE}
+_OPENAI = ANSWERS - {Place.MESSAGES}
 _TOKENS = frozenset({Place.TOKENIZE, Place.DETOKENIZE})
 _TEXT = frozenset({Place.CHAT, Place.COMPLETIONS})
 _ANTHROPIC = frozenset({Place.MESSAGES, Place.COUNT_TOKENS})
@@ -79,7 +79,7 @@ def _as_set(places: frozenset[Place] | Place) -> frozenset[Place]:
 
 NOTHING_IS_KEPT = "nothing is kept between requests; send the whole conversation"
 NO_MEDIA = "the model reads text alone"
-_NO_MORE_TOOLS = "only functions are called, all of which are offered and called directly"
+_NO_MORE_TOOLS = "only functions are called, and directly"
 
 FIELDS: tuple[ForeignFields, ...] = (
     _taken(
@@ -101,7 +101,7 @@ FIELDS: tuple[ForeignFields, ...] = (
     _taken("truncation_side", _TEXT, "nothing is truncated"),
     _taken(
         "media_io_kwargs mm_processor_kwargs mm_payload return_mm_kwargs",
-        _ROUTES,
+        ANSWERS,
         NO_MEDIA,
     ),
     _taken(
@@ -143,7 +143,7 @@ FIELDS: tuple[ForeignFields, ...] = (
     ),
     _taken("id status summary", Place.REASONING_ITEM, "there are no summaries"),
     _refused("use_beam_search", _TEXT, "answers are sampled token by token", False),
-    _refused("best_of", _ROUTES, "every choice is returned: ask for `n`", 1),
+    _refused("best_of", ANSWERS, "every choice is returned: ask for `n`", 1),
     _refused("suffix", Place.COMPLETIONS, "models here write forward", ""),
     _refused("prompt_embeds", Place.COMPLETIONS, "prompts are text or token ids"),
     _refused(
@@ -154,10 +154,10 @@ FIELDS: tuple[ForeignFields, ...] = (
     _refused("truncate_prompt_tokens", Place.EMBEDDINGS, "texts are embedded whole"),
     _refused("add_special_tokens normalize", Place.EMBEDDINGS, "done in any case", True),
     _refused("logprob_token_ids", _TEXT, "give `logprobs` or `top_logprobs`", []),
-    _refused("watermarking repetition_detection", _ROUTES, "vLLM's own ways of sampling", False),
+    _refused("watermarking repetition_detection", ANSWERS, "vLLM's own ways of sampling", False),
     _refused("return_prompt_text", Place.CHAT, "give `return_token_ids`", False),
     _refused(
-        "vllm_xargs kv_transfer_params ec_transfer_params", _ROUTES, "vLLM's own extensions", {}
+        "vllm_xargs kv_transfer_params ec_transfer_params", ANSWERS, "vLLM's own extensions", {}
     ),
     _refused(
         "chat_template",
