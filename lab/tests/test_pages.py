@@ -14,7 +14,10 @@ from kvlinker_lab.figures.figure import known_figures
 
 LAB = Path(__file__).parents[1]
 SUMMARY = LAB.parent / "docs" / "reproduction.md"
-PAGES = [LAB / "README.md", LAB / "docs" / "reproduction.md", LAB / "docs" / "benchmarks.md"]
+PAGES = [
+    LAB / "README.md",
+    *(LAB / "docs" / f"{name}.md" for name in ("reproduction", "benchmarks", "fleet")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(LAB).as_posix())
