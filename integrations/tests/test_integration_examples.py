@@ -25,6 +25,13 @@ def test_langgraph_workflow(address: str, capsys: pytest.CaptureFixture[str]) ->
     assert text.splitlines() == ["reader: Varna", "writer: Oslo"]
 
 
+def test_openai_agents(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed_by("openai_agents.py", capsys)
+    found = re.findall(r"(\w+): (\w+) \((\d+) tokens cached\)", text)
+    assert [each[:2] for each in found] == [("reader", "Varna"), ("writer", "Oslo")]
+    assert all(int(cached) >= 8 for *_, cached in found)
+
+
 @pytest.mark.usefixtures("facts")
 def test_langchain_agent(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The toy in the box may call a tool of its own accord, and finds nothing: ``test_agent`` makes
