@@ -10,9 +10,9 @@ import asyncio
 import os
 from typing import Any
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from openai import AsyncOpenAI
 
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from kvlinker import Client, Workflow
 
 URL = os.environ.get("KVLINKER_BASE_URL", "http://localhost:8000").removesuffix("/v1")

@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, BadRequestError
+
 from agents import (
     Agent,
     Model,
@@ -15,7 +17,6 @@ from agents import (
     RunConfig,
     Runner,
 )
-from openai import AsyncOpenAI, BadRequestError
 
 UNTRACED = RunConfig(tracing_disabled=True)
 SAYING = "Mira Holt lives in Varna, and she works as a baker there, as everybody knows."
