@@ -33,12 +33,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvlinker.doors.http.app import create_app
-from kvlinker.doors.http.field_table import BODIES
 from kvlinker.doors.http.fields.foreign import Place, foreign_fields
 from kvlinker.doors.vllm_server.other_routes import add_other_routes
 from kvlinker.service.answer import Answer
 from kvlinker.settings import Settings
 from tests.doors.http import test_tools
+from tests.doors.http.field_table import BODIES
 from tests.doors.http.serving import Served, listening
 from tests.doors.http.test_decoding import (  # noqa: F401
     test_an_echo_stands_before_the_answer,

@@ -1,8 +1,7 @@
 """The one table of what becomes of fields that other servers know and this one has no use for:
 taken, for they cannot change the answer here, or refused by name.
 
-Bodies check themselves by it (``kvlinker.doors.http.fields.bodies``), and ``docs/api.md`` shows it
-beside the fields that are served (``kvlinker.doors.http.field_table``).
+Bodies check themselves by it (``kvlinker.doors.http.fields.bodies``), and ``docs/api.md`` shows it.
 """
 
 from __future__ import annotations
@@ -257,24 +256,6 @@ ELSEWHERE: tuple[ForeignFields, ...] = tuple(
 )
 """Fields of OpenAI's, Anthropic's or vLLM's on the routes that have them not, with the values at
 which they mean nothing."""
-
-NOTES = {
-    **dict.fromkeys(
-        (
-            "reasoning_effort",
-            "reasoning",
-            "thinking",
-            "thinking_token_budget",
-            "verbosity",
-            "chat_template_kwargs",
-        ),
-        "as far as the model can; `X-Ignored-Fields` names the others",
-    ),
-    "cache_salt": "nothing is reused of requests with another one, but for what is named by id",
-    "request_id": "a part of the answer's `id`",
-    "include": "`message.output_text.logprobs`; the others mean nothing here",
-}
-"""By name, what is to be said of fields that are served."""
 
 MEDIA = {
     "image": "Images",

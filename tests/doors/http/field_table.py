@@ -1,14 +1,13 @@
 """Writes the table of fields in ``docs/api.md`` from what bodies check themselves by.
 
-Run ``python -m kvlinker.doors.http.field_table docs/api.md`` after a change.
+Run ``python -m tests.doors.http.field_table docs/api.md`` after a change.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
@@ -19,7 +18,6 @@ from kvlinker.doors.http.fields.foreign import (
     ANSWERS,
     ELSEWHERE,
     FIELDS,
-    NOTES,
     ForeignFields,
     Place,
 )
@@ -46,10 +44,10 @@ _HEAD = "| field | where | taken | why |\n|---|---|---|---|\n"
 
 
 def field_table() -> str:
-    """Return the table in Markdown: what is served, taken and refused, in this order."""
+    """Return the table in Markdown: what is always taken comes first."""
     taken = [fields for fields in FIELDS if fields.no_ops is None]
     refused = [fields for fields in (*FIELDS, *ELSEWHERE) if fields.no_ops is not None]
-    rows = [*_served(), *map(_taken, taken), *map(_refused, refused)]
+    rows = [*map(_taken, taken), *map(_refused, refused)]
     return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -60,19 +58,6 @@ def with_table(page: str) -> str:
     if not end:
         raise ValueError(f"The page has no {BEGIN.strip()} and {END.strip()} around a table.")
     return f"{before}{BEGIN}\n{field_table()}\n{end}{after}"
-
-
-def _served() -> Iterator[tuple[str, ...]]:
-    """Yield a row for the fields of each set of routes."""
-    routes: defaultdict[str, list[Place]] = defaultdict(list)
-    for place, body in BODIES.items():
-        for name, field in body.model_fields.items():
-            routes[field.alias or name].append(place)
-    names: defaultdict[tuple[str, tuple[Place, ...]], list[str]] = defaultdict(list)
-    for name, places in routes.items():
-        names[NOTES.get(name, ""), tuple(places)].append(name)
-    for (note, together), found in names.items():
-        yield _names(found), _list(together), "served", note
 
 
 def _taken(fields: ForeignFields) -> tuple[str, ...]:
