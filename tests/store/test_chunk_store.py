@@ -34,6 +34,7 @@ from kvlinker.store import (
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
+from kvlinker.store.memory.resident import Residence
 from kvlinker.store.tiers.base import lacks_scores
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
@@ -91,7 +92,7 @@ def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(
     )
     store = ChunkStore([host, slower, slowest], recorder.events)
     form = Negated()
-    store.keep_resident_as(form)
+    store.keep_resident_as(Residence(form))
     key, computed = key_of(1), chunk_kv(1)
     expected = changed(computed, form.resident)
 

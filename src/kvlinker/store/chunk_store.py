@@ -15,13 +15,14 @@ from functools import partial
 from itertools import islice
 
 from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
+from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.inventory import Inventory
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from kvlinker.store.memory.resident import Residence
 from kvlinker.store.next_uses import NextUses
 from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
 from kvlinker.store.speeds import Speeds
@@ -87,11 +88,11 @@ class ChunkStore(Inventory):
         self._lock = threading.RLock()
         self._deletes_running = 0
         self._deletes_done = 0
-        self._form: ResidentForm = AsComputed()
+        self._residence = Residence()
         self._holds = Holds([tiers[0], *([] if device is None else [device])])
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
         self._loader = LayerLoader(
-            bandwidths, lambda index, layer: self._form.resident(index, layer), clock=clock
+            bandwidths, lambda layers: self._residence.of_layers(layers), clock=clock
         )
         self._ahead: list[Future[KV | None]] = []
         self._speeds = speeds
@@ -101,11 +102,11 @@ class ChunkStore(Inventory):
             remove_spilled(self._disk)
         atexit.register(self.close)
 
-    def keep_resident_as(self, form: ResidentForm) -> None:
+    def keep_resident_as(self, residence: Residence) -> None:
         """Keep chunks in the device's and the first tier in this form, which ``get``,
         ``get_resident`` and ``load`` give; ``put`` takes, and the other tiers keep, the KV as it
         was computed. To be called before there are any."""
-        self._form = form
+        self._residence = residence
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or
@@ -122,7 +123,10 @@ class ChunkStore(Inventory):
             kv = tier.get(key)
             if kv is not None:
                 loaded = LoadedChunk(
-                    tier.name, self._resident(kv), time.perf_counter() - started, stored=kv
+                    tier.name,
+                    self._residence.resident(kv),
+                    time.perf_counter() - started,
+                    stored=kv,
                 )
                 self._loaded(key, epoch, loaded)
                 return loaded.kv
@@ -133,7 +137,7 @@ class ChunkStore(Inventory):
         """Return the chunk's KV as it was computed, but for rounding, or None where no tier has
         it."""
         kv = self.get(key)
-        return None if kv is None else changed(kv, self._form.computed)
+        return None if kv is None else self._residence.computed(kv)
 
     def get_resident(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what
@@ -151,7 +155,7 @@ class ChunkStore(Inventory):
             stored = self._waiting(key)
             if stored is None:
                 return None
-            kv = self._resident(stored)
+            kv = self._residence.resident(stored)
             self._promote(key, kv, None, self._tiers[:1], epoch)
         if self._device is not None:
             kv = self._copied_up(self._device, key, kv, epoch)
@@ -228,7 +232,7 @@ class ChunkStore(Inventory):
         """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller
         must not modify either any more. A tier that has the chunk keeps its copy; but KV with
         scores takes the place of a copy without."""
-        kept = self._resident(kv)
+        kept = self._residence.resident(kv)
         with self._lock:
             if kv.scores is not None:
                 for tier in (self._tiers[0], *([] if self._device is None else [self._device])):
@@ -295,9 +299,6 @@ class ChunkStore(Inventory):
             self._writers[tier.name].close(deadline if tier.shared else None)
         for tier in self._all_tiers:
             tier.close()
-
-    def _resident(self, kv: ChunkKV) -> ChunkKV:
-        return changed(kv, self._form.resident)
 
     def _place(
         self,

@@ -18,6 +18,7 @@ from kvlinker.base.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
 from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.store.loading.prompt_load import Urgency
+from tests.store.memory.fake_device import FakeDevice
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 PLENTY = 1 << 20
@@ -59,6 +60,22 @@ def test_chunks_move_up_on_use(recorder: Recorder) -> None:
         TierUsage("host", SIZE, PLENTY, 1),
     )
     assert store.usage_of({key_of(1)}) == store.usage()
+
+
+def test_what_moves_up_is_there_before_anybody_gets_it(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied on a stream of its own, by the thread that loads it."""
+    lane = FakeDevice()
+    monkeypatch.setattr("kvlinker.store.tiers.device.lane_to", lambda _: lane)
+    store = store_with(recorder)
+    store.put(key_of(1), chunk_kv(1))
+    for _ in range(2):
+        kv = store.get(key_of(1))
+        assert same_kv(kv, chunk_kv(1))
+        assert kv is not None
+        assert all(lane.holds(layer.key) for layer in kv.layers)
+    assert lane.log == ["launch 0", "wait 0"]
 
 
 def test_what_lies_on_the_device_takes_no_time_to_load(recorder: Recorder) -> None:

@@ -47,6 +47,8 @@ from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt
 from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore, Speeds
+from kvlinker.store.memory.pinned import PinnedChunk
+from kvlinker.store.memory.resident import Residence
 
 L = TypeVar("L", bound=PromptRequest)
 
@@ -120,7 +122,8 @@ class EmbeddedEngine:
         self._events = events
         self._cost = loaded.cost
         self._elsewhere = elsewhere
-        store.keep_resident_as(loaded.resident_form)
+        pins = PinnedChunk if loaded.device.type == "cuda" else None
+        store.keep_resident_as(Residence(loaded.resident_form, pins))
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window, settings.max_running)
         longest = self.max_model_len = min(window, slots)

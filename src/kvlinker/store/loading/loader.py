@@ -49,14 +49,15 @@ class LayerLoader:
     def __init__(
         self,
         bandwidths: Bandwidths | None = None,
-        form: Form = lambda _, layer: layer,
+        forms: Callable[[int], Form] = lambda layers: lambda _, layer: layer,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Note in ``bandwidths`` how fast tiers deliver. ``form`` returns a layer, given its index,
-        as it is to be delivered. ``clock`` tells what is late."""
+        """Note in ``bandwidths`` how fast tiers deliver. ``forms`` returns, for a chunk of so many
+        layers, what changes each to the form in which it is delivered. ``clock`` tells what is
+        late."""
         self.bandwidths = bandwidths or Bandwidths()
-        self._form = form
+        self._forms = forms
         self._clock = clock
         self._lock = threading.Lock()  # guards all that follows
         self._readings: dict[str, ChunkRead] = {}
@@ -77,7 +78,7 @@ class LayerLoader:
                 turn = ReadTurn(ahead, next(self._turns))
                 self._prompts.add(prompt)
                 for chunk in chunks:
-                    self._readings.setdefault(chunk.key, ChunkRead(chunk, turn, self._form)).join(
+                    self._readings.setdefault(chunk.key, ChunkRead(chunk, turn, self._forms)).join(
                         chunk, prompt, turn
                     )
                 self._start_threads()

@@ -50,7 +50,7 @@ class ChunkRead:
     left out, so the loader calls ``end`` again when none can join any more.
     """
 
-    def __init__(self, chunk: ChunkLoad, turn: ReadTurn, form: Form) -> None:
+    def __init__(self, chunk: ChunkLoad, turn: ReadTurn, forms: Callable[[int], Form]) -> None:
         self.key = chunk.key
         self.turn = turn
         self.takers: list[tuple[ChunkLoad, PromptLoad]] = []
@@ -59,7 +59,8 @@ class ChunkRead:
         self.thread: threading.Thread | None = None
         self.since = 0.0
         self._find = chunk.find
-        self._form = form
+        self._forms = forms
+        self._form: Form | None = None
         self._tried: set[str] = set()
         self._exhausted = False
         self._layers: list[ReadLayer] = []
@@ -105,6 +106,7 @@ class ChunkRead:
                 else:
                     reader = self.opened.reader
                     layer = reader.read(len(self._layers))
+                    self._form = self._form or self._forms(reader.layers)
                     found = ReadLayer(layer, self._form(len(self._layers), layer))
                     nbytes = reader.nbytes // reader.layers
         except Exception:

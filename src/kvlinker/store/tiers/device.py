@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.memory.lane import CopyLane, lane_to
+from kvlinker.store.memory.layer_copies import begin_copies
 from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
@@ -46,6 +49,10 @@ class DeviceTier(HostTier):
         )
         self._device = device
 
+    @cached_property
+    def _lane(self) -> CopyLane | None:
+        return lane_to(self._device)
+
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         copied = self.copied(kv)
         return copied is not None and super().put(key, copied)
@@ -56,11 +63,19 @@ class DeviceTier(HostTier):
         if kv.nbytes > self.budget_bytes:
             return None
         try:
-            layers = tuple(layer.to(self._device) for layer in kv.layers)
+            layers = self._copied_layers(kv.layers)
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None
         return replace(kv, layers=layers)
+
+    def _copied_layers(self, layers: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
+        """Return the layers on the device, once they are there."""
+        if self._lane is None or all(self._lane.holds(layer.key) for layer in layers):
+            return tuple(layer.to(self._device) for layer in layers)
+        copies, arrival = begin_copies(self._lane, layers)
+        arrival.finish()
+        return copies
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Do nothing: the tiers behind keep pinned chunks."""

@@ -20,8 +20,9 @@ from kvlinker.engines.embedded.attention.position_scores import position_weights
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
-from kvlinker.engines.embedded.execution.segments import BatchSegments, layer_of
+from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
@@ -64,12 +65,13 @@ class ForwardPass:
         batch: Batch,
         *,
         kernel: AttentionKernel,
+        ahead: LayersAhead,
         profile: Profile | None,
         wait: WaitInStep,
         native: bool = True,
     ) -> None:
-        """``native`` is False where observers are to be shown weights that PyTorch alone
-        computes."""
+        """``ahead`` brings chunks' layers to the device. ``native`` is False where observers are to
+        be shown weights that PyTorch alone computes."""
         self._layers = anatomy.layers
         self._kept_by = kept_by(anatomy.layers)
         self._attended = 0
@@ -79,6 +81,8 @@ class ForwardPass:
         self._recurrent = RecurrentPass(anatomy, native=native)
         self._pool = pool
         self._kernel = kernel
+        self._ahead = ahead
+        ahead.begin_pass()
         self._profile = profile
         self._wait = wait
         self._native = native
@@ -183,7 +187,7 @@ class ForwardPass:
         self._recurrent.enter(batch)
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
-        self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel)
+        self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the tokens of owners whose chunks lack this layer of KV. If all
@@ -311,7 +315,7 @@ class ForwardPass:
             deviations = LayerDeviations(
                 positions,
                 visible.shared,
-                [layer_of(chunk.kv, self._kept_by[index]) for chunk in visible.shared],
+                self._ahead.layer([chunk.kv for chunk in visible.shared], self._kept_by[index]),
                 self._layers[index].rotary,
                 new=partial(computed, rows),
             )

@@ -20,10 +20,15 @@ from kvlinker.engines.embedded.execution.forward_pass import (
     WaitInStep,
     never_wait,
 )
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import Anatomy, decoder_layers
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
 from kvlinker.store.loading.arriving import ArrivingKV
+from kvlinker.store.memory.lane import lane_to
+
+COPIES_SHARE = 0.1
+"""The share of a device's free memory that copies of chunks take which stay from pass to pass."""
 
 
 class Runner:
@@ -46,6 +51,9 @@ class Runner:
         self.device = pool.keys[0].device
         self.profile: Profile | None = None
         self._native = native_attention
+        self._ahead = LayersAhead(
+            lane_to(self.device), len(pool.keys), room_bytes=_room_for_copies(self.device)
+        )
         self.kernel = choose_kernel(
             anatomy.layers,
             dtype=pool.keys[0].dtype,
@@ -71,6 +79,7 @@ class Runner:
             self.pool,
             batch,
             kernel=self.kernel,
+            ahead=self._ahead,
             profile=self.profile,
             wait=wait,
             native=self._native,
@@ -105,6 +114,11 @@ class Runner:
         logits: Tensor = output.logits[0, : len(owners)].float().cpu()
         found = dict(zip(owners, logits, strict=True))
         return StepResult(found, forward.left, forward.states())
+
+
+def _room_for_copies(device: torch.device) -> int:
+    """Return how many bytes of a device's own memory copies of chunks may take."""
+    return int(torch.cuda.mem_get_info(device)[0] * COPIES_SHARE) if device.type == "cuda" else 0
 
 
 @contextmanager

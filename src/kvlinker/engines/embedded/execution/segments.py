@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
 from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.store.chunk_kv import LayerKV
@@ -19,12 +20,19 @@ class BatchSegments:
     """The segments that one batch attends to: its shared chunks, then spans of the pool."""
 
     def __init__(
-        self, batch: Batch, layers: Sequence[LayerShape], pool: KVPool, kernel: AttentionKernel
+        self,
+        batch: Batch,
+        layers: Sequence[LayerShape],
+        pool: KVPool,
+        kernel: AttentionKernel,
+        ahead: LayersAhead,
     ) -> None:
+        """``ahead`` brings the chunks' layers to the device."""
         self._layers = layers
         self._kept_by = kept_by(layers)
         self._pool = pool
         self._kernel = kernel
+        self._ahead = ahead
         self._positions = batch.positions
         self._sights = [(batch.visible_kv[owner], rows) for owner, rows in batch.owner_rows()]
         chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
@@ -56,7 +64,7 @@ class BatchSegments:
         shared key."""
         kept = self._kept_by[index]
         key, value = self._pool.keys[kept], self._pool.values[kept]
-        layers = [layer_of(kv, kept).to(key.device) for kv in self._chunks.values()]
+        layers = self._ahead.layer(tuple(self._chunks.values()), kept)
         for slot, size in self._spans:
             layers.append(LayerKV(key[:, slot : slot + size], value[:, slot : slot + size]))
         if self._layers[index].latents is not None:
@@ -77,13 +85,6 @@ class BatchSegments:
             start = int(positions[0])
             scattered = None if int(positions[-1]) + 1 - start == span.size else positions
             yield View(self._span_segments[span], rows, start, 0, 0, span.size, hidden, scattered)
-
-
-def layer_of(kv: KV, index: int) -> LayerKV:
-    """Return one of the layers that keep KV, which is there: its owner has left otherwise."""
-    layer = kv.layer(index)
-    assert layer is not None, "its owner has left"
-    return layer
 
 
 def _content(kv: KV) -> int:

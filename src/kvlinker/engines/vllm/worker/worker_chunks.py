@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 from kvlinker.base.events import Events
-from kvlinker.engines.vllm.worker.pinning import pinned
 from kvlinker.store import ChunkKV, DiskTier
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.memory.pinned import pinned
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 _NO_LIMIT = 1 << 62

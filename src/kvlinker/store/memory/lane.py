@@ -1,0 +1,94 @@
+"""Copies to a device on a stream of their own: they are made beside its computations, which wait
+for the event behind those that they need."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """A point in a lane: all that was launched up to it."""
+
+    def wait(self) -> None:
+        """Have what the calling thread computes from now on begin when the point is reached. The
+        thread itself goes on."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the point is reached."""
+        ...
+
+
+class CopyLane(Protocol):
+    """A queue of copies to a device, in which one follows the other."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies in the device's memory."""
+        ...
+
+    def room_like(self, tensor: Tensor) -> Tensor:
+        """Return memory of the device with the tensor's shape, strides as if it were contiguous,
+        and anything in it. What the calling thread computes later may use it again."""
+        ...
+
+    def launch(self, work: Callable[[], object], keeping: object) -> Arrival:
+        """Launch what ``work`` copies, behind all that the calling thread has computed so far,
+        which may still use the memory that is written to. ``keeping`` is everything that the copies
+        read and write: it is kept until they are made, whoever waits for them or not."""
+        ...
+
+
+class StreamLane:
+    """A lane of a CUDA device. Any thread may call the methods.
+
+    What has been copied is found when the next work is launched: until then the lane keeps it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._running: deque[tuple[torch.cuda.Event, object]] = deque()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device
+
+    def room_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+    def launch(self, work: Callable[[], object], keeping: object) -> Arrival:
+        with self._lock:
+            while self._running and self._running[0][0].query():  # type: ignore[no-untyped-call]
+                self._running.popleft()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                with torch.cuda.stream(self._stream):
+                    work()
+            finally:  # a part of it may have been launched
+                event = self._stream.record_event()
+                self._running.append((event, keeping))
+        return _StreamArrival(self._device, event)
+
+
+class _StreamArrival:
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self._device = device
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+
+def lane_to(device: torch.device) -> CopyLane | None:
+    """Return a new lane to the device; None where its memory is the host's, or it has no such
+    streams."""
+    return StreamLane(device) if device.type == "cuda" else None

@@ -1,0 +1,76 @@
+"""Pinned memory of the host, from which devices copy without anybody waiting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 256
+"""Bytes to a multiple of which tensors begin, so that devices read whole lines."""
+
+
+def pinned_bytes(size: int) -> Tensor:
+    """Return so many bytes of pinned memory. Raises RuntimeError where there are not so many."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class PinnedChunk:
+    """The pinned memory of one chunk, whose layers come one after another.
+
+    PyTorch rounds what it pins up to a power of two, and would do so for each key and value of each
+    layer. So these share a few blocks whose sizes are powers of two already: the largest that what
+    is still to come fills, as long as one layer fits into it. Where no more memory can be pinned,
+    layers are left where they are.
+    """
+
+    def __init__(self, layers: int, allocate: Callable[[int], Tensor] = pinned_bytes) -> None:
+        """``layers`` is the number of layers that come, all about as large."""
+        self._left = layers
+        self._allocate = allocate
+        self._block: Tensor | None = None
+        self._used = 0
+
+    def take(self, layer: LayerKV) -> LayerKV:
+        """Return a copy of the layer in pinned memory; itself where there is none."""
+        self._left -= 1
+        parts = [layer.joined] if layer.is_joined else [layer.key, layer.value]
+        rest = sum(map(_aligned, parts)) * (1 + max(0, self._left))
+        copies = []
+        try:
+            for part in parts:
+                room = self._room(_aligned(part), rest)
+                rest -= _aligned(part)
+                copies.append(room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part))
+        except RuntimeError as error:
+            logger.warning("A chunk's KV stays in memory that is not pinned: %s", error)
+            return layer
+        if layer.is_joined:
+            return LayerKV.of_joined(copies[0], layer.key.shape[-1])
+        return LayerKV(*copies)
+
+    def _room(self, size: int, rest: int) -> Tensor:
+        """Return so many bytes, of the ``rest`` that is still to come."""
+        if self._block is None or self._used + size > len(self._block):
+            block = max(1 << (rest.bit_length() - 1), 1 << (size - 1).bit_length())
+            self._block, self._used = self._allocate(block), 0
+        begin, self._used = self._used, self._used + size
+        return self._block[begin : self._used]
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes up to where the next one begins."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def pinned(kv: ChunkKV, allocate: Callable[[int], Tensor] = pinned_bytes) -> ChunkKV:
+    """Return a copy of the chunk's KV in pinned memory."""
+    memory = PinnedChunk(len(kv.layers), allocate)
+    return replace(kv, layers=tuple(map(memory.take, kv.layers)))
