@@ -16,7 +16,6 @@ from kvlinker.doors.http.embeddings import EmbeddingsRequest
 from kvlinker.doors.http.fields.bodies import RequestBody
 from kvlinker.doors.http.fields.foreign import (
     ANSWERS,
-    ELSEWHERE,
     FIELDS,
     ForeignFields,
     Place,
@@ -40,15 +39,18 @@ BODIES: Mapping[Place, type[RequestBody]] = {
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 """Stand around the table on its page."""
 
-_HEAD = "| field | where | taken | why |\n|---|---|---|---|\n"
+_HEAD = "| fields | where | taken |\n|---|---|---|\n"
 
 
 def field_table() -> str:
-    """Return the table in Markdown: what is always taken comes first."""
-    taken = [fields for fields in FIELDS if fields.no_ops is None]
-    refused = [fields for fields in (*FIELDS, *ELSEWHERE) if fields.no_ops is not None]
-    rows = [*map(_taken, taken), *map(_refused, refused)]
-    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """Return the table in Markdown: a row for all fields that are taken alike at the same places,
+    those that are always taken first."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for fields in sorted(FIELDS, key=lambda each: each.no_ops is not None):
+        rows.setdefault((_list(fields.places), _taken(fields)), []).extend(fields.names)
+    return _HEAD + "".join(
+        f"| {_names(names)} | {where} | {taken} |\n" for (where, taken), names in rows.items()
+    )
 
 
 def with_table(page: str) -> str:
@@ -60,15 +62,10 @@ def with_table(page: str) -> str:
     return f"{before}{BEGIN}\n{field_table()}\n{end}{after}"
 
 
-def _taken(fields: ForeignFields) -> tuple[str, ...]:
-    return _names(fields.names), _list(fields.places), "always", fields.why
-
-
-def _refused(fields: ForeignFields) -> tuple[str, ...]:
-    no_ops = " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops or ())
-    if fields in ELSEWHERE:
-        return _names(fields.names), "elsewhere", no_ops, ""
-    return _names(fields.names), _list(fields.places), no_ops or "never", fields.why
+def _taken(fields: ForeignFields) -> str:
+    if fields.no_ops is None:
+        return "always"
+    return " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops) or "never"
 
 
 def _names(names: Iterable[str]) -> str:
