@@ -187,6 +187,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
         | {"head_dim": 16},
     ),
+    "lfm2-convolutions": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe-convolutions": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "conv", "full_attention"], "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
     "zamba2-states-behind": (
         "zamba2",
         {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2}

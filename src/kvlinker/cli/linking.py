@@ -40,7 +40,7 @@ def check(
     from kvlinker.engines.contract.model_files import read_model
     from kvlinker.engines.embedded.model.anatomy import anatomy_of
     from kvlinker.engines.embedded.model.bounds import context_window
-    from kvlinker.engines.embedded.model.kept_states import chunk_bytes
+    from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():

@@ -62,7 +62,8 @@ class ChunkState:
 
     The first tokens and the last one, its edges, are kept as they enter the layer, so that they can
     be left out where they are computed anew; what the inner tokens do together is one map, S →
-    factor · S + offset. A chunk that is too short for a map has no inner tokens.
+    factor · S + offset. A chunk that is too short for a map has no inner tokens. Where a layer only
+    convolves there is no map, and its one edge is what convolutions from the last token on see.
     """
 
     mixed: torch.Tensor
@@ -70,7 +71,7 @@ class ChunkState:
     those before the last one that its convolution sees."""
 
     gates: tuple[torch.Tensor, ...]
-    """What else enters, for each token of the edges: [tokens, …] each."""
+    """What else enters a rule, for each token of the edges: [tokens, …] each."""
 
     effect: tuple[torch.Tensor, torch.Tensor] | None = None
     """The map's factor, [heads, rows, rows] or [heads, 1, 1], and its offset [heads, rows,
@@ -79,12 +80,6 @@ class ChunkState:
     inner: tuple[torch.Tensor, ...] = ()
     """What enters of the inner tokens, where that is kept beside their map: [tokens, channels], and
     the gates."""
-
-    @property
-    def first(self) -> int:
-        """The number of tokens of the first edge."""
-        kept = len(self.gates[0])
-        return kept if self.effect is None else kept - 1
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

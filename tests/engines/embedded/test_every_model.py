@@ -15,7 +15,6 @@ REFUSED = {
     Obstacle.SELECTION: {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text"},
     Obstacle.STATE: {
         "jamba",
-        "lfm2",
         "mamba2",
         "minimax",
         "rwkv",
@@ -71,6 +70,7 @@ def test_what_is_linked_is_exact_by_a_wide_margin():
         "smollm3",
         "falcon_h1",
         "kimi_linear",
+        "lfm2",
         "nemotron_h",
         "qwen3_next",
         "zamba2",

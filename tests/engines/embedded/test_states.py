@@ -9,7 +9,7 @@ import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyError
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.embedded.model.delta_step import DeltaStep
+from kvlinker.engines.embedded.model.states.delta_step import DeltaStep
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
@@ -32,7 +32,7 @@ PROMPT = linked_prompt(50, 36, 3, 130, 35, 1, header=5, middle=2, fresh=9)
 
 SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
 DELTA, MAMBA, BESIDE = "qwen3_5-states", "granite-states-nope", "falcon_h1-states-beside"
-BEHIND = "zamba2-states-behind"
+BEHIND, CONVOLUTIONS = "zamba2-states-behind", "lfm2-convolutions"
 
 
 def check(outcome, expected):
@@ -108,7 +108,18 @@ def test_without_inputs_maps_alone_are_kept(bench, family):
         assert sizes[0] <= sizes[1]
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA])
+def test_without_inputs_convolutions_follow_legolink_of_any_length(bench):
+    """What a chunk keeps is what the convolution behind it sees."""
+    made = bench(model=without_inputs(CONVOLUTIONS), max_step_tokens=53)
+    made.cache(PROMPT)
+    for policy in ("naive", "legolink-1", "legolink-29", "legolink-49", "legolink-129"):
+        check(made.answer(PROMPT, policy, max_tokens=3), frozen(CONVOLUTIONS, PROMPT, policy, 3))
+    for policy in ("random-10", "attnlink-9", "query-5"):
+        with pytest.raises(PolicyError, match="only what is seen behind a chunk"):
+            made.submit(PROMPT, policy)
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS])
 def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
     """States stay in fp32; what chunks keep is rounded once, as KV is."""
     rounded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
@@ -121,7 +132,7 @@ def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
         )
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS])
 def test_a_prompt_may_end_in_a_chunk(bench, family):
     last = Chunk(random_tokens(70, 7))
     prompt = Prompt((FreshSegment(random_tokens(4, 8)), CachedSegment(last)))
@@ -131,7 +142,7 @@ def test_a_prompt_may_end_in_a_chunk(bench, family):
         check(made.answer(prompt, policy, max_tokens=3), frozen(family, prompt, policy, 3))
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS])
 def test_a_chunk_that_is_exact_gives_the_models_own_answer(bench, family):
     """It is computed behind what stands before it in the prompt."""
     header = random_tokens(9, 1)
@@ -200,7 +211,7 @@ def test_states_remember_for_hundreds_of_tokens(bench, family):
     assert abs(after[0] - before[0]) > 20 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, BEHIND])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, BEHIND, CONVOLUTIONS])
 def test_requests_beside_one_another_have_states_of_their_own(bench, family):
     """Different prompts and policies in the same steps, few slots, so that some are preempted, and
     some are cancelled."""
@@ -224,7 +235,7 @@ def test_requests_beside_one_another_have_states_of_their_own(bench, family):
     assert gone.wait().finished.reason == "cancelled"
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS])
 @pytest.mark.parametrize("slots", [4096, 230])
 def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
     """With few slots, choices are preempted, and take over each other's prompt."""
@@ -276,7 +287,7 @@ def follow_up(prompt, tokens, seed):
     return Prompt((*prompt.segments, more))
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, CONVOLUTIONS])
 @pytest.mark.parametrize("policy", ["full", "naive", "legolink-6", "random-30"])
 def test_turns_go_on_from_the_end_of_the_answer_before(bench, family, policy):
     made = bench(family, prefix_cache="on", max_step_tokens=29)

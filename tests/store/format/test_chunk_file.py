@@ -89,7 +89,8 @@ def test_scores_come_back_with_the_sensitivity_where_it_was_measured(
 
 
 def chunk_states(*, whole: bool) -> tuple[ChunkState, ...]:
-    """Of one layer whose tokens are all kept, and of two with maps, one with its inner tokens."""
+    """Of one layer whose tokens are all kept, and of two with maps, one with its inner tokens, and
+    of one that only convolves."""
     generator = torch.Generator().manual_seed(5)
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -99,7 +100,8 @@ def chunk_states(*, whole: bool) -> tuple[ChunkState, ...]:
     effect = tensor(2, 1, 1, dtype=torch.bfloat16), tensor(2, 3, 4, dtype=torch.bfloat16)
     inner = (tensor(9, 8), tensor(9, 2))
     mapped = ChunkState(tensor(6, 8), (tensor(3, 2),), effect)
-    return (short,) if whole else (mapped, replace(mapped, inner=inner))
+    convolved = ChunkState(tensor(2, 8), (), None, (tensor(7, 8),))
+    return (short,) if whole else (mapped, replace(mapped, inner=inner), convolved)
 
 
 def same_states(left: tuple[ChunkState, ...], right: tuple[ChunkState, ...]) -> bool:
@@ -138,7 +140,7 @@ def test_a_damaged_state_is_not_read(path: Path) -> None:
     "names",
     [
         ["state.0001.mixed", "state.0001.gate.0"],
-        ["state.0000.mixed"],
+        ["state.0000.gate.0"],
         ["state.0000.gate.0", "state.0000.mixed"],
         ["state.0000.mixed", "state.0000.gate.0", "state.0000.factor"],
         ["state.0000.mixed", "state.0000.gate.0", "state.0000.inner.0"],

@@ -43,9 +43,10 @@ def _state(parts: dict[str, torch.Tensor]) -> ChunkState:
     effect = (parts[_FACTOR], parts[_OFFSET]) if {_FACTOR, _OFFSET} <= parts.keys() else None
     state = ChunkState(parts.get(_MIXED, torch.empty(0)), gates, effect, inner)
     edges = {len(gate) for gate in gates}
-    if len(edges) != 1 or len(state.mixed) < edges.pop() or len({len(part) for part in inner}) > 1:
+    uneven = len(edges) > 1 or len({len(part) for part in inner}) > 1
+    if uneven or len(state.mixed) < max(edges, default=1):
         raise ValueError("a layer's tensors differ in tokens")
-    if inner and (effect is None or len(inner) != 1 + len(gates)):
+    if inner and ((gates and effect is None) or len(inner) != 1 + len(gates)):
         raise ValueError("a layer's inner tokens are not whole")
     if effect is not None and not effect[0].ndim == effect[1].ndim == 3:
         raise ValueError("what a layer's tokens do to a state is not a map")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
-from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, Edges, edges_of
-from kvlinker.engines.embedded.model.recurrence import Effect, Gates, Mixed, Recurrence, RuleCall
+from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, Edges, edges_of
+from kvlinker.engines.embedded.model.states.recurrence import Effect, Gates, Mixed, RuleCall
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
 
 
@@ -82,14 +82,15 @@ class Capture:
         """What is collected per chunk and layer with a state."""
         return tuple(
             tuple(
-                StateCapture(recurrence, self._edges(end - start), self._dtype, self._kept.inner)
-                for recurrence in self._anatomy.recurrences
+                StateCapture(
+                    edges_of(self._anatomy, end - start, self._kept.first_tokens),
+                    self._dtype,
+                    keeps_inner=self._kept.inner,
+                )
+                for _ in self._anatomy.recurrences
             )
             for start, end in self._spans
         )
-
-    def _edges(self, tokens: int) -> Edges:
-        return edges_of(self._anatomy.window, tokens, self._kept.first_tokens)
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
@@ -100,19 +101,25 @@ class Capture:
                 chunk[layer].value[:, columns] = value[:, rows]
 
     def record_state(
-        self, layer: int, start: int, call: RuleCall, entering: Tensor, mixed: Mixed, gates: Gates
+        self,
+        layer: int,
+        start: int,
+        entering: Tensor,
+        call: RuleCall | None = None,
+        mixed: Mixed = (),
+        gates: Gates = (),
     ) -> None:
         """Keep what one run of tokens from position ``start`` on does to the state of a layer:
         ``entering`` [channels, run] is convolved, and ``mixed`` and ``gates`` [1, run, …] are the
-        rule's arguments. Does nothing where the KV alone is collected."""
+        arguments of the rule behind that. Does nothing where the KV alone is collected."""
         for (first, last), chunk in zip(self._spans, self._states, strict=True):
             begin, end = max(start, first), min(start + entering.shape[1], last)
             if chunk and begin < end:
                 rows = slice(begin - start, end - start)
                 chunk[layer].record(
                     begin - first,
-                    call,
                     entering[:, rows].T,
+                    call,
                     tuple(part[:, rows] for part in mixed),
                     tuple(part[:, rows] for part in gates),
                 )
@@ -129,11 +136,8 @@ class Capture:
 class StateCapture:
     """Collects what one chunk's tokens do to the state of one layer."""
 
-    def __init__(
-        self, recurrence: Recurrence, edges: Edges, dtype: torch.dtype, keeps_inner: bool
-    ) -> None:
-        first, last, tokens = edges
-        context = last - recurrence.window if first < tokens else tokens
+    def __init__(self, edges: Edges, dtype: torch.dtype, *, keeps_inner: bool) -> None:
+        first, last, tokens, context = edges
         self._mixed_of = ((0, first), (context, tokens))
         self._gates_of = ((0, first), (last, tokens))
         self._inner = first, last
@@ -145,7 +149,7 @@ class StateCapture:
         self._inner_entering: list[tuple[Tensor, ...]] = []
 
     def record(
-        self, begin: int, call: RuleCall, entering: Tensor, mixed: Mixed, gates: Gates
+        self, begin: int, entering: Tensor, call: RuleCall | None, mixed: Mixed, gates: Gates
     ) -> None:
         """Take in the chunk's tokens from ``begin`` on: what enters, [run, channels], and the
         rule's arguments [1, run, …]."""
@@ -155,8 +159,9 @@ class StateCapture:
         for rows in _rows(begin, end, self._gates_of):
             self._gates.append(tuple(gate[0, rows].cpu().clone() for gate in gates))
         for rows in _rows(begin, end, [self._inner]):
-            inside = [tuple(part[:, rows] for part in parts) for parts in (mixed, gates)]
-            self._effect = call.effect(inside[0], inside[1], self._effect)
+            if call is not None:
+                inside = [tuple(part[:, rows] for part in parts) for parts in (mixed, gates)]
+                self._effect = call.effect(inside[0], inside[1], self._effect)
             if self._keeps_inner:
                 kept_gates = (gate[0, rows].cpu().clone() for gate in gates)
                 self._inner_entering.append((self._copied(entering[rows]), *kept_gates))

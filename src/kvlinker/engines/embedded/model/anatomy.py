@@ -37,8 +37,8 @@ from kvlinker.engines.embedded.model.obstacles import (
     states_held,
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
-from kvlinker.engines.embedded.model.recurrence import ConvolutionCall, Recurrence, RuleCall
 from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence, RuleCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,11 @@ class Anatomy:
         """The most tokens before it that a token's convolution sees, in layers with a state."""
         return max((each.window for each in self.recurrences), default=0)
 
+    @property
+    def only_convolves(self) -> bool:
+        """Tells whether convolutions are all that keeps a state."""
+        return all(each.rule is None for each in self.recurrences)
+
 
 def anatomy_of(model: Any) -> Anatomy:
     """Look at the model's layers.
@@ -127,8 +132,9 @@ def anatomy_of(model: Any) -> Anatomy:
     except Exception as error:  # whatever the model's code raises
         otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
         raise refusal(model, obstacle_of(model, otherwise)) from error
-    of_recurrences = 2 * len(tracer.recurrences)  # the context of the convolution, and the state
-    if states != of_recurrences or (states and not tracer.layers):
+    if states != sum(each.tensors_held for each in tracer.recurrences) or (
+        states and not tracer.layers
+    ):
         raise refusal(model, Obstacle.STATE)
     if has_indexer(model):
         raise refusal(model, Obstacle.SELECTION)
@@ -270,7 +276,12 @@ class _Tracer:
         return query.new_zeros(1, query.shape[2], query.shape[1], width)
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Return the number of each channel, which shows what becomes of it."""
+        """Return the number of each channel, which shows what becomes of it in a rule."""
+        self.with_state.add(self.blocks - 1)
+        if not call.has_rule:
+            channels, width = call.weight.shape
+            self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
+            return torch.zeros_like(call.hidden)
         self._convolution = call
         numbers = torch.arange(call.hidden.shape[1], device=call.hidden.device, dtype=torch.float32)
         return numbers[None, :, None].expand(call.hidden.shape).contiguous()
@@ -280,7 +291,6 @@ class _Tracer:
         if convolution is None:
             raise LookupError("a rule is applied to what no convolution has given")
         output, state = call.scan(call.mixed, call.gates, None)
-        self.with_state.add(self.blocks - 1)
         self.recurrences.append(
             Recurrence(
                 call.rule,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.model.recurrence import (
+from kvlinker.engines.embedded.model.states.recurrence import (
     CONVOLUTION,
     RULES,
     ConvolutionCall,
@@ -67,8 +67,8 @@ class Interceptor(Protocol):
         ...
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Called when the model is about to convolve what enters a rule; returns [1, channels,
-        tokens], from which the model makes the rule's arguments."""
+        """Called when the model is about to convolve; returns [1, channels, tokens], from which the
+        model makes the arguments of the rule behind it, if there is one."""
         ...
 
     def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
@@ -107,10 +107,11 @@ def prepare(model: nn.Module) -> None:
         for name in ROTARY_FUNCTIONS:
             if hasattr(module, name):
                 _wrap_rotary(module, name)
-        for rule in RULES:
-            if hasattr(module, rule.function) and hasattr(module, CONVOLUTION):
+        if hasattr(module, CONVOLUTION):
+            rules = [rule for rule in RULES if hasattr(module, rule.function)]
+            for rule in rules:
                 _wrap_rule(module, rule)
-                _wrap_convolution(module)
+            _wrap_convolution(module, has_rule=bool(rules))
     for kind in kinds:
         if hasattr(kind, EXPANSION):
             _wrap_expansion(kind)
@@ -173,7 +174,7 @@ def _wrap_expansion(kind: type[nn.Module]) -> None:
     _replace(kind, EXPANSION, expand_kv)
 
 
-def _wrap_convolution(module: ModuleType) -> None:
+def _wrap_convolution(module: ModuleType, *, has_rule: bool) -> None:
     original = getattr(module, CONVOLUTION)
     if hasattr(original, "__kvlinker__"):
         return
@@ -191,7 +192,9 @@ def _wrap_convolution(module: ModuleType) -> None:
             found: Tensor = original(hidden_states, weight, bias, activation, **kwargs)
             return found
         options = {"bias": bias, "activation": activation}
-        return interceptor.convolve(ConvolutionCall(original, hidden_states, weight, options))
+        return interceptor.convolve(
+            ConvolutionCall(original, hidden_states, weight, options, has_rule)
+        )
 
     _replace(module, CONVOLUTION, causal_conv1d_fn)
 

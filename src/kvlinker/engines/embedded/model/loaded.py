@@ -12,7 +12,7 @@ from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
-from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, chunk_bytes
+from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes
 from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import LayerKV
 
@@ -114,8 +114,17 @@ class LoadedModel:
                 " before the first layer, such as query-5 or legolink-16."
             )
         most = FIRST_TOKENS - self.anatomy.window
-        if self.keeps_inner or (policy.reach is not None and policy.reach <= most):
+        if self.keeps_inner or (
+            policy.reach is not None and (self.anatomy.only_convolves or policy.reach <= most)
+        ):
             return None
+        if self.anatomy.only_convolves:
+            return (
+                f"The policy {policy.name} may compute any token of a chunk again, but state_inputs"
+                " is off: layers that convolve keep only what is seen behind a chunk. Use full,"
+                " naive, prefix, or legolink; or turn state_inputs on, and create the context"
+                " caches anew."
+            )
         return (
             f"The policy {policy.name} may compute any token of a chunk again, but state_inputs is"
             " off: of all tokens but the first, layers with a state keep only what they do"

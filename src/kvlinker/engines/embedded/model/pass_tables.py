@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.engines.embedded.model.recurrence import ConvolutionCall, RuleCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, RuleCall
 
 
 class PassTables(nn.Module):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from kvlinker.base.errors import UnsupportedModelError
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
+from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
 from kvlinker.engines.embedded.model.interception import intercepted
-from kvlinker.engines.embedded.model.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
+from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
+from kvlinker.engines.embedded.model.states.recurrence import RULES as RULES_KNOWN
+from kvlinker.engines.embedded.model.states.recurrence import Recurrence
 from kvlinker_lab.models.small_models import small_model
-from tests.toy_models import HYBRIDS, tiny_model
+from tests.toy_models import tiny_model
 
 RULES = {
     "qwen3_next-states": (3, 1, (4, 8, 16)),
@@ -41,7 +43,7 @@ class Noting:
         raise StopIteration
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", RULES)
 @torch.inference_mode()
 def test_tokens_do_to_any_state_what_their_effect_says(family):
     model = tiny_model(family)
@@ -72,11 +74,28 @@ def test_tokens_do_to_any_state_what_their_effect_says(family):
     torch.testing.assert_close(one_by_one[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def edges(window, tokens, rule=True):
+    of_one = Recurrence(RULES_KNOWN[0] if rule else None, (), 8, window, (0, 0, 0), 0)
+    return edges_of(Anatomy((), (of_one,), 1, mingles=False), tokens, FIRST_TOKENS)
+
+
 def test_edges_leave_the_last_token_what_its_convolution_sees():
-    assert edges_of(3, 35, FIRST_TOKENS) == (35, 35, 35)
-    assert edges_of(3, 36, FIRST_TOKENS) == (32, 35, 36)
-    assert edges_of(40, 81, FIRST_TOKENS) == (40, 80, 81)
-    assert edges_of(40, 80, FIRST_TOKENS) == (80, 80, 80)
+    assert edges(3, 35) == (35, 35, 35, 35)
+    assert edges(3, 36) == (32, 35, 36, 32)
+    assert edges(40, 81) == (40, 80, 81, 40)
+    assert edges(40, 80) == (80, 80, 80, 80)
+
+
+def test_where_layers_only_convolve_the_last_tokens_are_the_edge():
+    assert edges(2, 100, rule=False) == (0, 97, 100, 97)
+    assert edges(2, 1, rule=False) == (0, 0, 1, 0)
+    anatomy = anatomy_of(tiny_model("lfm2-convolutions"))
+    assert len(anatomy.recurrences) == 2
+    assert anatomy.only_convolves
+    kept, whole = (
+        chunk_bytes(anatomy, 100, torch.bfloat16, keeps_inner=keeps) for keeps in (False, True)
+    )
+    assert (kept, whole) == (2 * 3 * 64 * 2, 2 * 100 * 64 * 2)
 
 
 def test_maps_take_the_same_for_chunks_of_any_length():
@@ -94,7 +113,7 @@ def test_maps_take_the_same_for_chunks_of_any_length():
     assert whole == (512 - FIRST_TOKENS - 1) * 3 * of_one.entering_bytes(torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["jamba", "lfm2", "mamba2", "minimax"])
+@pytest.mark.parametrize("kind", ["jamba", "mamba2", "minimax"])
 def test_states_of_other_kinds_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
         anatomy_of(small_model(kind))

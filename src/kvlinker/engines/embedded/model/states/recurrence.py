@@ -1,5 +1,5 @@
 """Layers that keep a state of fixed size instead of keys and values: a short convolution over the
-last tokens, and a rule by which each token changes the state.
+last tokens, and behind it, in most, a rule by which each token changes the state.
 
 Every known rule is affine in the state: a token makes of S a product of S plus what it writes. So
 tokens that follow one another together are one map, S → factor · S + offset. Both are read off the
@@ -171,6 +171,9 @@ class ConvolutionCall:
     options: Mapping[str, Any]
     """Bias and activation."""
 
+    has_rule: bool
+    """Tells whether a rule is applied to what is convolved."""
+
     def apply(self, before: Tensor, hidden: Tensor) -> Tensor:
         """Return ``hidden`` [batch, channels, tokens] convolved, behind the last tokens ``before``
         [batch, channels, width - 1]."""
@@ -183,7 +186,8 @@ class ConvolutionCall:
 class Recurrence:
     """One layer that keeps a state."""
 
-    rule: Rule
+    rule: Rule | None
+    """The rule behind its convolution; None where a convolution is all that it has."""
 
     columns: tuple[Tensor, ...]
     """For each of the rule's mixed arguments, the channels of the convolution that it takes: [heads
@@ -196,7 +200,7 @@ class Recurrence:
     """The number of tokens before it that a token's convolution sees."""
 
     state_shape: tuple[int, ...]
-    """[heads, rows, columns]."""
+    """[heads, rows, columns]; no heads where it has no rule."""
 
     gate_bytes: int
     """The bytes of one token's gates."""
@@ -205,7 +209,13 @@ class Recurrence:
     def effect_values(self) -> int:
         """The number of values of an effect."""
         heads, rows, columns = self.state_shape
-        return heads * (rows * columns + (rows * rows if self.rule.is_matrix else 1))
+        return heads * (rows * columns + (rows * rows if self._is_matrix else 1))
+
+    @property
+    def tensors_held(self) -> int:
+        """The number of tensors that the model's own cache has of it: the context of the
+        convolution, and the state."""
+        return 1 if self.rule is None else 2
 
     def entering_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of what enters the layer of one token, with a convolution of this
@@ -227,4 +237,8 @@ class Recurrence:
     def applied(self, effect: Effect, state: Tensor) -> Tensor:
         """Return the state [heads, rows, columns] behind tokens of this effect."""
         factor, offset = (part.to(state) for part in effect)
-        return (factor @ state if self.rule.is_matrix else factor * state) + offset
+        return (factor @ state if self._is_matrix else factor * state) + offset
+
+    @property
+    def _is_matrix(self) -> bool:
+        return self.rule is not None and self.rule.is_matrix

@@ -1,0 +1,72 @@
+"""Says what layers with a state keep of a chunk, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.store.chunk_kv import ChunkState
+
+FIRST_TOKENS = 32
+"""The number of a chunk's first tokens that are kept one by one, so that they can be computed anew
+in a prompt."""
+
+
+class Edges(NamedTuple):
+    """Which tokens of a chunk are its edges: [0, first) and [last, tokens). What the inner ones
+    between do to a state is kept as one map."""
+
+    first: int
+    last: int
+    tokens: int
+
+    context: int
+    """From here on, what enters convolutions is kept for the second edge."""
+
+
+def edges_of(anatomy: Anatomy, tokens: int, first_tokens: int) -> Edges:
+    """Return the edges of a chunk of so many tokens: all of it, where what would be left between
+    them is too little for the last token's convolution.
+
+    Where layers only convolve, its edge is what the convolutions of its last token, and of the
+    tokens behind it, see.
+    """
+    window = anatomy.window
+    if anatomy.only_convolves:
+        last = last_edge(tokens, window)
+        return Edges(0, last, tokens, last)
+    first = max(first_tokens, window)
+    if tokens - 1 - first < window:
+        return Edges(tokens, tokens, tokens, tokens)
+    return Edges(first, tokens - 1, tokens, tokens - 1 - window)
+
+
+def first_edge(states: Sequence[ChunkState], tokens: int, window: int) -> int:
+    """Return the number of tokens of the first edge of a chunk of so many tokens, whose layers have
+    rules, and whose convolutions see ``window`` tokens back."""
+    is_mapped = any(state.effect is not None for state in states)
+    return len(states[0].mixed) - window - 1 if is_mapped else tokens
+
+
+def last_edge(tokens: int, window: int) -> int:
+    """Return where the edge of a chunk of so many tokens begins, where layers only convolve, and
+    see ``window`` tokens back."""
+    return max(tokens - window - 1, 0)
+
+
+def chunk_bytes(anatomy: Anatomy, tokens: int, dtype: torch.dtype, *, keeps_inner: bool) -> int:
+    """Count the bytes of what layers with a state keep of a chunk of so many tokens, what enters of
+    its inner tokens among it if they ``keep_inner``."""
+    edges = edges_of(anatomy, tokens, FIRST_TOKENS)
+    inner = edges.last - edges.first
+    entering = tokens if keeps_inner else tokens - inner
+    total = 0
+    for each in anatomy.recurrences:
+        total += entering * each.entering_bytes(dtype)
+        if inner:
+            context = edges.last - edges.context
+            total += (each.effect_values + context * each.channels) * dtype.itemsize
+    return total
