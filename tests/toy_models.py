@@ -196,6 +196,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["conv", "conv", "full_attention"], "num_experts": 4}
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
     ),
+    "jamba-states-nope": (
+        "jamba",
+        {"attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 4}
+        | {"mamba_d_state": 12, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "zamba2-states-behind": (
         "zamba2",
         {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2}

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, Edges, edges_of
-from kvlinker.engines.embedded.model.states.recurrence import Effect, Gates, Mixed, RuleCall
+from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
 
 

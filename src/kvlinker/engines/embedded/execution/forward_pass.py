@@ -26,7 +26,8 @@ from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, RuleCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
+from kvlinker.engines.embedded.model.states.rules import RuleCall
 from kvlinker.store.loading.arriving import ArrivingKV
 
 WaitInStep = Callable[[Callable[[], bool]], None]

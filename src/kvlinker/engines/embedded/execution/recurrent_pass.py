@@ -25,13 +25,8 @@ from kvlinker.engines.embedded.execution.courses import (
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.states.delta_step import DeltaStep, delta_step
-from kvlinker.engines.embedded.model.states.recurrence import (
-    ConvolutionCall,
-    Effect,
-    Gates,
-    Recurrence,
-    RuleCall,
-)
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
+from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
 
 
 class RecurrentPass:
@@ -74,14 +69,15 @@ class RecurrentPass:
         }
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Return what is convolved, [1, channels, tokens]. Where a rule follows, only the shape of
-        what is returned matters, since the model only takes it apart in between."""
+        """Return what is convolved, [1, channels, tokens]. Where the model only takes it apart for
+        a rule, nothing but the shape matters; where it computes more of it, what is convolved of
+        chunks' tokens comes along."""
         recurrence = self._anatomy.recurrences[self._layer]
         layer = _Layer(recurrence, self._layer, call)
         layer.convolve(alike(self._courses))
         if recurrence.rule is not None:
             self._convolved = layer
-            return call.hidden
+            return call.hidden if recurrence.columns else layer.convolved()
         self._layer += 1
         return layer.finish().transpose(1, 2)
 
@@ -90,7 +86,7 @@ class RecurrentPass:
         layer, self._convolved = self._convolved, None
         assert layer is not None, "a rule is applied to what was convolved"
         shape = self._anatomy.recurrences[self._layer].state_shape
-        step = delta_step(call, shape, call.gates[0].device) if self._native else None
+        step = delta_step(call, shape, call.mixed[0].device) if self._native else None
         self._layer += 1
         return layer.finish(call, step), None
 
@@ -104,6 +100,9 @@ class _Part(NamedTuple):
     before: Tensor
     """What its convolution sees: [sequences, channels, window]."""
 
+    begin: int
+    """The number of tokens that were convolved before it."""
+
     entering: Tensor | None = None
     """Where it is tokens one by one, what enters of them: [sequences, channels, tokens]."""
 
@@ -114,6 +113,11 @@ class _Part(NamedTuple):
     def tokens(self) -> list[list[Tokens]]:
         """The stretches, where they are tokens one by one; none otherwise."""
         return [stretch for stretch in self.stretches if isinstance(stretch, list)]
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that are convolved, of all sequences."""
+        return 0 if self.entering is None else len(self.entering) * self.entering.shape[-1]
 
 
 class _Group(NamedTuple):
@@ -145,14 +149,21 @@ class _Layer:
 
     def convolve(self, groups: Sequence[Sequence[Course]]) -> None:
         """Convolve all sequences, those of a group together."""
+        begin = 0
         for courses in groups:
             before = torch.stack([self._state(course).before for course in courses])
             parts = []
             for stretches in zip(*(course.stretches for course in courses), strict=True):
-                part = self._convolved(stretches, before)
+                part = self._part(stretches, before, begin)
+                begin += part.size
                 parts.append(part)
                 before = self._behind(part)
             self._groups.append(_Group(courses, parts, before))
+
+    def convolved(self) -> Tensor:
+        """Return what is convolved of all tokens, those of chunks too: [1, channels, tokens]."""
+        found = (part.convolved for group in self._groups for part in group.parts)
+        return torch.cat([each for rows in found if rows is not None for each in rows], -1)[None]
 
     def finish(self, call: RuleCall | None = None, step: DeltaStep | None = None) -> Tensor:
         """Return the output of all tokens of the batch, [1, tokens, …]: the rule's, or what is
@@ -171,10 +182,9 @@ class _Layer:
     def _stepped(self, group: _Group, call: RuleCall, step: DeltaStep) -> Sequence[Tensor]:
         """Return the states behind one token of each sequence."""
         (part,) = group.parts
-        assert part.convolved is not None
         states = [self._state(course).state for course in group.courses]
         gates = self._gates(part, call)
-        output, after = step(self._recurrence.mixed(part.convolved), gates, states)
+        output, after = step(self._mixed(part, call), gates, states)
         for index, tokens, _ in _new_tokens(part):
             self._put(tokens.rows, output[index])
         return after
@@ -207,12 +217,12 @@ class _Layer:
             self._entering.new_zeros(shape.state_shape, dtype=torch.float32),
         )
 
-    def _convolved(self, stretches: tuple[Stretch, ...], before: Tensor) -> _Part:
-        part = _Part(stretches, before)
+    def _part(self, stretches: tuple[Stretch, ...], before: Tensor, begin: int) -> _Part:
+        part = _Part(stretches, before, begin)
         if not part.tokens:
             return part
         entering = torch.stack([self._entering_of(stretch) for stretch in part.tokens])
-        return _Part(stretches, before, entering, self._convolution.apply(before, entering))
+        return part._replace(entering=entering, convolved=self._convolution.apply(before, entering))
 
     def _behind(self, part: _Part) -> Tensor:
         """Return what a convolution behind this part sees: [sequences, channels, window]."""
@@ -237,10 +247,9 @@ class _Layer:
 
     def _scanned(self, part: _Part, call: RuleCall, state: Tensor) -> Tensor:
         """Return the states behind tokens, and keep the output of those of the batch."""
-        assert part.convolved is not None
         assert part.entering is not None
         gates = self._gates(part, call)
-        mixed = self._recurrence.mixed(part.convolved)
+        mixed = self._mixed(part, call)
         output, last = call.scan(mixed, gates, state)
         for index, tokens, place in _new_tokens(part):
             self._put(tokens.rows, output[index, place])
@@ -266,6 +275,16 @@ class _Layer:
                 rows = (kept.inner[0] if tokens.inner else kept.mixed)[tokens.rows]
                 found.append(rows.to(self._entering).T)
         return torch.cat(found, dim=-1)
+
+    def _mixed(self, part: _Part, call: RuleCall) -> Mixed:
+        """Return the arguments of a rule that are made of what is convolved of a part's tokens:
+        [sequences, tokens, …] each."""
+        assert part.convolved is not None
+        if self._recurrence.columns:
+            return self._recurrence.mixed(part.convolved)
+        rows = slice(part.begin, part.begin + part.size)
+        found = (each[0, rows] for each in call.mixed)
+        return tuple(each.reshape(len(part.tokens), -1, *each.shape[1:]) for each in found)
 
     def _gates(self, part: _Part, call: RuleCall) -> Gates:
         """Return what else enters a rule of a part's tokens: [sequences, tokens, …] each."""

@@ -38,7 +38,8 @@ from kvlinker.engines.embedded.model.obstacles import (
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence, RuleCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
+from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +279,13 @@ class _Tracer:
     def convolve(self, call: ConvolutionCall) -> Tensor:
         """Return the number of each channel, which shows what becomes of it in a rule."""
         self.with_state.add(self.blocks - 1)
-        if not call.has_rule:
+        if not call.rules:
             channels, width = call.weight.shape
             self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
             return torch.zeros_like(call.hidden)
         self._convolution = call
+        if not call.is_taken_apart:
+            return torch.zeros_like(call.hidden)
         numbers = torch.arange(call.hidden.shape[1], device=call.hidden.device, dtype=torch.float32)
         return numbers[None, :, None].expand(call.hidden.shape).contiguous()
 
@@ -294,7 +297,7 @@ class _Tracer:
         self.recurrences.append(
             Recurrence(
                 call.rule,
-                tuple(argument[0, 0].long() for argument in call.mixed),
+                tuple(each[0, 0].long() for each in call.mixed if convolution.is_taken_apart),
                 channels=convolution.hidden.shape[1],
                 window=convolution.weight.shape[-1] - 1,
                 state_shape=tuple(state.shape[1:]),

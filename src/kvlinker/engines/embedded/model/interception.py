@@ -23,13 +23,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.model.states.recurrence import (
-    CONVOLUTION,
-    RULES,
-    ConvolutionCall,
-    Rule,
-    RuleCall,
-)
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
+from kvlinker.engines.embedded.model.states.rules import CONVOLUTION, RULES, Rule, RuleCall
 from kvlinker.engines.embedded.model.written_out import Followed
 
 ATTENTION_NAME = "kvlinker"
@@ -111,7 +106,7 @@ def prepare(model: nn.Module) -> None:
             rules = [rule for rule in RULES if hasattr(module, rule.function)]
             for rule in rules:
                 _wrap_rule(module, rule)
-            _wrap_convolution(module, has_rule=bool(rules))
+            _wrap_convolution(module, tuple(rules))
     for kind in kinds:
         if hasattr(kind, EXPANSION):
             _wrap_expansion(kind)
@@ -174,7 +169,7 @@ def _wrap_expansion(kind: type[nn.Module]) -> None:
     _replace(kind, EXPANSION, expand_kv)
 
 
-def _wrap_convolution(module: ModuleType, *, has_rule: bool) -> None:
+def _wrap_convolution(module: ModuleType, rules: tuple[Rule, ...]) -> None:
     original = getattr(module, CONVOLUTION)
     if hasattr(original, "__kvlinker__"):
         return
@@ -193,7 +188,7 @@ def _wrap_convolution(module: ModuleType, *, has_rule: bool) -> None:
             return found
         options = {"bias": bias, "activation": activation}
         return interceptor.convolve(
-            ConvolutionCall(original, hidden_states, weight, options, has_rule)
+            ConvolutionCall(original, hidden_states, weight, options, rules)
         )
 
     _replace(module, CONVOLUTION, causal_conv1d_fn)
@@ -213,8 +208,7 @@ def _wrap_rule(module: ModuleType, rule: Rule) -> None:
         bound = form.bind(*args, **kwargs)
         bound.apply_defaults()
         call = RuleCall(rule, original, bound.arguments | bound.arguments.pop("kwargs", {}))
-        output, last = interceptor.recur(call)
-        return (output, last) if call.wants_state or rule.always_pairs else output
+        return call.returned(*interceptor.recur(call))
 
     _replace(module, rule.function, apply)
 

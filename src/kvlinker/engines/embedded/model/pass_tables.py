@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, RuleCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
+from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 
 class PassTables(nn.Module):

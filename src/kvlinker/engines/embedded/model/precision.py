@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ _COMPUTING: WeakSet[nn.Module] = WeakSet()
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
-    Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other
+    Linear layers multiply a part of their rows after the other, or give their weight in fp32 to
+    whoever reads it, embeddings give fp32 out, and other
     modules have their weights in fp32: small ones and convolutions all the time, since others may
     read them, too, large ones for as long as they run. Memory rises by what stays, and by the
     largest part. A model in fp32 is left as it is, and so is one that computes in fp32 already.
@@ -41,7 +42,11 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 continue
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
-                module.forward = partial(_linear_in_fp32, module)  # type: ignore[method-assign]
+                undo.callback(module._parameters.update, dict(module._parameters))
+                compute = partial(_linear_in_fp32, module.weight.detach(), module.bias)
+                module.forward = compute  # type: ignore[method-assign]
+                wide: Any = module.weight.detach().as_subclass(_Wide)
+                module._parameters["weight"] = wide
             elif isinstance(module, nn.Embedding):
                 undo.callback(module.register_forward_hook(_widen_output).remove)
             elif isinstance(module, nn.Conv1d) or _is_small(module):
@@ -69,14 +74,53 @@ def _is_small(module: nn.Module) -> bool:
     return all(tensor.numel() <= SMALL for tensor in own)
 
 
-def _linear_in_fp32(linear: nn.Linear, inputs: Tensor) -> Tensor:
+class _Wide(Tensor):
+    """A weight that is in fp32 for whoever computes with it, each time that he does."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return torch.float32
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in OF_ANY_DTYPE:
+                args, kwargs = (_wide(args), _wide(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+
+OF_ANY_DTYPE = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+}
+
+
+def _wide(given: Any) -> Any:
+    """Return arguments of a function with what is ``_Wide`` in fp32."""
+    if isinstance(given, _Wide):
+        return given.as_subclass(Tensor).float()
+    if isinstance(given, tuple | list):
+        return type(given)(map(_wide, given))
+    if isinstance(given, dict):
+        return {name: _wide(value) for name, value in given.items()}
+    return given
+
+
+def _linear_in_fp32(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
     """Return ``inputs`` [..., in_features] multiplied in fp32: [..., out_features]."""
-    output = inputs.new_empty(*inputs.shape[:-1], linear.out_features, dtype=torch.float32)
-    rows = max(1, CHUNK_BYTES // (linear.in_features * torch.float32.itemsize))
-    for begin in range(0, linear.out_features, rows):
+    features, width = weight.shape
+    output = inputs.new_empty(*inputs.shape[:-1], features, dtype=torch.float32)
+    rows = max(1, CHUNK_BYTES // (width * torch.float32.itemsize))
+    for begin in range(0, features, rows):
         part = slice(begin, begin + rows)
-        output[..., part] = nn.functional.linear(inputs.float(), linear.weight[part].float())
-    return output if linear.bias is None else output + linear.bias.float()
+        output[..., part] = nn.functional.linear(inputs.float(), weight[part].float())
+    return output if bias is None else output + bias.float()
 
 
 def _widen_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from kvlinker.engines.embedded.model.states.delta_step import NORMED, delta_step
-from kvlinker.engines.embedded.model.states.recurrence import RULES, RuleCall
+from kvlinker.engines.embedded.model.states.rules import RULES, RuleCall
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.model.states.recurrence import Gates, Mixed, Rule, RuleCall
+from kvlinker.engines.embedded.model.states.rules import Gates, Mixed, Rule, RuleCall
 
 RULE = "torch_chunk_gated_delta_rule"
 NORMED = "use_qk_l2norm_in_kernel"
