@@ -159,9 +159,9 @@ def test_large_attention_scores_are_linked_as_the_model_computes_them():
 
 
 def test_layers_that_keep_a_state_are_seen_however_little_it_does():
-    """Mamba 1 layers that add nothing to what attention gives, and a state beside those of a known
-    kind: no figure could tell."""
-    model = small_model("jamba")
+    """Mamba 1 of several heads that adds nothing to what attention gives, and a state beside those
+    of a known kind: no figure could tell."""
+    model = small_model("zamba")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "mamba.out_proj" in name:

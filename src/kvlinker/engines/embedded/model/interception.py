@@ -34,6 +34,11 @@ EXPANSION = "expand_kv"
 """The method by which attention with latents makes keys and values of them."""
 
 
+WINDOWS = "create_sliding_window_causal_mask"
+"""The function that modeling modules have which make masks of windows. Some say the window to masks
+alone, not to attention."""
+
+
 class Interceptor(Protocol):
     """Replaces rotary embedding, attention and rules during one forward pass."""
 
@@ -218,6 +223,18 @@ def _replace(owner: ModuleType | type, name: str, wrapped: Any) -> None:
     setattr(owner, name, wrapped)
 
 
+def _window_of_masks(module: Any) -> int | None:
+    """Return the window of an attention that does not say it itself."""
+    if hasattr(module, "sliding_window"):  # where layers differ
+        return module.sliding_window or None
+    config = getattr(module, "config", None)
+    if getattr(config, "layer_types", None) or not hasattr(
+        sys.modules[type(module).__module__], WINDOWS
+    ):
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -229,6 +246,8 @@ def _attention(
     interceptor = _active.get()
     if interceptor is None:
         raise RuntimeError(f"attention {ATTENTION_NAME!r} was called outside kvlinker's engine")
+    if "sliding_window" not in options:
+        options["sliding_window"] = _window_of_masks(module)
     return interceptor.attend(module, query, key, value, options), None
 
 
@@ -238,7 +257,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 @contextmanager
 def attention_of(model: Any, name: str) -> Iterator[None]:
     """Run ``model`` with the named attention function for a while."""
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation  # parts may keep another one
     model.set_attn_implementation(name)
     try:
         yield
