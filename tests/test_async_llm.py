@@ -125,7 +125,6 @@ def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
     building = {
         "chat_prompt",
-        "completion_prompt",
         "read_chat",
         "read_completion",
         "submit",

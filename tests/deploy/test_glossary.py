@@ -1,4 +1,4 @@
-"""The glossary names classes where they are."""
+"""The glossary names classes where they are, and the page on architecture files that exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NAMED = re.findall(r"`([\w/.-]+(?:\.py|\.cpp|/))`", (ROOT / "docs" / "architecture.md").read_text())
 PLACES = re.findall(r"`(\w+)` in `([\w/.]+)`", (ROOT / "docs" / "glossary.md").read_text())
 
 
@@ -19,3 +20,11 @@ def test_it_has_the_nouns() -> None:
 def test_terms_are_defined_where_it_says(name: str, file: str) -> None:
     code = (ROOT / "src" / "kvlinker" / file).read_text()
     assert re.search(rf"^(class {name}\b|{name}(: TypeAlias)? = )", code, re.MULTILINE)
+
+
+def test_architecture_names_what_exists() -> None:
+    """Files and folders are named from any of their own folders on."""
+    found = {each.relative_to(ROOT) for each in (ROOT / "src").rglob("*")}
+    paths = {f"/{each.as_posix()}{'' if each.suffix else '/'}" for each in found}
+    assert len(NAMED) >= 60
+    assert [name for name in NAMED if not any(each.endswith(f"/{name}") for each in paths)] == []

@@ -216,15 +216,6 @@ class PromptCalls(ModelCalls):
         does."""
         return self.read_chat(messages, options=options, tenant=tenant).prompt
 
-    def completion_prompt(
-        self,
-        prompt: CompletionContent | CompletionPrompt[CachedPart],
-        *,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Prompt:
-        """Build the prompt of a completion. Raises what ``read_chat`` does."""
-        return self.read_completion(prompt, tenant=tenant).prompt
-
     def read_chat(
         self,
         messages: Messages | Prompt,

@@ -243,12 +243,8 @@ class ChunkStore(Inventory):
 
     def hold(self, sizes: Mapping[str, int]) -> Hold | None:
         """Keep these chunks, of so many bytes each, in memory from when they are there until the
-        result is released; None where the chunks that are held would take more than memory's
-        budget.
-
-        If no others are held, those that exceed the budget alone are held too, so that any prompt
-        can be computed.
-        """
+        result is released; None where all that are held would take more than memory's budget. If no
+        others are held, any are, so that every prompt can be computed."""
         return self._holds.take(sizes)
 
     @property

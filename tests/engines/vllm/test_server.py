@@ -51,9 +51,9 @@ def test_same_content_is_stored_once(served: Served) -> None:  # type: ignore[no
 def test_the_audit_compares_answers(served: Served) -> None:
     """Under a policy that computes all tokens of the chunks again, they agree."""
     (cache,) = served.cache("a chunk whose tokens are all computed again")
-    prompt = served.llm.completion_prompt(
+    prompt = served.llm.read_completion(
         [{"type": "context_cache", "id": cache}, {"type": "text", "text": "So?"}]
-    )
+    ).prompt
     asked = GenerationRequest(
         prompt, parse_policy("random-100"), SamplingParams(temperature=0, max_tokens=5)
     )

@@ -20,6 +20,7 @@ from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
+    from kvlinker.base.types.context_cache import ContextCache
     from kvlinker.doors.client import Client
     from kvlinker.llm import LLM
 
@@ -79,11 +80,16 @@ class Storage:
 class CacheLibrary(ABC):
     """The context caches of one tenant, with the model that makes and uses them."""
 
+    def __init__(self, calls: Any, **own: Any) -> None:
+        """``calls`` is an ``LLM`` or a ``Client``, whose calls have the same names; ``own`` are
+        given to each."""
+        self._calls = calls
+        self._own = own
+
     @abstractmethod
     def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
         """Cut a text into pieces that may become chunks. Raises InvalidRequestError."""
 
-    @abstractmethod
     def cache(
         self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
     ) -> list[str]:
@@ -92,43 +98,58 @@ class CacheLibrary(ABC):
 
         ``options``: ``name``, and ``ttl`` in seconds.
         """
+        made = self._calls.generate_context_cache(
+            texts, metadata=list(metadata), **self._own, **options
+        )
+        return [cache.id for cache in made]
 
-    @abstractmethod
     def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
         """Yield the context caches that have all these pairs, the oldest first."""
+        for one in _all(partial(self._calls.list_caches, **self._own), metadata):
+            yield ExistingCache(one.id, one.tokens, one.metadata, self._is_usable(one))
 
-    @abstractmethod
     def delete(self, cache_id: str) -> None:
         """Delete a context cache; one that does not exist is deleted already."""
+        with suppress(ContextCacheNotFoundError):
+            self._calls.expire_cache(cache_id, **self._own)
 
-    @abstractmethod
     def search(
         self, query: str, *, limit: int, metadata: Mapping[str, str]
     ) -> tuple[SearchHit, ...]:
         """Find context caches as ``LLM.search`` does, the best match first. Raises
         InvalidRequestError."""
+        found: tuple[SearchHit, ...] = self._calls.search(
+            query, limit=limit, metadata=metadata, **self._own
+        )
+        return found
 
-    @abstractmethod
     def answer(
         self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
     ) -> str:
         """Answer one user message, greedily."""
+        message = {"role": "user", "content": list(content)}
+        text: str = self._calls.chat_completion(
+            [message], policy=policy, max_tokens=max_tokens, temperature=0, **self._own
+        ).text
+        return text
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until what was cached is found."""
+    def settle(self) -> None:  # noqa: B027
+        """Wait until what was cached is found, where the process ends with the command."""
 
     @abstractmethod
     def storage(self) -> Storage:
         """Tell what KV takes on the disk, once what was cached is there."""
+
+    @abstractmethod
+    def _is_usable(self, cache: Any) -> bool: ...
 
 
 class LocalLibrary(CacheLibrary):
     """Works on a state directory with a model in this process."""
 
     def __init__(self, llm: LLM, tenant: str) -> None:
+        super().__init__(llm, tenant=tenant)
         self._llm = llm
-        self._tenant = tenant
 
     def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
         return self._llm.split_pieces(text, method=method, max_tokens=max_tokens)
@@ -136,34 +157,10 @@ class LocalLibrary(CacheLibrary):
     def cache(
         self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
     ) -> list[str]:
-        made = self._llm.generate_context_cache(
-            texts, metadata=metadata, tenant=self._tenant, **options
-        )
+        made = super().cache(texts, metadata, **options)
         # what is told to be cached is on the disk, should the process be killed
         self._llm.store.flush()
-        return [cache.id for cache in made]
-
-    def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
-        for one in _all(partial(self._llm.list_caches, tenant=self._tenant), metadata):
-            yield ExistingCache(one.id, one.tokens, one.metadata, self._llm.caches.is_usable(one))
-
-    def delete(self, cache_id: str) -> None:
-        with suppress(ContextCacheNotFoundError):
-            self._llm.expire_cache(cache_id, tenant=self._tenant)
-
-    def search(
-        self, query: str, *, limit: int, metadata: Mapping[str, str]
-    ) -> tuple[SearchHit, ...]:
-        return self._llm.search(query, limit=limit, metadata=metadata, tenant=self._tenant)
-
-    def answer(
-        self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
-    ) -> str:
-        message = {"role": "user", "content": list(content)}
-        answer = self._llm.chat_completion(
-            [message], policy=policy, tenant=self._tenant, max_tokens=max_tokens, temperature=0
-        )
-        return answer.text
+        return made
 
     def settle(self) -> None:
         self._llm.caches.settle()
@@ -175,49 +172,19 @@ class LocalLibrary(CacheLibrary):
             self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget
         )
 
+    def _is_usable(self, cache: ContextCache) -> bool:
+        return self._llm.caches.is_usable(cache)
+
 
 class RemoteLibrary(CacheLibrary):
     """Has a running server do it."""
 
     def __init__(self, client: Client) -> None:
+        super().__init__(client)
         self._client = client
 
     def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
         return self._client.split_text(text, method=method, max_tokens=max_tokens)
-
-    def cache(
-        self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
-    ) -> list[str]:
-        return [
-            one.id
-            for one in self._client.generate_context_cache(
-                texts, metadata=list(metadata), **options
-            )
-        ]
-
-    def caches(self, metadata: Mapping[str, str]) -> Iterator[ExistingCache]:
-        for one in _all(self._client.list_caches, metadata):
-            yield ExistingCache(one.id, one.tokens, one.metadata, one.usable)
-
-    def delete(self, cache_id: str) -> None:
-        with suppress(ContextCacheNotFoundError):
-            self._client.expire_cache(cache_id)
-
-    def search(
-        self, query: str, *, limit: int, metadata: Mapping[str, str]
-    ) -> tuple[SearchHit, ...]:
-        return self._client.search(query, limit=limit, metadata=metadata)
-
-    def answer(
-        self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int
-    ) -> str:
-        message = {"role": "user", "content": list(content)}
-        return self._client.chat_completion(
-            [message], policy=policy, max_tokens=max_tokens, temperature=0
-        ).text
-
-    def settle(self) -> None:
-        """Do nothing: the server goes on."""
 
     def storage(self) -> Storage:
         deadline = time.monotonic() + WRITTEN_SECONDS
@@ -234,6 +201,9 @@ class RemoteLibrary(CacheLibrary):
             disk["used_bytes"],
             disk["budget_bytes"],
         )
+
+    def _is_usable(self, cache: Any) -> bool:
+        return bool(cache.usable)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from kvlinker.doors.http.fields.bodies import (
     TokenId,
 )
 from kvlinker.doors.http.fields.foreign import Place
+from kvlinker.doors.http.fields.prompt import prompt_kind
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.service.embedding import Given, embedder_of
 
@@ -38,24 +39,13 @@ _Tokens = Annotated[list[TokenId], Field(min_length=1)]
 _SEVERAL = Field(min_length=1, max_length=MOST_EMBEDDED)
 
 
-def _input_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else ""
-    if isinstance(first, str):
-        return "<texts>"
-    return "<token lists>" if isinstance(first, list) else "<tokens>"
-
-
 InputBody = Annotated[
     Annotated[NonemptyText, Tag("<text>")]
     | Annotated[list[NonemptyText], _SEVERAL, Tag("<texts>")]
     | Annotated[_Tokens, Tag("<tokens>")]
     | Annotated[list[_Tokens], _SEVERAL, Tag("<token lists>")],
     Discriminator(
-        _input_kind,
+        prompt_kind,
         custom_error_type="prompt_type",
         custom_error_message="Input should be a text, token ids, or a list of these",
     ),

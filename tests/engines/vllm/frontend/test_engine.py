@@ -200,7 +200,7 @@ def test_explanations_are_alike(llm, embedded):
 
 def test_an_answer_does_not_explain_itself(llm):
     request = GenerationRequest(
-        llm.completion_prompt("The cat"), parse_policy("naive"), explains=True
+        llm.read_completion("The cat").prompt, parse_policy("naive"), explains=True
     )
     with pytest.raises(InvalidRequestError, match=r"explain\(\) explains a prompt") as refused:
         llm.engine.generate(request, print)
@@ -264,7 +264,7 @@ def tokens_of(events):
 
 
 def request(llm, tokens=700, n=1, **sampling):
-    prompt = llm.completion_prompt(list(random_tokens(20, 3)))
+    prompt = llm.read_completion(list(random_tokens(20, 3))).prompt
     return GenerationRequest(
         prompt,
         parse_policy("naive"),

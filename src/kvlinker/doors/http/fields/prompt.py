@@ -28,7 +28,9 @@ ONE_PROMPT: dict[str, JsonValue] = {
 """The rule of routes that take only one prompt."""
 
 
-def _prompt_kind(value: Any) -> str | None:
+def prompt_kind(value: Any) -> str | None:
+    """Return the tag of the form that a prompt, or another input of texts and tokens, has; None for
+    none."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list):
@@ -48,7 +50,7 @@ PromptBody = Annotated[
     | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES), Tag("<token lists>")]
     | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS), Tag("<parts>")],
     Discriminator(
-        _prompt_kind,
+        prompt_kind,
         custom_error_type="prompt_type",
         custom_error_message="Input should be text, token ids, a list of these, or a list of parts",
     ),

@@ -278,8 +278,7 @@ class PrefixTree:
         return np.concatenate(items), np.concatenate(starts)
 
     def _name(self, chunk: PathChunk) -> None:
-        """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with
-        its last node."""
+        """Give a chunk, of which the caller adds a node, a name: it goes with the last node."""
         if chunk not in self._names:
             name = next(self._new_names)
             self._names[chunk], self._chunks[name] = name, chunk
@@ -370,8 +369,7 @@ class PrefixTree:
             self._states.put(node, state)
 
     def _divide(self, node: PrefixNode, count: int) -> None:
-        """Divide the node behind its first ``count`` items: it keeps these, and a child gets the
-        others."""
+        """Divide the node: it keeps its first ``count`` items, and a child gets the others."""
         rest = node.divide(count)
         (self._spilled if rest.spans is None else self._used)[rest] = None
         if self._states is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.embedded.execution.capturing import Capture, Kept
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
+from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkStore
@@ -33,9 +31,11 @@ class _Pass(NamedTuple):
     capture: Callable[[], Capture]
 
 
-class CaptureRequest(Request):
+class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
     """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result
     once it is stored."""
+
+    cancellation = "The chunk is not computed any more."
 
     def __init__(
         self,
@@ -51,8 +51,6 @@ class CaptureRequest(Request):
         ``contents`` are their content hashes. With ``unrelated`` tokens, there is one chunk, with
         scores: it is computed behind them first, to measure its tokens' sensitivity."""
         super().__init__()
-        self.future: Future[tuple[ChunkKV, ...]] = Future()
-        self.future.set_running_or_notify_cancel()
 
         def capture() -> Capture:
             scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
@@ -96,12 +94,6 @@ class CaptureRequest(Request):
             computed = (with_sensitivity(computed[0], self._behind),)
             self._behind = None
         return partial(self.future.set_result, self._keep(computed))
-
-    def cancel(self) -> None:
-        self.fail(EngineClosedError("The chunk is not computed any more."))
-
-    def fail(self, error: KVLinkerError) -> None:
-        self.future.set_exception(error)
 
     @abstractmethod
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import GenerationRequest
@@ -22,7 +21,12 @@ from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.batch import SharedChunk
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
-from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
+from kvlinker.engines.embedded.requests.request import (
+    Ending,
+    FutureRequest,
+    Request,
+    ResultKind,
+)
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
@@ -221,24 +225,13 @@ def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
     return Refining(refinement, watch)
 
 
-class FutureRequest(PromptRequest, Generic[T]):
-    """A request whose result is a single value, ready when a generation would sample its first
+class PromptFuture(PromptRequest, FutureRequest[T]):
+    """A request for a prompt whose value is ready when a generation would sample its first
     token."""
-
-    def __init__(
-        self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
-    ) -> None:
-        super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
-        self.future: Future[T] = Future()
-        # callers cannot cancel it under the engine's hands
-        self.future.set_running_or_notify_cancel()
-
-    def cancel(self) -> None:
-        self.fail(EngineClosedError("The request was cancelled."))
 
     def fail(self, error: KVLinkerError) -> None:
         self._forget()
-        self.future.set_exception(error)
+        super().fail(error)
 
     def _accept(self, logits: Tensor) -> Ending:
         return partial(self._finish, self._value())
@@ -252,7 +245,7 @@ class FutureRequest(PromptRequest, Generic[T]):
         """Return the request's result, now that its prompt is computed."""
 
 
-class Explaining(FutureRequest[Explanation]):
+class Explaining(PromptFuture[Explanation]):
     """Asks how a prompt is linked. It does not count as a use of its chunks."""
 
     explains = True

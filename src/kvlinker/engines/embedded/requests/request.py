@@ -6,15 +6,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.plan import Range
 from kvlinker.store.holds import Hold
+
+T = TypeVar("T")
 
 Ending = Callable[[], None]
 """Reports to the caller how the request ended. Called once, after its slots are free."""
@@ -179,3 +182,22 @@ class Request(ABC):
     @abstractmethod
     def fail(self, error: KVLinkerError) -> None:
         """Report that the request ended with ``error``."""
+
+
+class FutureRequest(Request, Generic[T]):
+    """A request whose result is a single value, which ``future`` has once it is there."""
+
+    cancellation = "The request was cancelled."
+    """What the future's error says of a request that was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Future[T] = Future()
+        # callers cannot cancel it under the engine's hands
+        self.future.set_running_or_notify_cancel()
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError(self.cancellation))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self.future.set_exception(error)

@@ -3,24 +3,22 @@ background."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.base.types.answers import PromptLogprobs, Usage
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
-from kvlinker.engines.embedded.requests.prompt_request import FutureRequest, Linked
-from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
+from kvlinker.engines.embedded.requests.prompt_request import Linked, PromptFuture
+from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.prompting.segments import Prompt
 
 
-class Scoring(FutureRequest[PromptLogprobs]):
+class Scoring(PromptFuture[PromptLogprobs]):
     """Asks for the log probabilities of the tokens behind the last chunk; generates nothing."""
 
     def __init__(
@@ -48,7 +46,7 @@ class Scoring(FutureRequest[PromptLogprobs]):
         return self._collected.result(self._usage())
 
 
-class WholeScoring(Request):
+class WholeScoring(FutureRequest[PromptLogprobs]):
     """Asks for the log probabilities of given tokens, all of which are computed while nobody else
     needs the engine."""
 
@@ -60,8 +58,6 @@ class WholeScoring(Request):
         """Score ``tokens`` [length] from position ``first`` on, with ``top`` alternatives each."""
         super().__init__()
         self.tenant = tenant
-        self.future: Future[PromptLogprobs] = Future()
-        self.future.set_running_or_notify_cancel()
         self._usage = Usage(0, 0, len(tokens))
         self._collector = LogprobCollector(tokens, head, first=first, top=top)
         self.sequence = TokenSequence(
@@ -70,9 +66,3 @@ class WholeScoring(Request):
 
     def advance(self, logits: Tensor | None) -> Ending:
         return partial(self.future.set_result, self._collector.result(self._usage))
-
-    def cancel(self) -> None:
-        self.fail(EngineClosedError("The request was cancelled."))
-
-    def fail(self, error: KVLinkerError) -> None:
-        self.future.set_exception(error)
