@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlinker.base.threads import compute_serially, in_own_thread
+from kvlinker.base.threads import compute_serially, in_own_thread, serially
 from tests.waiting import wait_until
 
 TASKS = Path("/proc/self/task")
@@ -112,3 +112,11 @@ def test_what_is_raised_in_its_own_thread_comes_to_the_caller() -> None:
 
     with pytest.raises(ValueError, match="no such model"):
         fail()
+
+
+def test_a_thread_computes_serially_for_a_while() -> None:
+    before = torch.get_num_threads()
+    with serially(), ThreadPoolExecutor(1) as other:
+        assert torch.get_num_threads() == 1
+        assert other.submit(torch.get_num_threads).result() >= 1
+    assert torch.get_num_threads() == before

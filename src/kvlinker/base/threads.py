@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from kvlinker.base import machine
@@ -43,11 +44,32 @@ def compute_serially() -> None:
     import torch
 
     torch.get_num_threads()  # a thread's first question sets its number of threads; ours is to stay
+    _set_own_threads(1, 1)
+
+
+@contextmanager
+def serially() -> Iterator[None]:
+    """Have PyTorch, and MKL in it, use one processor in the calling thread for a while: on a busy
+    machine, threads of small computations wait for each other much longer than they compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    _set_own_threads(1, 1)
+    try:
+        yield
+    finally:
+        _set_own_threads(before, 0)
+
+
+def _set_own_threads(openmp: int, mkl: int) -> None:
+    """Set the numbers of threads of the calling thread; 0 is MKL's own choice."""
+    import torch
+
     libraries = ctypes.CDLL(torch._C.__file__)  # what it was linked with, too
-    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+    for name, count in (("omp_set_num_threads", openmp), ("MKL_Set_Num_Threads_Local", mkl)):
         set_threads = getattr(libraries, name, None)
         if set_threads is not None:
-            set_threads(1)
+            set_threads(count)
 
 
 def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:

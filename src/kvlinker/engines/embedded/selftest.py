@@ -4,6 +4,7 @@ check``."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.base.threads import serially
 from kvlinker.engines.contract.selftest import (
     CHUNK,
     GARBAGE,
@@ -55,6 +57,9 @@ AGAIN = {
 }
 """Tokens of chunks that are computed again, where layers keep a state."""
 
+SMALL_MODEL = 1 << 24
+"""The most weights of a model whose passes are too short to be divided among threads."""
+
 BEHIND = PROMPT_TOKENS - CHUNK[1]
 """The tokens behind the chunks, whose logits are compared."""
 
@@ -71,10 +76,12 @@ def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
     96 tokens.
 
     Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in.
+    Small models are computed by one thread.
     Checks end where the first one fails, since the others need what it shows. Raises
     UnsupportedModelError for a model that kvlinker cannot compute at all.
     """
-    with in_fp32(model):
+    is_small = sum(each.numel() for each in model.parameters()) <= SMALL_MODEL
+    with in_fp32(model), serially() if is_small else nullcontext():
         subject = _Subject(model)
         try:
             checks = []

@@ -1,4 +1,4 @@
-"""Computes a model in fp32 without a copy of it in fp32, a module's weights at a time."""
+"""Computes a model in fp32 with a bounded copy of it in fp32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from kvlinker.base import machine
+
 CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
 
 SMALL = 1 << 16
 """The most numbers of a weight that is small: the weight of a norm, a scale."""
+
+KEPT_SHARE = 1 / 8
+"""The share of available memory that weights in fp32 may take."""
 
 _COMPUTING: WeakSet[nn.Module] = WeakSet()
 """The models that compute in fp32 now."""
@@ -25,11 +30,12 @@ _COMPUTING: WeakSet[nn.Module] = WeakSet()
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
-    Linear layers multiply a part of their rows after the other, or give their weight in fp32 to
-    whoever reads it, embeddings give fp32 out, and other
-    modules have their weights in fp32: small ones and convolutions all the time, since others may
-    read them, too, large ones for as long as they run. Memory rises by what stays, and by the
-    largest part. A model in fp32 is left as it is, and so is one that computes in fp32 already.
+    Modules have their weights in fp32 all the time while KEPT_SHARE of memory lasts, and beyond
+    that small ones and convolutions, since others may read them, too. Of the others, linear layers
+    multiply a part of their rows after the other, or give their weight in fp32 to whoever reads it,
+    embeddings give fp32 out, and large modules have their weights in fp32 for as long as they run.
+    Memory rises by what stays, and by the largest part. A model in fp32 is left as it is, and so is
+    one that computes in fp32 already.
     """
     with ExitStack() as undo:
         if model in _COMPUTING:
@@ -37,10 +43,18 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             return
         _COMPUTING.add(model)
         undo.callback(_COMPUTING.remove, model)
+        room = int(KEPT_SHARE * _available_memory(model))
         for module in model.modules():
             if _in_fp32_already(module):
                 continue
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            taken = 0 if isinstance(module, nn.Embedding) else _bytes_in_fp32(module)
+            stays = 0 < taken <= room or isinstance(module, nn.Conv1d) or _is_small(module)
+            if stays and not isinstance(module, nn.Embedding):
+                room = max(room - taken, 0)
+                staying: list[dict[str, Tensor | None]] = []
+                _widen_weights(staying, module, None)
+                undo.callback(_restore, staying, module, None, None)
+            elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
                 undo.callback(module._parameters.update, dict(module._parameters))
                 compute = partial(_linear_in_fp32, module.weight.detach(), module.bias)
@@ -49,10 +63,6 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 module._parameters["weight"] = wide
             elif isinstance(module, nn.Embedding):
                 undo.callback(module.register_forward_hook(_widen_output).remove)
-            elif isinstance(module, nn.Conv1d) or _is_small(module):
-                small: list[dict[str, Tensor | None]] = []
-                _widen_weights(small, module, None)
-                undo.callback(_restore, small, module, None, None)
             else:
                 kept: list[dict[str, Tensor | None]] = []
                 undo.callback(
@@ -67,6 +77,19 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 def _in_fp32_already(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in own)
+
+
+def _available_memory(model: nn.Module) -> int:
+    """Return the bytes that are free where the model's weights lie."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return machine.available_memory()
+
+
+def _bytes_in_fp32(module: nn.Module) -> int:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return sum(each.numel() for each in own) * torch.float32.itemsize
 
 
 def _is_small(module: nn.Module) -> bool:
