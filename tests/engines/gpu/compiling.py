@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -22,7 +23,7 @@ from triton.compiler import ASTSource
 
 from kvlinker.engines.embedded.attention.triton_attention import FEW_KEYS, MANY_KEYS
 from kvlinker.engines.gpu.attending import attend_tile, merge_partials
-from kvlinker.engines.gpu.launching import PLACED_TOKENS
+from kvlinker.engines.gpu.launching import FP8, FP8_FORMS, PLACED_TOKENS
 from kvlinker.engines.gpu.placing import place_tokens
 
 TARGETS = {
@@ -60,6 +61,16 @@ DECODING = {"BLOCK_ROWS": 4, "BLOCK_HEADS": 4} | MANY_KEYS
 PREFILL = {"BLOCK_ROWS": 16, "BLOCK_HEADS": 4} | MANY_KEYS
 ROW = "*i64"
 ATTEND = ["*bf16", "*bf16", *["*fp32"] * 5, *[ROW] * 5, "*u8", *["i32"] * 4, "fp32", "fp32"]
+PLACE = [*[ROW] * 3, "*fp32", "*fp32", *["i32"] * 6]
+E4M3 = FP8_FORMS[torch.float8_e4m3fn]
+PLACED = {"DTYPE": triton.language.bfloat16, "BLOCK_TOKENS": PLACED_TOKENS}
+
+
+def rounding(form: FP8) -> dict[str, Any]:
+    """Return the constants of a cache in this form."""
+    return {name.upper(): value for name, value in form._asdict().items()}
+
+
 KERNELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "attend, decoding": (attend_tile, ATTEND, LLAMA | PLAIN | DECODING),
     "attend, prefill": (attend_tile, ATTEND, LLAMA | PLAIN | PREFILL),
@@ -78,10 +89,11 @@ KERNELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
         ["*bf16", *["*fp32"] * 3, *[ROW] * 3, "i32"],
         {"VALUE_DIM": 128, "SKIPPED": 0, "SINKS": True, "VALUE_BLOCK": 128},
     ),
-    "place": (
+    "place": (place_tokens, PLACE, PLACED | rounding(FP8(0, 0, 0.0)) | LLAMA),
+    "place in fp8": (
         place_tokens,
-        [*[ROW] * 3, "*fp32", "*fp32", *["i32"] * 5],
-        LLAMA | {"DTYPE": triton.language.bfloat16, "BLOCK_TOKENS": PLACED_TOKENS},
+        PLACE,
+        PLACED | rounding(E4M3) | LLAMA,
     ),
 }
 """Each kernel, the types of its arguments, and its constants with the compiler's options."""

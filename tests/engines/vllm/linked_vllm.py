@@ -144,6 +144,12 @@ class LinkedVLLM:
         name = self.add([*tokens, 0], transfer, salt or secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
+    @property
+    def launches(self):
+        """What places chunks in the worker's layers."""
+        worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
+        return worker._passes._placing._launches
+
     def stored(self, key):
         """The KV that vLLM's workers stored under the key."""
         return vllm.distributed.kv_transfer.get_kv_transfer_group()._worker._chunks.get(key)

@@ -1,5 +1,5 @@
 """A pytest plugin under which vLLM's second model runner, whose own kernels are Triton's, runs on
-CPUs: ``-p tests.engines.vllm.runner_v2``."""
+CPUs, and chunks are placed by kvlinker's kernel: ``-p tests.engines.vllm.runner_v2``."""
 
 from __future__ import annotations
 
@@ -40,3 +40,7 @@ class InterpretingDriver:
 
 backends["cpu"] = SimpleNamespace(driver=InterpretingDriver, compiler=None)
 triton.runtime.driver.set_active(InterpretingDriver())
+
+from tests.engines.vllm import shadow_caches  # noqa: E402  # imports vLLM, which looks at it
+
+shadow_caches.install()

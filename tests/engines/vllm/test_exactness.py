@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import sensitivity
 from kvlinker.engines.vllm.protocol.transfer_plan import plan_capture
+from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.linking.evidence import NoVariants
 from kvlinker.linking.plan import layer_masks
@@ -86,6 +87,8 @@ def test_the_model_runner_is_the_one_that_was_asked_for(linked):
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     wanted = "vllm.v1.worker." + ("gpu.model_runner" if second else "gpu_model_runner")
     assert wanted in {each.__module__ for each in type(linked.runner).__mro__}
+    if second:  # there, chunks are placed by kvlinker's kernel
+        assert isinstance(linked.launches.__self__, FusedPlacing)
 
 
 @pytest.mark.runner_v2

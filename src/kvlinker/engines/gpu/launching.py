@@ -30,6 +30,37 @@ PLACED_TOKENS = 32
 """The tokens of one head that one program places."""
 
 
+FEW_PROGRAMS = 64
+"""The programs that read from the host's memory beside computations: enough to fill the bus, with
+16 KiB each on their way, and few enough to leave most processors to others."""
+
+
+class FP8(NamedTuple):
+    """A form of numbers in eight bits."""
+
+    mantissa: int
+    bias: int
+    largest: float
+    one_zero: bool = False
+    """True if zero has no sign."""
+
+
+FP8_FORMS = {
+    torch.float8_e4m3fn: FP8(3, 7, 448.0),
+    torch.float8_e5m2: FP8(2, 15, 57344.0),
+    torch.float8_e4m3fnuz: FP8(3, 8, 240.0, one_zero=True),
+}
+"""The forms in which KV caches are kept; the last one is AMD's."""
+
+
+class Rounding(NamedTuple):
+    """How caches in fp8 round: their form, and each layer's scales of keys and values, fp32, on the
+    device, by which what is kept is to be multiplied."""
+
+    dtype: torch.dtype
+    scales: Sequence[KeyValue]
+
+
 class Rotation(NamedTuple):
     """A rotary embedding's tables."""
 
@@ -83,14 +114,15 @@ def place_kv(
     tokens: Tensor,
     rotation: Rotation | None,
     *,
-    first_head: int = 0,
+    rounding: Rounding | None = None,
+    programs: int | None = None,
 ) -> None:
     """Place tokens of all layers in one launch.
 
     ``sources`` are, for each layer, parts of keys and values [heads, rows, dim], on the device or
-    in pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim], which
-    take the heads from ``first_head`` on. ``tokens`` [4, tokens], int64: part, row in it, position,
-    slot.
+    in pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim], bytes
+    where there is a ``rounding``. ``tokens`` [4, tokens], int64: part, row in it, position, slot.
+    At most so many ``programs`` run, as many as possible by default.
     """
     key, value = caches[0]
     heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
@@ -98,16 +130,24 @@ def place_kv(
     cos, sin = (tokens, tokens) if rotation is None else (rotation.cos, rotation.sin)
     flat = [tensor for layer in sources for pair in layer for tensor in pair]
     both = [tensor for pair in caches for tensor in pair]
-    assert all(tensor.stride(-1) == 1 and tensor.dtype == key.dtype for tensor in flat + both)
+    dtype = flat[0].dtype
+    assert all(tensor.stride(-1) == 1 and tensor.dtype == dtype for tensor in flat)
+    kept = dtype if rounding is None else torch.uint8
+    assert all(tensor.stride(-1) == 1 and tensor.dtype == kept for tensor in both)
+    form = FP8(0, 0, 0.0) if rounding is None else FP8_FORMS[rounding.dtype]
+    scales = [(0, 0)] * len(caches)
+    if rounding is not None:
+        assert all(scale.dtype == torch.float32 for pair in rounding.scales for scale in pair)
+        scales = [(one.data_ptr(), other.data_ptr()) for one, other in rounding.scales]
     rows = [row for layer in sources for row in addresses(layer)]
     caches_rows = [
-        (one.data_ptr(), other.data_ptr(), *one.stride()[:3], *other.stride()[:3])
-        for one, other in caches
+        (one.data_ptr(), other.data_ptr(), *one.stride()[:3], *other.stride()[:3], *scale)
+        for (one, other), scale in zip(caches, scales, strict=True)
     ]
     table = on_device(np.array([*np.ravel(rows), *np.ravel(caches_rows)], np.int64), tokens.device)
     count = tokens.shape[1]
-    grid = triton.cdiv(count, PLACED_TOKENS), heads, len(caches)
-    place_tokens[grid](
+    work = triton.cdiv(count, PLACED_TOKENS) * heads * len(caches)
+    place_tokens[(min(work, programs or work),)](
         table,
         table[6 * len(rows) :],
         tokens,
@@ -115,10 +155,15 @@ def place_kv(
         sin,
         count,
         len(sources[0]),
-        first_head,
+        heads,
+        len(caches),
         cos.stride(0),
         key.shape[1],
-        DTYPE=DTYPES[key.dtype],
+        DTYPE=DTYPES[dtype],
+        MANTISSA=form.mantissa,
+        BIAS=form.bias,
+        LARGEST=form.largest,
+        ONE_ZERO=form.one_zero,
         WIDTH=width,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,

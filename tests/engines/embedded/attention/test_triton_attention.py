@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
 from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene, random_scene
 from tests.engines.embedded.toy_rotary import toy_rotary
+from tests.engines.gpu.interpreting import computes_in_bfloat16
 
 SMALL: dict[str, Any] = {"key_dim": 16, "value_dim": 16}
 VARIANTS: list[dict[str, Any]] = [
@@ -77,6 +78,29 @@ def test_the_keys_of_few_queries_are_divided(monkeypatch, sinks):
     tables = TritonAttention()._tables(plan, scene.query, None, 2, 8, 2)
     assert tables.targets == 2
     assert tables.tiles > len(plan.bundles)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [(torch.float16, VARIANTS[1]), *((torch.bfloat16, variant) for variant in VARIANTS[::3])],
+    ids=str,
+)
+def test_in_16_bits_results_are_as_near_as_pytorchs(monkeypatch, variant, dtype):
+    """To attention in fp64 of the same 16 bits; with partial results merged in fp32."""
+    computes_in_bfloat16(monkeypatch)
+    monkeypatch.setattr(tiles, "FEWEST_KEYS", 24)
+    chunks = [50, 37]
+    prompts = [
+        linked([0, 1, 0], chunks, before=5, behind=20, recompute=4),
+        linked([1, 0], chunks, behind=9, recompute=8, decoding=True),
+    ]
+    scene = make_scene(chunks, prompts, Shape(**SMALL | variant), dtype=dtype)
+    expected = scene.expected()
+    errors = [
+        float((scene.computed(kernel).double() - expected).norm() / expected.norm())
+        for kernel in (TritonAttention(), TorchAttention())
+    ]
+    assert errors[0] < max(1.5 * errors[1], torch.finfo(dtype).eps), errors
 
 
 def test_who_sees_nothing_gets_zeros():

@@ -18,12 +18,12 @@ from kvlinker.engines.gpu import launching
 from kvlinker.engines.vllm.adapter import AttentionLayer
 from kvlinker.engines.vllm.worker import fused_placing
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, layer_launches
 from kvlinker.store import ChunkKV, LayerKV
+from tests.engines.gpu.interpreting import computes_in_bfloat16
 
 HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 16, 6, 16
-FIRST_HEAD, TOTAL_HEADS = 2, 4
-"""This worker has the second half of the heads."""
+FORMS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def heads_last(cache):
@@ -50,27 +50,35 @@ SHAPES = {
 
 
 class Backend:
-    """Writes slot by slot, as vLLM's own update does."""
+    """Writes slot by slot, as vLLM's own update does, in fp8 where it has a form of that."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, form=None):
         self.layout = layout
+        self.form = form
 
-    def do_kv_cache_update(self, _, key, value, cache, slots):
+    def rounded(self, values, scale):
+        if self.form is None:
+            return values
+        most = torch.finfo(self.form).max
+        return (values.float() / scale).clamp(-most, most).to(self.form).view(torch.uint8)
+
+    def do_kv_cache_update(self, layer, key, value, cache, slots):
         if self.layout is mirrored:
             key = key.flip(-1)
+        key, value = self.rounded(key, layer._k_scale), self.rounded(value, layer._v_scale)
         keys, values = heads_last(cache) if self.layout is mirrored else self.layout(cache)
         for token, slot in enumerate(slots.tolist()):
             keys[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = key[token]
             values[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value[token]
 
 
-def worker(layout, dtype=torch.float32, **changes):
+def worker(layout, dtype=torch.float32, form=None, **changes):
     """A worker's model, and its layers: two with one rotary embedding, one with another, one with
-    none."""
+    none. ``form``: its caches are in fp8."""
     facts = {
         "device": torch.device("cpu"),
         "dtype": dtype,
-        "has_rounded_cache": False,
+        "has_rounded_cache": form is not None,
         "max_model_len": 256,
         "to_device": lambda values: values,
     }
@@ -81,9 +89,10 @@ def worker(layout, dtype=torch.float32, **changes):
     layers = []
     halves, pairs = copy.deepcopy((halves, pairs))  # vLLM keeps what it makes
     for index, rotary in enumerate((halves, pairs, halves, None)):
-        cache = torch.zeros(SHAPES[layout], dtype=dtype)
-        module = SimpleNamespace(impl=Backend(layout), kv_cache=cache)
-        attention = AttentionLayer(f"layer {index}", module, HEADS, DIM, FIRST_HEAD, TOTAL_HEADS)
+        cache = torch.zeros(SHAPES[layout], dtype=dtype if form is None else torch.uint8)
+        module = SimpleNamespace(impl=Backend(layout, form), kv_cache=cache)
+        module._k_scale, module._v_scale = torch.tensor(0.5 + index), torch.tensor(2.0)
+        attention = AttentionLayer(f"layer {index}", module, HEADS, DIM, 0, HEADS)
         layers.append(AttentionModules(attention, rotary))
     return SimpleNamespace(**facts | changes), layers
 
@@ -103,11 +112,33 @@ def launches(monkeypatch):
     return found
 
 
-def chunk_part(tokens, first, last, start, slots):
-    layers = [torch.randn(2, TOTAL_HEADS, tokens, DIM) for _ in range(4)]
+def chunk_part(tokens, first, last, start, slots, dtype=torch.float32):
+    layers = [torch.randn(2, HEADS, tokens, DIM).to(dtype) for _ in range(4)]
     positions = torch.arange(first, last) + start
     kv = ChunkKV(tuple(LayerKV(*pair) for pair in layers))
     return ChunkPart(kv, first, last, start, positions, slots)
+
+
+def run(launches):
+    for _, work in launches:
+        work()
+
+
+def placed(layers, launches):
+    """What is in all caches once the launches are carried out."""
+    for layer in layers:
+        layer.attention.module.kv_cache.fill_(7)
+    run(launches)
+    return [layer.attention.module.kv_cache.clone() for layer in layers]
+
+
+def some_parts(dtype=torch.float32):
+    slots = torch.randperm(BLOCKS * BLOCK_SIZE)
+    return [
+        chunk_part(40, 3, 40, 20, slots[:37], dtype),
+        chunk_part(9, 0, 9, 100, slots[37:46], dtype),
+        chunk_part(9, 2, 3, -2, slots[46:47], dtype),
+    ]
 
 
 @pytest.mark.parametrize("layout", [heads_last, values_behind])
@@ -116,28 +147,49 @@ def test_all_chunks_are_placed_by_a_launch_for_each_rotary_embedding(layout, lau
     placing = fused_placing.fused_placing(bound, layers)
     assert placing is not None
     assert not any(layer.attention.module.kv_cache.any() for layer in layers)
-    slots = torch.randperm(BLOCKS * BLOCK_SIZE)
-    parts = [
-        chunk_part(40, 3, 40, 20, slots[:37]),
-        chunk_part(9, 0, 9, 100, slots[37:46]),
-        chunk_part(9, 2, 3, -2, slots[46:47]),
-    ]
-    found = []
-    for by in (lambda parts: place(layers, parts), placing.place):
-        for layer in layers:
-            layer.attention.module.kv_cache.fill_(7.0)
-        launches.clear()
-        by(parts)
-        found.append([layer.attention.module.kv_cache.clone() for layer in layers])
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    parts = some_parts()
+    expected = placed(layers, layer_launches(layers, parts))
+    launches.clear()
+    found = placed(layers, placing.launches(parts))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert sorted(launches) == [(1, 3), (1, 3), (2, 3)]
+
+
+def test_a_launch_has_few_layers_and_the_first_ones_come_first(launches, monkeypatch):
+    monkeypatch.setattr(fused_placing, "LAYERS_AT_ONCE", 1)
+    placing = FusedPlacing(*worker(heads_last))
+    assert [launch.layers for launch in placing.launches(some_parts())] == [(0,), (1,), (2,), (3,)]
+    assert list(placing.launches([])) == []
+
+
+@pytest.mark.parametrize("layout", [heads_last, values_behind])
+@pytest.mark.parametrize("form", FORMS.values(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_caches_in_fp8_are_written_with_vllms_scales(layout, form, dtype, launches, monkeypatch):
+    """A few keys that are rotated in another order of operations round the other way."""
+    computes_in_bfloat16(monkeypatch)
+    bound, layers = worker(layout, dtype=dtype, form=form)
+    placing = fused_placing.fused_placing(bound, layers)
+    assert placing is not None
+    assert placing.form is form
+    parts = some_parts(dtype)
+    pairs = zip(
+        placed(layers, placing.launches(parts)),
+        placed(layers, layer_launches(layers, parts)),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        differ = (ours != theirs).float().mean()
+        assert differ < (0.002 if dtype is torch.float32 else 0.02)
+        numbers = [each.view(form).float() for each in (ours, theirs)]
+        torch.testing.assert_close(*numbers, rtol=0.26, atol=1e-2)
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "told"),
     [
         (mirrored, {}, "layer 0 is laid out in another way"),
-        (heads_last, {"has_rounded_cache": True}, "another precision"),
+        (heads_last, {"dtype": torch.float64}, "computes in torch.float64"),
     ],
 )
 def test_caches_of_other_kinds_are_left_to_vllm(layout, changes, told, launches, caplog):
@@ -156,29 +208,3 @@ def test_a_rotary_embedding_with_other_tables_is_left_to_vllm(launches, caplog):
     with caplog.at_level(logging.INFO):
         assert fused_placing.fused_placing(bound, layers) is None
     assert "places something else" in caplog.text
-
-
-class Event:
-    """A point of a stream that the device has come to once ``done``."""
-
-    def __init__(self):
-        self.recorded = self.done = False
-
-    def record(self):
-        self.recorded = True
-
-    def query(self):
-        assert self.recorded
-        return self.done
-
-
-def test_chunks_stay_in_memory_until_the_device_has_read_them(launches):
-    placing = FusedPlacing(*worker(heads_last))
-    kvs = [chunk_part(9, 0, 9, 0, torch.arange(9)).kv for _ in range(3)]
-    events = [Event() for _ in kvs]
-    for kv, event in zip(kvs, events, strict=True):
-        placing._hold([kv], event)  # type: ignore[arg-type]
-    assert [kv for _, (kv,) in placing._running] == kvs
-    events[0].done = True
-    placing._hold([kvs[0]], Event())  # type: ignore[arg-type]
-    assert [kv for _, (kv,) in placing._running] == [*kvs[1:], kvs[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,21 @@ class VirtualSequences:
     block_ids: Sequence[Sequence[int]]
 
 
+class _SlotsByLayer(dict[str, Tensor]):
+    """The slots that a pass writes to, by the names of layers; each layer asks for its own before
+    it does anything with its KV cache, also in a compiled graph."""
+
+    def __init__(
+        self, names: Iterable[str], slots: Tensor, before_layer: Callable[[str], None]
+    ) -> None:
+        super().__init__(dict.fromkeys(names, slots))
+        self._before_layer = before_layer
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._before_layer(name)
+        return super().get(name, default)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One attention layer of this worker. ``first_head`` is its first KV head among all of the
@@ -70,6 +85,12 @@ class AttentionLayer:
             softcap=getattr(implementation, "logits_soft_cap", None) or None,
             sinks=getattr(implementation, "sinks", None),
         )
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """The scales of keys and values in a KV cache in fp8, by which what it holds is to be
+        multiplied; 1 in others. They are the layer's own tensors, on its device."""
+        return self.module._k_scale, self.module._v_scale
 
     def cache_views(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield keys and values [blocks, block_size, heads, head_dim] as backends know to lay them
@@ -154,15 +175,22 @@ class BoundModel:
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> Tensor:
+    def forward(
+        self,
+        sequences: VirtualSequences,
+        *,
+        eager: bool = False,
+        before_layer: Callable[[str], None] = lambda name: None,
+    ) -> Tensor:
         """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states
-        [computed tokens, hidden]; with ``eager``, by the modules instead of a compiled graph."""
+        [computed tokens, hidden]; with ``eager``, by the modules instead of a compiled graph.
+        ``before_layer`` is called with a layer's name before its KV cache is written to or read."""
         metadata = self._metadata(sequences)
         with set_forward_context(
             metadata,
             self._config,
             num_tokens=len(sequences.tokens),
-            slot_mapping=dict.fromkeys(metadata, sequences.slots),
+            slot_mapping=_SlotsByLayer(metadata, sequences.slots, before_layer),
             skip_compiled=eager,
         ):
             return self._call(sequences.tokens, sequences.positions)

@@ -1,13 +1,15 @@
-"""Places chunks in all layers by one launch of a kernel, where the worker's model is on a GPU."""
+"""Places chunks by a kernel that does so in many layers at once, where the worker's model is on a
+GPU."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +17,16 @@ from torch import Tensor
 
 from kvlinker.engines.gpu import has_kernels
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, Launch, layer_launches
 from kvlinker.store import ChunkKV, LayerKV
 
 if TYPE_CHECKING:
-    from kvlinker.engines.gpu.launching import KeyValue, Rotation
+    from kvlinker.engines.gpu.launching import KeyValue, Rotation, Rounding
 
 logger = logging.getLogger(__name__)
+
+LAYERS_AT_ONCE = 4
+"""The layers of one launch: few, so that the first ones are there soon."""
 
 CHECKED_TOKENS = 24
 """The tokens that are placed in both ways before the kernel is trusted."""
@@ -31,59 +36,85 @@ ROUGH_ERROR = 1e-2
 """The largest relative error from vLLM's own rotary kernel, which may round more often in 16
 bits."""
 
+ROUNDED_ERROR = 6e-2
+"""The same where caches are in fp8, in which few numbers are rounded the other way."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Layers whose heads are rotated alike, and their caches [blocks, block_size, heads, dim]."""
+    """A few layers whose heads are rotated alike, and their caches [blocks, block_size, heads,
+    dim]."""
 
     layers: tuple[int, ...]
     rotation: Rotation | None
     caches: tuple[KeyValue, ...]
-    first_head: int
+    rounding: Rounding | None
+
+
+class _FoundCache(NamedTuple):
+    """Where a layer's cache keeps keys and values, [blocks, block_size, heads, dim] each, and the
+    form of fp8 in which they are there, as bytes; None where they are as they were computed."""
+
+    cache: KeyValue
+    form: torch.dtype | None
 
 
 class FusedPlacing:
-    """Places chunks from pinned memory, by one launch for all layers that are rotated alike.
+    """Places chunks from pinned memory, by one launch for a few layers that are rotated alike.
 
-    It writes into vLLM's caches by itself: where these lie is found by looking for what vLLM's own
-    update writes.
+    It writes into vLLM's caches by itself: where these lie, and in which form of fp8, is found by
+    looking for what vLLM's own update writes.
     """
 
     def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
         """Raises LookupError where a cache or a rotary embedding is of a kind that is not known."""
         from kvlinker.engines.gpu.launching import DTYPES
 
-        if bound.dtype not in DTYPES or bound.has_rounded_cache:
-            raise LookupError("the KV cache has another precision than the model")
+        if bound.dtype not in DTYPES:
+            raise LookupError(f"the model computes in {bound.dtype}")
         self._device = bound.device
-        self._running: deque[tuple[torch.Event, list[ChunkKV]]] = deque()
+        found = [_cache_of(layer.attention, bound) for layer in layers]
+        self.form = found[0].form
+        """The form of fp8 that caches have, if any."""
+
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
             attention = layer.attention
             alike[id(layer.rotary), attention.heads, attention.head_dim].append(index)
-        self._groups = [
-            _Alike(
-                tuple(indices),
-                _rotation(layers[indices[0]].rotary),
-                tuple(_cache_of(layers[index].attention, bound) for index in indices),
-                layers[indices[0]].attention.first_head,
-            )
-            for indices in alike.values()
-        ]
+        self._groups = sorted(
+            (
+                self._alike(indices[begin : begin + LAYERS_AT_ONCE], layers, found)
+                for indices in alike.values()
+                for begin in range(0, len(indices), LAYERS_AT_ONCE)
+            ),
+            key=lambda group: group.layers,
+        )
 
-    @property
-    def groups(self) -> int:
-        """The number of launches."""
-        return len(self._groups)
+    @staticmethod
+    def _alike(
+        indices: Sequence[int], layers: Sequence[AttentionModules], found: Sequence[_FoundCache]
+    ) -> _Alike:
+        from kvlinker.engines.gpu.launching import Rounding
+
+        form, rounding = found[indices[0]].form, None
+        if form is not None:
+            rounding = Rounding(form, [layers[index].attention.scales for index in indices])
+        return _Alike(
+            tuple(indices),
+            _rotation(layers[indices[0]].rotary),
+            tuple(found[index].cache for index in indices),
+            rounding,
+        )
 
     def caches(self) -> Iterator[KeyValue]:
         """Yield the caches of all layers, in any order."""
         for group in self._groups:
             yield from group.caches
 
-    def place(self, parts: Sequence[ChunkPart]) -> None:
-        """Write all parts into the KV cache. Their memory is kept until the device has read it."""
-        from kvlinker.engines.gpu.launching import on_device, place_kv
+    def launches(self, parts: Sequence[ChunkPart]) -> Iterator[Launch]:
+        """Yield the writing of all parts into the KV cache. Their memory has to be kept until the
+        device has read it."""
+        from kvlinker.engines.gpu.launching import on_device
 
         if not parts:
             return
@@ -93,18 +124,24 @@ class FusedPlacing:
         places = [torch.stack([part.positions, part.slots]) for part in parts]
         tokens = torch.cat([known, torch.cat(places, dim=1)])
         for group in self._groups:
-            kept = [[part.kv.layers[index] for part in parts] for index in group.layers]
-            sources = [[(layer.key, layer.value) for layer in layers] for layers in kept]
-            place_kv(sources, group.caches, tokens, group.rotation, first_head=group.first_head)
-        if self._device.type != "cpu":
-            self._hold([part.kv for part in parts], torch.Event(self._device))
+            yield Launch(group.layers, partial(_place, group, parts, tokens))
 
-    def _hold(self, kvs: list[ChunkKV], event: torch.Event) -> None:
-        """Keep the chunks' memory until the device has come to this point."""
-        event.record()
-        self._running.append((event, kvs))
-        while self._running and self._running[0][0].query():
-            self._running.popleft()
+
+def _place(group: _Alike, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
+    from kvlinker.engines.gpu.launching import FEW_PROGRAMS, place_kv
+
+    sources = [
+        [(layer.key, layer.value) for layer in (part.kv.layers[index] for part in parts)]
+        for index in group.layers
+    ]
+    place_kv(
+        sources,
+        group.caches,
+        tokens,
+        group.rotation,
+        rounding=group.rounding,
+        programs=FEW_PROGRAMS,
+    )
 
 
 def fused_placing(bound: BoundModel, layers: Sequence[AttentionModules]) -> FusedPlacing | None:
@@ -129,7 +166,7 @@ def _require_same(
     generator = torch.Generator().manual_seed(0)
 
     def random(layer: AttentionLayer) -> Tensor:
-        size = layer.total_heads, CHECKED_TOKENS + 5, layer.head_dim
+        size = layer.heads, CHECKED_TOKENS + 5, layer.head_dim
         heads = torch.randn(size, generator=generator).to(bound.dtype)
         return heads if bound.device.type == "cpu" else heads.pin_memory()
 
@@ -143,19 +180,22 @@ def _require_same(
     )
     caches = [tensor for pair in placing.caches() for tensor in pair]
 
-    def placed(by: Callable[[Sequence[ChunkPart]], None]) -> list[Tensor]:
-        by([part])
-        found = [cache[_where(cache)].float() for cache in caches]
+    def placed(launches: Iterator[Launch]) -> list[Tensor]:
+        for _, work in launches:
+            work()
+        found = [_numbers(cache[_where(cache)], placing.form) for cache in caches]
         for cache in caches:
             cache[_where(cache)] = 0
         return found
 
-    expected, ours = placed(partial(place, layers)), placed(placing.place)
+    expected = placed(layer_launches(layers, [part]))
+    ours = placed(placing.launches([part]))
     error = max(
         float((one - other).norm() / other.norm())
         for one, other in zip(ours, expected, strict=True)
     )
-    if not error <= LARGEST_ERROR.get(bound.dtype, ROUGH_ERROR):
+    allowed = ROUNDED_ERROR if placing.form else LARGEST_ERROR.get(bound.dtype, ROUGH_ERROR)
+    if not error <= allowed:
         raise LookupError(f"the kernel places something else, by {error:.1e}")
 
 
@@ -172,20 +212,38 @@ def _rotation(rotary: Any) -> Rotation | None:
     return Rotation(cos, sin, interleaved=not rotary.is_neox_style)
 
 
-def _cache_of(layer: AttentionLayer, bound: BoundModel) -> KeyValue:
-    """Return where the layer's cache keeps keys and values: [blocks, block_size, heads, dim] each.
+def _cache_of(layer: AttentionLayer, bound: BoundModel) -> _FoundCache:
+    """Return where the layer's cache keeps keys and values, and in which form.
 
     Backends lay it out differently: a few random tokens are written by vLLM's own update, and
     looked for. Raises LookupError where they are not found.
     """
+    from kvlinker.engines.gpu.launching import FP8_FORMS
+
     size = CHECKED_TOKENS, layer.heads, layer.head_dim
-    key, value = torch.randn(2, *size).to(bound.device, bound.dtype)
-    layer.write(key, value, torch.arange(CHECKED_TOKENS, device=bound.device))
-    for keys, values in layer.cache_views():
-        found = keys[_where(keys)], values[_where(values)]
-        if torch.equal(found[0], key) and torch.equal(found[1], value):
-            return keys, values
+    written = torch.randn(2, *size).to(bound.device, bound.dtype)
+    layer.write(written[0], written[1], torch.arange(CHECKED_TOKENS, device=bound.device))
+    forms = tuple(FP8_FORMS) if bound.has_rounded_cache else (None,)
+    for cache, form in product(layer.cache_views(), forms):
+        if form is not None:
+            cache = cache[0].view(torch.uint8), cache[1].view(torch.uint8)
+        if all(map(partial(_holds, form), cache, written, layer.scales)):
+            return _FoundCache(cache, form)
     raise LookupError(f"the KV cache of {layer.name} is laid out in another way")
+
+
+def _holds(form: torch.dtype | None, cache: Tensor, written: Tensor, scale: Tensor) -> bool:
+    """Return whether a cache begins with what was written, but for rounding."""
+    found = cache[_where(cache)]
+    if form is None:
+        return torch.equal(found, written)
+    error = _numbers(found, form) * scale - written.float()
+    return bool(error.norm() < 0.1 * written.float().norm())
+
+
+def _numbers(found: Tensor, form: torch.dtype | None) -> Tensor:
+    """Return what a cache holds as numbers."""
+    return found.float() if form is None else found.contiguous().view(form).float()
 
 
 def _where(cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,18 @@ caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, rotate, watched
-from kvlinker.store import ChunkKV
+from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +70,29 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     return tuple(layers)
 
 
-def check_chunk(
-    layers: Sequence[AttentionModules], shapes: Sequence[tuple[int, ...]]
-) -> str | None:
-    """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not
-    fit the model; None if it does."""
-    if len(shapes) != len(layers):
-        return f"it has {len(shapes)} layers, the model has {len(layers)}"
-    for layer, shape in zip(layers, shapes, strict=True):
-        expected = (layer.attention.total_heads, layer.attention.head_dim)
-        if (shape[0], shape[2]) != expected:
-            return f"its heads are {(shape[0], shape[2])}, the model's {expected}"
-    return None
+def own_heads(layers: Sequence[AttentionModules], dtype: torch.dtype, kv: ChunkKV) -> ChunkKV:
+    """Return this worker's heads of a chunk, which has those of all workers.
+
+    Raises ValueError, with why, for a chunk that does not fit the model, which computes in
+    ``dtype``.
+    """
+    if len(kv.layers) != len(layers):
+        raise ValueError(f"it has {len(kv.layers)} layers, the model has {len(layers)}")
+
+    def own(index: int, layer: LayerKV) -> LayerKV:
+        attention = layers[index].attention
+        found = layer.key.shape[0], layer.key.shape[2]
+        expected = attention.total_heads, attention.head_dim
+        if found != expected:
+            raise ValueError(f"its heads are {found}, the model's {expected}")
+        if layer.key.dtype != dtype:
+            raise ValueError(f"it is {layer.key.dtype}, the model {dtype}")
+        if attention.heads == attention.total_heads:
+            return layer
+        heads = slice(attention.first_head, attention.first_head + attention.heads)
+        return LayerKV(layer.key[heads], layer.value[heads])
+
+    return changed(kv, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,8 @@ class ChunkPart:
     """The tokens [first, last) of a chunk, with their places in the request and in the KV cache."""
 
     kv: ChunkKV
+    """This worker's heads of the chunk."""
+
     first: int
     last: int
 
@@ -100,22 +115,41 @@ class ChunkPart:
     """The slots of the tokens in the KV cache: [last - first]."""
 
 
+class Launch(NamedTuple):
+    """A piece of placing."""
+
+    layers: Sequence[int]
+    work: Callable[[], object]
+
+
 def place(layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]) -> None:
     """Write all parts into the KV cache, layer by layer."""
+    for _, work in layer_launches(layers, parts):
+        work()
+
+
+def layer_launches(
+    layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]
+) -> Iterator[Launch]:
+    """Yield the writing of all parts into the KV cache, layer by layer."""
     if not parts:
         return
     slots = torch.cat([part.slots for part in parts])
-    for index, layer in enumerate(layers):
-        layer.attention.write(*placed_kv(layers, index, parts), slots)
+
+    def work(index: int) -> None:
+        layers[index].attention.write(*placed_kv(layers, index, parts), slots)
+
+    for index in range(len(layers)):
+        yield Launch((index,), partial(work, index))
 
 
 def placed_kv(
     layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all
-    tokens, heads, head_dim] on its device."""
+    """Return the parts' keys, rotated, and values in layer ``index``: [all tokens, heads, head_dim]
+    on the model's device."""
     values = [part.kv.layers[index].value for part in parts]
-    return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
+    return placed_keys(layers, index, parts), _gathered(layers[index], values, parts)
 
 
 def placed_keys(
@@ -125,21 +159,20 @@ def placed_keys(
     head_dim]."""
     keys = [part.kv.layers[index].key for part in parts]
     return layers[index].rotated(
-        _own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts])
+        _gathered(layers[index], keys, parts), torch.cat([part.positions for part in parts])
     )
 
 
-def _own_heads(
+def _gathered(
     layer: AttentionModules, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]
 ) -> Tensor:
-    """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim],
-    as [all tokens, heads, head_dim].
+    """Gather all parts from their ``chunks`` [heads, tokens, head_dim], as [all tokens, heads,
+    head_dim].
 
-    A chunk's heads are copied to another device as they lie in memory, which waits for nothing
-    where that is pinned, and are cut and transposed there.
+    A chunk is copied to another device as it lies in memory, which waits for nothing where that is
+    pinned, and is cut and transposed there.
     """
     attention = layer.attention
-    own = slice(attention.first_head, attention.first_head + attention.heads)
     tokens = sum(part.last - part.first for part in parts)
     device = parts[0].slots.device
     gathered = torch.empty(
@@ -148,7 +181,7 @@ def _own_heads(
     begin = 0
     for chunk, part in zip(chunks, parts, strict=True):
         end = begin + part.last - part.first
-        heads = chunk[own].to(device, non_blocking=True)
+        heads = chunk.to(device, non_blocking=True)
         gathered[begin:end].copy_(heads[:, part.first : part.last].transpose(0, 1))
         begin = end
     return gathered

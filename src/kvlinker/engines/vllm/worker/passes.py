@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
 from kvlinker.engines.vllm.worker.fused_placing import fused_placing
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
+from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
+from kvlinker.engines.vllm.worker.layers import (
+    AttentionModules,
+    ChunkPart,
+    layer_launches,
+    place,
+)
 from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
 from kvlinker.engines.vllm.worker.recording import (
     FIRST_LAYERS,
@@ -28,6 +34,7 @@ from kvlinker.engines.vllm.worker.recording import (
     comparing,
 )
 from kvlinker.store import ChunkKV
+from kvlinker.store.memory.lane import lane_to
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +119,8 @@ class Passes:
         """``tokens`` and ``runs`` are the most that one pass takes. Uses the first blocks of the KV
         cache, in which nothing may lie yet."""
         fused = fused_placing(bound, layers)
-        self._place_all = partial(place, layers) if fused is None else fused.place
+        launches = partial(layer_launches, layers) if fused is None else fused.launches
+        self._placing = LanePlacing(lane_to(bound.device), layers, launches)
         self._bound = bound
         self._layers = layers
         self._tokens = tokens
@@ -136,26 +144,35 @@ class Passes:
                 task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
             else:
                 others.append((task, each))
-        self._place_all(self._parts(each for each in others if not _compares(each[0])))
+        self._placing.place(self._parts(each for each in others if not _compares(each[0])))
         compared = self._parts(each for each in others if _compares(each[0]))
         place(self._layers[FIRST_LAYERS], compared)
 
+    def settle(self) -> None:
+        """Have whoever computes next find all that was placed."""
+        self._placing.wait_for_all()
+
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Compute the slices' runs. Raises what the model does."""
+        """Compute the slices' runs, each layer once all is placed in it. Raises what the model
+        does."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
         for group in self._grouped(
             runs, lambda task: not task.captures and task.measurement is None
         ):
-            self._bound.forward(self._sequences(group))
+            self._forward(group)
         for group in self._grouped(runs, lambda task: bool(task.captures)):
             with capturing(self._bound, self._layers, _captured_rows(group)):
-                self._bound.forward(self._sequences(group), eager=True)
+                self._forward(group, eager=True)
         for group in self._grouped(runs, _observes):
             with observing(self._bound, self._layers, list(self._observed_rows(group))):
-                self._bound.forward(self._sequences(group), eager=True)
+                self._forward(group, eager=True)
         for group in self._grouped(runs, _compares):
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
-                self._bound.forward(self._sequences(group), eager=True)
+                self._forward(group, eager=True)
+
+    def _forward(self, runs: Sequence[_TaskRun], *, eager: bool = False) -> None:
+        sequences = self._sequences(runs)
+        self._bound.forward(sequences, eager=eager, before_layer=self._placing.wait_for)
 
     def _parts(self, slices: Iterable[tuple[TransferTask, TransferSlice]]) -> list[ChunkPart]:
         return [part for task, each in slices for part in task.parts(self._bound, each.parts)]

@@ -20,7 +20,7 @@ from kvlinker.engines.contract.selftest import (
 )
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, place
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, own_heads, place
 from kvlinker.engines.vllm.worker.recording import CapturedRows, ChunkCapture, capturing
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
@@ -83,7 +83,7 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     capture = subject.capture()
     with capturing(subject.bound, subject.layers, [CapturedRows(0, length, 0, [capture])]):
         own = subject.computed([(0, length)])
-    kv = capture.finish(subject.bound)
+    kv = own_heads(subject.layers, subject.bound.dtype, capture.finish(subject.bound))
 
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)

@@ -23,7 +23,7 @@ from kvlinker.engines.vllm.protocol.steps import (
     TransferSlice,
 )
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk, TransferPlan
-from kvlinker.engines.vllm.worker.layers import check_chunk, trace_layers
+from kvlinker.engines.vllm.worker.layers import own_heads, trace_layers
 from kvlinker.engines.vllm.worker.observing import QuestionObservation
 from kvlinker.engines.vllm.worker.passes import Passes, TransferTask
 from kvlinker.engines.vllm.worker.recording import ChunkCapture, KVComparison
@@ -75,6 +75,7 @@ class TransferWorker:
         """
         self._bound = bound
         self._layers = trace_layers(bound)
+        chunks.keep_only(partial(own_heads, self._layers, bound.dtype))
         require_exact(bound, self._layers)
         self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
         self._chunks = chunks
@@ -116,13 +117,15 @@ class TransferWorker:
             self._tasks[started.request_id] = self._begin(started)
         if transfers.idle and not transfers.slices:
             self._wait_a_little()
-        self._carry_out(
-            [
-                (self._tasks[part.request_id], part)
-                for part in transfers.slices
-                if part.request_id in self._tasks
-            ]
-        )
+        slices = [
+            (self._tasks[part.request_id], part)
+            for part in transfers.slices
+            if part.request_id in self._tasks
+        ]
+        try:
+            self._carry_out(slices)
+        finally:  # before vLLM's own pass
+            self._passes.settle()
         self._collect_written()
 
     def take_results(self) -> WorkerResults:
@@ -154,7 +157,7 @@ class TransferWorker:
             (plan.alone or plan).captures, tokens, with_scores=self._with_scores
         )
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
-        if len(resident) == len(plan.keys) and all(map(self._fits, resident, resident.values())):
+        if len(resident) == len(plan.keys):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(resident)
         else:
@@ -195,22 +198,17 @@ class TransferWorker:
         for key in keys:
             try:
                 kv = self._chunks.get(key)
+            except ValueError as error:
+                logger.error("Chunk %s does not fit the model: %s.", key, error)
+                continue
             except Exception:
                 logger.exception("Chunk %s could not be loaded.", key)
                 continue
             if kv is None:
                 logger.warning("Chunk %s is gone, or was damaged and has been removed.", key)
-            elif self._fits(key, kv):
+            else:
                 kvs[key] = kv
         return kvs if len(kvs) == len(keys) else None
-
-    def _fits(self, key: str, kv: ChunkKV) -> bool:
-        reason = check_chunk(self._layers, [tuple(layer.key.shape) for layer in kv.layers])
-        if reason is None and kv.layers[0].key.dtype != self._bound.dtype:
-            reason = f"it is {kv.layers[0].key.dtype}, the model {self._bound.dtype}"
-        if reason is not None:
-            logger.error("Chunk %s does not fit the model: %s.", key, reason)
-        return reason is None
 
     def _wait_a_little(self) -> None:
         pending: list[Future[Any]] = [

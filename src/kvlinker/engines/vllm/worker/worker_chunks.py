@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvlinker.base.events import Events
-from kvlinker.store import ChunkKV, DiskTier
+from kvlinker.store import ChunkKV, DiskTier, LayerKV
+from kvlinker.store.chunk_kv import changed
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.memory.pinned import pinned
@@ -31,6 +33,7 @@ class WorkerChunks:
         Raises StoreError where it cannot be used.
         """
         self._pins = pins
+        self._own: Callable[[ChunkKV], ChunkKV] = lambda kv: kv
         self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
@@ -39,6 +42,11 @@ class WorkerChunks:
         self._evicted: set[str] = set()  # the same the other way round
         self._lock = threading.Lock()
 
+    def keep_only(self, own: Callable[[ChunkKV], ChunkKV]) -> None:
+        """Keep, and return, only what ``own`` returns of a chunk: this worker's part of it. Errors
+        that it raises are those of ``get`` and ``put``. To be called before there are any."""
+        self._own = own
+
     def contains(self, key: str) -> bool:
         """Return whether the chunk's file is in the folder."""
         return os.path.exists(
@@ -46,7 +54,8 @@ class WorkerChunks:
         )  # not Path's, which raises what the file system does
 
     def resident(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV if it is in memory, and still in the folder."""
+        """Return this worker's part of the chunk's KV if it is in memory, and the chunk still in
+        the folder."""
         with self._lock:
             if not self._index.touch(key):
                 return None
@@ -56,8 +65,8 @@ class WorkerChunks:
             return None
 
     def get(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV, verified, and keep it in memory if there is room; None if it is
-        gone or damaged."""
+        """Return this worker's part of the chunk's KV, verified, and keep it in memory if there is
+        room; None if it is gone or damaged."""
         kv = self.resident(key)
         if kv is None and self.contains(key):
             kv = self._disk.get(key)
@@ -66,7 +75,8 @@ class WorkerChunks:
         return kv
 
     def put(self, key: str, kv: ChunkKV) -> bool:
-        """Write the chunk's file, and keep its KV in memory. Returns whether the disk took it."""
+        """Write the chunk's file, with the KV of all workers, and keep this one's part in memory.
+        Returns whether the disk took it."""
         stored = self._disk.put(key, kv)
         if stored:
             self._keep(key, kv)
@@ -81,9 +91,8 @@ class WorkerChunks:
             return came, evicted
 
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
-        """Keep the KV in memory if there is room, and return what is to be used of it."""
-        if self._pins:
-            kv = pinned(kv)
+        """Keep this worker's part of the KV in memory if there is room, and return it."""
+        kv = self._own_copy(kv)
         with self._lock:
             if key in self._index or not self._index.fits(kv.nbytes):
                 return kv
@@ -94,6 +103,15 @@ class WorkerChunks:
             self._came.add(key)
             self._evicted.discard(key)
         return kv
+
+    def _own_copy(self, kv: ChunkKV) -> ChunkKV:
+        """Return this worker's part, without the memory of what it is a part of."""
+        own = self._own(kv)
+        if self._pins:
+            return pinned(own)
+        if own.nbytes == kv.nbytes:
+            return own
+        return changed(own, lambda _, layer: LayerKV(layer.key.clone(), layer.value.clone()))
 
     def _forget(self, key: str) -> None:
         self._index.remove(key)

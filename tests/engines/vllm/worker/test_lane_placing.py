@@ -1,0 +1,100 @@
+"""In vLLM's workers, chunks are placed beside the computation, which waits for each layer: on a
+device that a CPU passes for."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from kvlinker.engines.vllm.worker import passes
+from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
+from kvlinker.engines.vllm.worker.layers import layer_launches
+from tests.engines.embedded.conftest import linked_prompt
+from tests.engines.vllm.linked_vllm import LinkedVLLM, difference
+from tests.engines.vllm.worker.test_fused_placing import heads_last, placed, some_parts, worker
+from tests.store.memory.fake_device import FakeArrival, FakeDevice
+
+POLICIES = ["naive", "legolink-16", "random-30"]
+TOLERANCE = 3e-5
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """What workers take for their device from now on."""
+    found = FakeDevice()
+    monkeypatch.setattr(passes, "lane_to", lambda _: found)
+    return found
+
+
+@pytest.fixture
+def linked(device, tmp_path):
+    made = LinkedVLLM("llama", tmp_path / "models", tmp_path / "state", num_gpu_blocks_override=64)
+    yield made
+    made.close()
+
+
+def differences(linked):
+    """How far answers are from transformers', by policy; slices of 64 tokens take several steps."""
+    prompt = linked_prompt(97, 156, 61, header=5)
+    linked.cache(prompt)
+    return [
+        difference(linked.answer(prompt, policy), prompt, policy, "llama") for policy in POLICIES
+    ]
+
+
+def test_answers_are_exact(linked, device):
+    assert max(differences(linked)) < TOLERANCE
+    linked.settle()
+    layers = len(linked.runner.attn_groups[0][0].layer_names)
+    launches = [line for line in device.log if line.startswith("launch")]
+    assert launches
+    assert len(launches) % layers == 0
+    assert {line.replace("launch", "wait") for line in launches} <= set(device.log)
+
+
+def test_answers_are_wrong_where_nobody_waits(linked, monkeypatch):
+    """So that the test before would find a wait that is missing."""
+    monkeypatch.setattr(FakeArrival, "wait", lambda self: None)
+    assert min(differences(linked)) > 10 * TOLERANCE
+
+
+def test_answers_are_wrong_where_layers_wait_too_late(linked, monkeypatch):
+    """Behind a pass of kvlinker's own, placed KV takes the place of what the pass computed."""
+    monkeypatch.setattr(LanePlacing, "wait_for", lambda self, name: None)
+
+    def wait_for_all(self):
+        for arrival in self._under_way.values():
+            arrival.wait()
+        self._under_way.clear()
+
+    monkeypatch.setattr(LanePlacing, "wait_for_all", wait_for_all)
+    naive, *repaired = differences(linked)
+    assert naive < TOLERANCE
+    assert min(repaired) > 10 * TOLERANCE
+
+
+def test_each_layer_waits_for_its_own_parts_alone():
+    _, layers = worker(heads_last)
+    device, parts = FakeDevice(), some_parts()
+
+    def launches(given):
+        return layer_launches(layers, given)
+
+    expected = placed(layers, launches(parts))
+    for layer in layers:
+        layer.attention.module.kv_cache.fill_(7)
+    placing = LanePlacing(device, layers, launches)
+    placing.place(parts)
+    assert all((layer.attention.module.kv_cache == 7).all() for layer in layers)
+    placing.wait_for("layer 1")
+    assert torch.equal(layers[1].attention.module.kv_cache, expected[1])
+    assert (layers[2].attention.module.kv_cache == 7).all()
+    placing.wait_for("layer 1")
+    placing.wait_for_all()
+    assert [line for line in device.log if line.startswith("wait")] == [
+        "wait 1",
+        "wait 0",
+        "wait 2",
+        "wait 3",
+    ]
+    assert torch.equal(layers[3].attention.module.kv_cache, expected[3])
