@@ -22,6 +22,9 @@ COMPUTED = 0.5
 READ = 0.8
 """The share of its memory's bandwidth that reading weights and KV reaches."""
 
+LAYERS_AT_ONCE = 4
+"""The layers that are copied together."""
+
 COLUMNS = (
     "model",
     "gpu",
@@ -110,25 +113,30 @@ class Pass:
     tokens: int
     pairs: float
 
+    hides_copies: bool = False
+    """True if each layer waits for its own chunks alone, while those of later ones are copied."""
+
 
 def passes_of(chunks: int, chunk_tokens: int, fresh_tokens: int) -> dict[str, list[Pass]]:
-    """Return what each policy computes.
+    """Return what each policy computes in vLLM, whose own pass computes the fresh tokens.
 
-    Tokens that are computed again may be anywhere, and see half of the chunks on average; fresh
-    tokens are the last ones.
+    Tokens that are computed again come in a pass before it, may be anywhere, and see half of the
+    chunks on average; fresh tokens are the last ones.
     """
     cached = chunks * chunk_tokens
     length = cached + fresh_tokens
     fresh = fresh_tokens * (length - fresh_tokens / 2)
 
-    def repaired(again: int) -> Pass:
-        return Pass(again + fresh_tokens, again * cached / 2 + fresh)
+    own = Pass(fresh_tokens, fresh)
+
+    def repaired(again: int) -> list[Pass]:
+        return [Pass(again, again * cached / 2, hides_copies=True), own]
 
     return {
         "full": [Pass(length, length**2 / 2)],
-        "naive": [repaired(0)],
-        "legolink-16": [repaired(chunks * min(16, chunk_tokens))],
-        "query-5": [repaired(0), repaired(cached * 5 // 100)],
+        "naive": [own],
+        "legolink-16": repaired(chunks * min(16, chunk_tokens)),
+        "query-5": [own, *repaired(cached * 5 // 100)],
     }
 
 
@@ -136,16 +144,22 @@ def predict(
     model: ModelShape, gpu: GPU, chunks: int, chunk_tokens: int, fresh_tokens: int
 ) -> Iterator[Row]:
     """Yield a row for each policy. A pass takes as long as computing or reading, whichever is
-    longer; copying comes before it, since vLLM's workers place all layers first."""
+    longer. Copying comes before the first one, or, where that hides copies, beside it, but for the
+    layers that are copied first."""
     cached = chunks * chunk_tokens
     read = model.bytes_read(cached + fresh_tokens)
     full: float | None = None
     for policy, passes in passes_of(chunks, chunk_tokens, fresh_tokens).items():
         operations = [model.operations(each.tokens, each.pairs) for each in passes]
         reading = read / (READ * gpu.memory)
-        resident = sum(max(each / (COMPUTED * gpu.operations), reading) for each in operations)
+        seconds = [max(each / (COMPUTED * gpu.operations), reading) for each in operations]
+        resident = sum(seconds)
         copied = 0 if policy == "full" else cached * model.kv_bytes
-        host = resident + copied / gpu.link
+        copying = copied / gpu.link
+        hidden = 0.0
+        if passes[0].hides_copies:
+            hidden = min(seconds[0], copying * (1 - LAYERS_AT_ONCE / model.layers))
+        host = resident + copying - hidden
         full = full or resident
         yield {
             "policy": policy,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ def gpu(
     from kvlinker.base.errors import InvalidRequestError
     from kvlinker.cli.console import BAD_USAGE, failures
     from kvlinker.quality.bench.harness.report import describe_machine, versions
+    from kvlinker_lab.gpu.plots import draw
     from kvlinker_lab.gpu.steps import first_hour, run
 
     with failures(BAD_USAGE):
@@ -49,14 +51,23 @@ def gpu(
         "steps": [asdict(each) for each in outcomes],
     }
     (folder / "report.json").write_text(json.dumps(content, indent=2, default=str) + "\n")
-    (folder / "report.md").write_text(report(about, outcomes))
+    pictures = {}
+    for number, each in enumerate(outcomes, 1):
+        picture = f"{number}-{each.name.replace(' ', '-')}.svg"
+        if draw(each.results, folder / picture):
+            pictures[each.name] = picture
+    (folder / "report.md").write_text(report(about, outcomes, pictures))
     typer.echo(f"{folder / 'report.md'}")
     if any(each.outcome in ("failed", "too late") for each in outcomes):
         raise typer.Exit(1)
 
 
-def report(machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Return the report as Markdown."""
+def report(
+    machine: Mapping[str, Any],
+    outcomes: Sequence[Outcome],
+    pictures: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return the report as Markdown; ``pictures`` are files by the names of steps."""
     lines = ["# The first hour", "", ", ".join(f"{name} {machine[name]}" for name in machine), ""]
     lines += ["| step | outcome | seconds |", "|---|---|---:|"]
     lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in outcomes]
@@ -64,6 +75,8 @@ def report(machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
         lines += ["", f"## {each.name}", "", *([f"`{each.command}`", ""] if each.command else [])]
         if each.message:
             lines += ["```", each.message, "```", ""]
+        if each.name in pictures:
+            lines += [f"![{each.name}]({pictures[each.name]})", ""]
         columns = list(dict.fromkeys(column for row in each.results for column in row))
         if columns:
             lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -24,6 +24,8 @@ LAST_LINES = 5
 """The lines of a failed step's output that are reported."""
 
 POLICIES = "full,naive,legolink-16,query-5-sensitive"
+CHUNK_TOKENS = "512"
+"""Those of the benchmarks by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,11 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
     batches = ("--batches", "1" if tiny else "1,16", "--steps", str(steps))
     vllm = ("--engine", "vllm")
     interpreted = {"TRITON_INTERPRET": "1"} if tiny else {}
-    kernels = (sys.executable, "-m", "kvlinker_lab.gpu.kernels")
+    blended = sizes["chunks"], sizes.get("chunk-tokens", CHUNK_TOKENS)
     return [
-        Step("kernels", kernels, 180, "triton", interpreted),
+        Step("kernels", _module("kernels"), 120, "triton", interpreted),
+        Step("exactness", _module("exactness", "embedded"), 60),
+        Step("exactness in vLLM", _module("exactness", "vllm"), 180, "vllm"),
         Step("ttft", (*bench, "ttft", *common, *policies, *once, "--json"), 480),
         Step("decode", (*bench, "decode", *common, *batches, *once, "--json"), 240),
         Step("load", (*bench, "load", *common, *policies, *load, "--json"), 300),
@@ -85,7 +89,13 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
             300,
             "vllm",
         ),
+        Step("blending in LMCache", _module("lmcache", shape, *blended), 240, "lmcache"),
     ]
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module beside this one."""
+    return sys.executable, "-m", f"kvlinker_lab.gpu.{name}", *arguments
 
 
 def run(steps: Sequence[Step], folder: Path, seconds: float) -> Iterator[Outcome]:
