@@ -365,6 +365,8 @@ class LLM(ContextCacheCalls, PromptCalls):
             keeps_answer=keep is not None,
             workflow=step.name if step else None,
         )
+        if step is not None:
+            sink = self.workflows.watch(sink)
         if keep is not None:
             sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
         if calls is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -62,3 +63,33 @@ def test_what_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(llm.store, "load", lambda keys, *_, **__: [never for _ in keys])
     assert llm.preloading.begin(keys_of(llm), 0.01) > 0
     wait_until(lambda: llm.preloading.pending == 0)
+
+
+def test_what_found_no_room_beside_a_request_is_brought_when_that_has_ended(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = keys = keys_of(llm)
+    monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
+    llm.preloading.begin([first], 60.0, replaces=True)
+    llm.preloading.begin([second], 60.0)
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert not any(brought(llm, keys))
+    monkeypatch.undo()
+    llm.preloading.retry()
+    wait_until(lambda: llm.store.is_resident(first))
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert not llm.store.is_resident(second), "it was to replace none"
+
+
+def test_what_found_no_room_is_not_tried_for_ever(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = keys_of(llm)
+    monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
+    llm.preloading.begin([first], 0.5, replaces=True)
+    wait_until(lambda: llm.preloading.pending == 0)
+    monkeypatch.undo()
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 1.0)
+    llm.preloading.retry()
+    assert llm.preloading.pending == 0
+    assert not llm.store.is_resident(first)

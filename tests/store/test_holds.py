@@ -50,6 +50,14 @@ def test_chunks_of_two_requests_count_once_and_stay_until_both_have_ended() -> N
     assert holds.nbytes == 0
 
 
+def test_chunks_in_use_that_are_not_there_yet_are_awaited() -> None:
+    holds = Holds([Memory(12)])
+    hold = taken(holds, "ab")
+    assert holds.awaited_bytes({"a"}.__contains__) == SIZES["b"]
+    hold.release()
+    assert holds.awaited_bytes(set().__contains__) == 0
+
+
 def test_what_exceeds_the_budget_is_held_only_if_nothing_else_is() -> None:
     memory = Memory(10)
     holds = Holds([memory, Memory(1000)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import islice
@@ -51,7 +51,9 @@ class Preloading:
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
         self._waiting: dict[str, _Wanted] = {}  # by chunk key, first ones first
+        self._lacking: dict[str, _Wanted] = {}  # those for which requests had left no room
         self._pending = 0
+        self._retries = 0
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -67,16 +69,29 @@ class Preloading:
         ``MOST_PENDING``, chunks are left out."""
         wanted = _Wanted(time.monotonic() + seconds, replaces)
         with self._lock:
-            if self._closed.is_set():
-                return 0
-            for key in dict.fromkeys(keys):
-                if len(self._waiting) < MOST_PENDING and not self._store.is_resident(key):
-                    self._waiting.setdefault(key, wanted)
-            self._pending = len(self._waiting)
-            if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._bring, daemon=True)
-                self._thread.start()
-            return self._pending
+            return self._enter(dict.fromkeys(keys, wanted))
+
+    def retry(self) -> None:
+        """Bring those chunks to memory, as far as their time is not over, that were to replace
+        others and found no room: a request has ended that held its own there."""
+        with self._lock:
+            self._retries += 1
+            lacking, self._lacking = self._lacking, {}
+            now = time.monotonic()
+            self._enter({key: each for key, each in lacking.items() if each.deadline > now})
+
+    def _enter(self, wanted: Mapping[str, _Wanted]) -> int:
+        """Have these chunks wait, and return how many do; the lock is held."""
+        if self._closed.is_set():
+            return 0
+        for key, each in wanted.items():
+            if len(self._waiting) < MOST_PENDING and not self._store.is_resident(key):
+                self._waiting.setdefault(key, each)
+        self._pending = len(self._waiting)
+        if self._waiting and self._thread is None:
+            self._thread = threading.Thread(target=self._bring, daemon=True)
+            self._thread.start()
+        return self._pending
 
     def close(self) -> None:
         """Bring no more, and wait for what is under way. Idempotent."""
@@ -90,7 +105,11 @@ class Preloading:
         brought = 0
         try:
             while batch := self._next():
-                self._bring_batch(tuple(batch), min(each.deadline for each in batch.values()))
+                retries = self._retries
+                fitting = self._with_room(tuple(batch))
+                there = self._bring_batch(fitting, min(each.deadline for each in batch.values()))
+                refused = {key for key in there if not self._store.is_resident(key)}
+                self._keep_lacking(batch, refused | (batch.keys() - set(fitting)), retries)
                 brought += sum(map(self._store.is_resident, batch))
         except Exception:  # a server that cannot do it begins without
             logger.exception("Chunks could not be brought to memory")
@@ -122,21 +141,36 @@ class Preloading:
         """Forget what waits; the next call begins anew."""
         self._waiting, self._pending, self._thread = {}, 0, None
 
-    def _bring_batch(self, keys: Sequence[str], deadline: float) -> None:
-        """Load some chunks, and compute those that no tier has."""
-        keys = self._with_room(keys)
+    def _bring_batch(self, keys: Sequence[str], deadline: float) -> list[str]:
+        """Load some chunks, and compute those that no tier has; returns those that there is KV of,
+        whether memory took it or not."""
         loads = self._store.load(keys, Urgency(), ahead=True)
         loaded = wait(loads, timeout=max(0.0, deadline - time.monotonic())).done
-        building = []
+        found, building = [], []
         for key, load in zip(keys, loads, strict=True):
-            if load in loaded and not load.exception() and load.result() is None:
-                found = self._catalog.chunk(key)
-                if found is None or found[0].contextual:  # the next to need it computes it
-                    continue
-                if found[2] == self._engine.fingerprint:
-                    with suppress(KVLinkerError):  # whoever asks for it is told
-                        building.append(self._engine.cache_chunk(found[0], tenant=found[1]))
+            if load not in loaded or load.exception():
+                continue
+            if load.result() is not None:
+                found.append(key)
+                continue
+            known = self._catalog.chunk(key)
+            if known is None or known[0].contextual:  # the next to need it computes it
+                continue
+            if known[2] == self._engine.fingerprint:
+                with suppress(KVLinkerError):  # whoever asks for it is told
+                    building.append(self._engine.cache_chunk(known[0], tenant=known[1]))
+                    found.append(key)
         wait(building, timeout=max(0.0, deadline - time.monotonic()))
+        return found
+
+    def _keep_lacking(self, batch: Mapping[str, _Wanted], lacking: Set[str], retries: int) -> None:
+        """Keep those of a batch for another try for which others were to go, and could not; try
+        again at once where a request has ended since there were so many ``retries``."""
+        with self._lock:
+            again = self._waiting if retries != self._retries else self._lacking
+            for key, each in batch.items():
+                if key in lacking and each.replaces and len(again) < MOST_PENDING:
+                    again[key] = each
 
     def _with_room(self, keys: Sequence[str]) -> list[str]:
         """Return those of the chunks that there is room for, or that others of their owners, which

@@ -15,6 +15,7 @@ from kvlinker.base.errors import (
     InvalidRequestError,
 )
 from kvlinker.base.events import Events, SuccessorsForetold
+from kvlinker.engines.contract.contract import Finished, GenerationEvent, Sink
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.preloading import Preloading
 from kvlinker.store import NextUses
@@ -247,6 +248,17 @@ class Workflows:
         if soon:
             first = sorted(soon, key=lambda key: seconds[key])
             self._preloading.begin(first, SOON_SECONDS, replaces=True)
+
+    def watch(self, sink: Sink) -> Sink:
+        """Return a sink for the events of a workflow's request, which passes them on: its end
+        leaves room for what is used next."""
+
+        def take(choice: int, event: GenerationEvent) -> None:
+            if isinstance(event, Finished):
+                self._preloading.retry()
+            sink(choice, event)
+
+        return take
 
     def _foretold(self, learned: _Learned, line: _Line, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Take note of the chunks of a line's request, and of whether they were foretold; returns

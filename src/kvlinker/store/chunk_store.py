@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,6 @@ from itertools import islice
 
 from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.inventory import Inventory
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
@@ -89,7 +88,6 @@ class ChunkStore(Inventory):
         self._deletes_running = 0
         self._deletes_done = 0
         self._residence = Residence()
-        self._holds = Holds([tiers[0], *([] if device is None else [device])])
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
         self._loader = LayerLoader(
             bandwidths, lambda layers: self._residence.of_layers(layers), clock=clock
@@ -240,17 +238,6 @@ class ChunkStore(Inventory):
                         tier.delete(key)
             self._place(key, kept, kv, self._tiers, adds_scores=kv.scores is not None)
         return kept
-
-    def hold(self, sizes: Mapping[str, int]) -> Hold | None:
-        """Keep these chunks, of so many bytes each, in memory from when they are there until the
-        result is released; None where all that are held would take more than memory's budget. If no
-        others are held, any are, so that every prompt can be computed."""
-        return self._holds.take(sizes)
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of all chunks that are held."""
-        return self._holds.nbytes
 
     def make_room(self, key: str, nbytes: int) -> bool:
         """Have the disk's tier evict for a file of so many bytes that another process will write

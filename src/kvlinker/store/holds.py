@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -38,6 +38,12 @@ class Holds:
         """The bytes of all chunks in use, each counted once."""
         with self._lock:
             return sum(self._nbytes.values())
+
+    def awaited_bytes(self, has: Callable[[str], bool]) -> int:
+        """Return the bytes of the chunks in use that memory does not have yet; ``has`` tells which
+        it has."""
+        with self._lock:
+            return sum(nbytes for key, nbytes in self._nbytes.items() if not has(key))
 
     def take(self, sizes: Mapping[str, int]) -> Hold | None:
         """Hold these chunks, of so many bytes each, whether they are in memory or are going to be;

@@ -9,6 +9,7 @@ from socket import gethostname
 from kvlinker.base.types.residency import MEMORY
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import use_weight
+from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.host import HostTier
@@ -17,7 +18,7 @@ from kvlinker.store.writer import BackgroundWriter
 
 class Inventory:
     """Tells what is in the tiers, from the fastest to the slowest, and in the queues of those that
-    are written in the background; and tells the tiers which chunks matter."""
+    are written in the background; and tells the tiers which chunks matter, and which are in use."""
 
     def __init__(
         self,
@@ -31,6 +32,8 @@ class Inventory:
         self._device = device
         self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
         self._writers = dict(writers)
+        in_memory = (device, tiers[0])
+        self._holds = Holds([each for each in in_memory if isinstance(each, HostTier | DeviceTier)])
 
     def is_resident(self, key: str) -> bool:
         """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
@@ -63,11 +66,29 @@ class Inventory:
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 
+    def hold(self, sizes: Mapping[str, int]) -> Hold | None:
+        """Keep these chunks, of so many bytes each, in memory from when they are there until the
+        result is released; None where the chunks that are held would take more than memory's
+        budget.
+
+        If no others are held, those that exceed the budget alone are held too, so that any prompt
+        can be computed.
+        """
+        return self._holds.take(sizes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all chunks that are held."""
+        return self._holds.nbytes
+
     def make_room_for(self, key: str, nbytes: int) -> bool:
         """Make room in memory for a chunk that is expected, where others of its owner are needed
-        later and their room suffices; returns whether there is room."""
+        later and their room suffices; returns whether there is room, beside chunks that are held
+        and still on their way."""
         memory = self._tiers[0]
-        return isinstance(memory, HostTier) and memory.make_room_for(key, nbytes)
+        return isinstance(memory, HostTier) and memory.make_room_for(
+            key, nbytes + self._holds.awaited_bytes(memory.contains)
+        )
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Have the tiers evict none of these keys, and all others as usual; see

@@ -62,6 +62,56 @@ def test_what_comes_next_is_brought_and_stays(served: Served) -> None:
     assert "kvlinker:evictions_spared_total" in served.get("/metrics").text
 
 
+def test_what_comes_next_is_brought_where_the_request_before_held_all_room(
+    tmp_path: Path,
+) -> None:
+    """It begins while that request has its own chunks in memory, and goes on when it has ended."""
+    settings = tiny_settings(tmp_path, host_memory=1 << 30)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as before:
+        before.cache(*TEXTS[:2])
+        nbytes = max(tier.used_bytes for tier in before.llm.tiers() if tier.name == "host")
+        before.llm.store.flush()
+    settings = tiny_settings(tmp_path, host_memory=nbytes * 3 // 4)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as server:
+        first, second = ids_of(server)
+        for id, other, number in ((first, second, 1), (second, first, 0)):
+            link = {"workflow": "f", "next": [{"ids": [other], "steps": 1}]}
+            assert ask(server, id, link).status_code == 200
+            wait_until(partial(is_in_memory, server, {number}))
+
+
+def test_what_comes_next_is_brought_from_a_shared_tier(tmp_path: Path) -> None:
+    """Another server has made the chunks; here they are neither in memory nor on disk."""
+    options: dict[str, Any] = {"object_url": f"file://{tmp_path}/objects", "disk_space": 0}
+    settings = tiny_settings(tmp_path, **options)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as before:
+        before.cache(*TEXTS[:3])
+        before.llm.store.flush()
+    with serving(LLM.from_model(tiny_model(), settings), settings) as server:
+        ids = ids_of(server)
+        page = server.get("/v1/context_caches", params={"limit": 100, "order": "asc"}).json()
+        assert {each["tier"] for each in page["data"]} == {"object"}
+        link = {"workflow": "f", "next": [{"ids": [ids[2]], "steps": 1}]}
+        assert ask(server, ids[0], link).status_code == 200
+        wait_until(partial(is_in_memory, server, {0, 2}))
+
+
+def test_hints_count_as_no_use(served: Served) -> None:
+    """What lives from its last use on lives no longer for being named."""
+    marked = {"type": "text", "text": TEXTS[0] * 2, "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [marked, {"type": "text", "text": "What?"}]}
+    answer = served.post("/v1/chat/completions", {"messages": [message], "max_tokens": 1}).json()
+    (made,) = answer["link"]["context_caches"]
+    path = f"/v1/context_caches/{made['id']}"
+    before = served.get(path).json()
+    link = {"workflow": "f", "next": [{"ids": [made["id"]], "seconds": 5}]}
+    assert ask(served, ids_of(served)[0], link).status_code == 200
+    body = {"ids": [made["id"]]}
+    assert served.post("/v1/context_caches/prefetch", body).status_code in (200, 202)
+    wait_until(lambda: served.llm.preloading.pending == 0)
+    assert served.get(path).json() == before | {"tier": served.get(path).json()["tier"]}
+
+
 def test_every_api_takes_it(served: Served) -> None:
     ids = ids_of(served)
     link = {"workflow": "f", "next": [{"ids": [ids[1]], "seconds": 5}]}
