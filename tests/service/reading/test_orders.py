@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.types.messages import ContextCacheReference, Document, MarkedText
 from kvlinker.service.reading import orders
-from kvlinker.service.reading.orders import LinkedOrders
+from kvlinker.service.reading.orders import DocumentOrders
 
 NAMES = st.lists(st.sampled_from("abcde"), unique=True, max_size=5)
 
@@ -18,7 +18,7 @@ def parts(names: Iterable[str]) -> list[Any]:
 
 
 def test_the_first_order_stays():
-    known = LinkedOrders()
+    known = DocumentOrders()
     first = parts("bca")
     assert known.arranged_runs("anna", first) == first
     assert known.arranged_runs("anna", parts("abc")) == first
@@ -29,7 +29,7 @@ def test_the_first_order_stays():
 
 
 def test_texts_part_the_runs():
-    known = LinkedOrders()
+    known = DocumentOrders()
     known.arranged_runs("anna", parts("ba"))
     known.arranged_runs("anna", parts("dc"))
     content = ["x", *parts("ab"), "y", *parts("cd"), "z", *parts("e")]
@@ -38,7 +38,7 @@ def test_texts_part_the_runs():
 
 
 def test_documents_are_told_apart_by_all_that_templates_show():
-    known = LinkedOrders()
+    known = DocumentOrders()
     both: list[Any] = [Document(MarkedText("a"), {"title": title}) for title in ("one", "two")]
     one, two = both
     known.arranged_runs("anna", [two, one])
@@ -48,7 +48,7 @@ def test_documents_are_told_apart_by_all_that_templates_show():
 
 @given(st.lists(NAMES, min_size=1, max_size=8))
 def test_what_is_asked_for_again_comes_in_one_order(asked):
-    known = LinkedOrders()
+    known = DocumentOrders()
     orders_of: dict[frozenset[str], Any] = {}
     for names in asked:
         found = known.arranged_runs("anna", parts(names))
@@ -58,7 +58,7 @@ def test_what_is_asked_for_again_comes_in_one_order(asked):
 
 def test_what_was_asked_for_longest_ago_is_forgotten(monkeypatch):
     monkeypatch.setattr(orders, "MOST_ORDERS", 1)
-    known = LinkedOrders()
+    known = DocumentOrders()
     known.arranged_runs("anna", parts("ba"))
     known.arranged_runs("anna", parts("dc"))
     assert known.arranged_runs("anna", parts("ab")) == parts("ab")

@@ -25,7 +25,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.http.app import create_app
 from kvlinker.doors.http.edge.address import is_loopback
 from kvlinker.doors.http.models import ServedModel
-from kvlinker.doors.vllm_server.linking_routes import LinkingRoutes
+from kvlinker.doors.vllm_server.overriding_routes import OverridingRoutes
 from kvlinker.doors.vllm_server.route_override import RouteOverride
 from kvlinker.engines.vllm.adapter import load_chat_template
 from kvlinker.engines.vllm.frontend.client import VLLMClient
@@ -82,7 +82,7 @@ class KVLinkerEndpoints:
         )
         llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
-        linked = LinkingRoutes(self._diversion, llm, state.online_renderer).router
+        linked = OverridingRoutes(self._diversion, llm, state.online_renderer).router
         replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
         app.router.routes[:] = [
             route for route in app.router.routes if getattr(route, "path", None) not in replaced

@@ -18,7 +18,7 @@ MOST_ORDERS = 8192
 P = TypeVar("P", bound=str | CachedPart | Document[CachedPart])
 
 
-class LinkedOrders:
+class DocumentOrders:
     """Knows orders by hashes; it keeps no text. Methods may be called from any thread."""
 
     def __init__(self) -> None:

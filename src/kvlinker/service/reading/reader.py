@@ -42,7 +42,7 @@ from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.reading.orders import LinkedOrders
+from kvlinker.service.reading.orders import DocumentOrders
 from kvlinker.service.reading.parts import (
     Chunks,
     chunk_or_text,
@@ -83,7 +83,7 @@ class ContentReader:
         self._recognizer = recognizer
         self._defaults = defaults
         self._ahead = ahead
-        self._orders = LinkedOrders()
+        self._orders = DocumentOrders()
 
     @classmethod
     def of(

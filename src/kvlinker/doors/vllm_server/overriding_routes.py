@@ -94,7 +94,7 @@ class CompletionFields(BaseModel):
     cache_salt: str | None = None
 
 
-class LinkingRoutes:
+class OverridingRoutes:
     """Routes that take the places of kvlinker's own in vLLM's server."""
 
     def __init__(self, override: RouteOverride, llm: LLM, renderer: Any) -> None:
