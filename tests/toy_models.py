@@ -201,6 +201,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 4}
         | {"mamba_d_state": 12, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "minimax-states": (
+        "minimax",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"head_dim": 16, "block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "zamba2-states-behind": (
         "zamba2",
         {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2}

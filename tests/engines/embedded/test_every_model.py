@@ -15,7 +15,7 @@ REFUSED = {
     Obstacle.SELECTION: {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text"},
     Obstacle.STATE: {
         "mamba2",
-        "minimax",
+        "recurrent_gemma",
         "rwkv",
         "zaya",
     },
@@ -72,6 +72,7 @@ def test_what_is_linked_is_exact_by_a_wide_margin():
         "jamba",
         "kimi_linear",
         "lfm2",
+        "minimax",
         "nemotron_h",
         "phimoe",
         "qwen3_next",

@@ -86,7 +86,7 @@ def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype)
 def test_a_model_computes_in_fp32_what_its_copy_in_fp32_would(family, kept, monkeypatch):
     """With room for no weight, some, and all."""
     monkeypatch.setattr(precision, "CHUNK_BYTES", 4000)  # some rows of a linear layer at a time
-    monkeypatch.setattr(precision.machine, "available_memory", lambda: 8 * kept)
+    monkeypatch.setattr("kvlinker.base.machine.available_memory", lambda: 8 * kept)
     model = tiny_model(family).to(torch.bfloat16)
     tokens = torch.arange(3, 60)[None]
     with torch.inference_mode():

@@ -33,7 +33,8 @@ PROMPT = linked_prompt(50, 36, 3, 130, 35, 1, header=5, middle=2, fresh=9)
 SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
 DELTA, MAMBA, BESIDE = "qwen3_5-states", "granite-states-nope", "falcon_h1-states-beside"
 BEHIND, CONVOLUTIONS = "zamba2-states-behind", "lfm2-convolutions"
-ELEMENTS = "jamba-states-nope"
+ELEMENTS, LIGHTNING = "jamba-states-nope", "minimax-states"
+SOME = (DELTA, MAMBA, CONVOLUTIONS, ELEMENTS, LIGHTNING)
 
 
 def check(outcome, expected):
@@ -86,14 +87,14 @@ def test_every_policy_by_what_it_says_that_it_computes(bench, family):
         check(made.answer(SHORT, policy, max_tokens=2), frozen_answer(family, SHORT, masks, 2))
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, ELEMENTS])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, ELEMENTS, LIGHTNING])
 def test_without_inputs_maps_alone_are_kept(bench, family):
     """The same answers from less, and policies that need more are refused."""
     made = bench(model=without_inputs(family), max_step_tokens=53)
     made.cache(PROMPT)
     for policy in ("naive", "legolink-29", "legolink-5+legolink-3", "set-prefix"):
         check(made.answer(PROMPT, policy, max_tokens=3), frozen(family, PROMPT, policy, 3))
-    for policy in ("legolink-30", "random-10", "query-5", "legolink-2+random-5", "cacheblend-20"):
+    for policy in ("legolink-33", "random-10", "query-5", "legolink-2+random-5", "cacheblend-20"):
         with pytest.raises(PolicyError, match="state_inputs is off"):
             made.submit(PROMPT, policy)
     whole = bench(family)
@@ -120,7 +121,7 @@ def test_without_inputs_convolutions_follow_legolink_of_any_length(bench):
             made.submit(PROMPT, policy)
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ELEMENTS])
+@pytest.mark.parametrize("family", SOME)
 def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
     """States stay in fp32; what chunks keep is rounded once, as KV is."""
     rounded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
@@ -212,7 +213,9 @@ def test_states_remember_for_hundreds_of_tokens(bench, family):
     assert abs(after[0] - before[0]) > 20 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, BEHIND, CONVOLUTIONS, ELEMENTS])
+@pytest.mark.parametrize(
+    "family", [DELTA, MAMBA, BESIDE, BEHIND, CONVOLUTIONS, ELEMENTS, LIGHTNING]
+)
 def test_requests_beside_one_another_have_states_of_their_own(bench, family):
     """Different prompts and policies in the same steps, few slots, so that some are preempted, and
     some are cancelled."""

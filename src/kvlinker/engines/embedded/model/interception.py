@@ -11,7 +11,7 @@ models that other code runs in the same process are not affected.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -23,8 +23,15 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
-from kvlinker.engines.embedded.model.states.rules import CONVOLUTION, RULES, Rule, RuleCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, unconvolved
+from kvlinker.engines.embedded.model.states.rules import (
+    CONVOLUTION,
+    LIGHTNING,
+    LIGHTNING_DECAY,
+    RULES,
+    Rule,
+    RuleCall,
+)
 from kvlinker.engines.embedded.model.written_out import Followed
 
 ATTENTION_NAME = "kvlinker"
@@ -115,6 +122,8 @@ def prepare(model: nn.Module) -> None:
     for kind in kinds:
         if hasattr(kind, EXPANSION):
             _wrap_expansion(kind)
+        if hasattr(kind, LIGHTNING_DECAY):
+            _wrap_lightning(kind)
 
 
 def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
@@ -216,6 +225,35 @@ def _wrap_rule(module: ModuleType, rule: Rule) -> None:
         return call.returned(*interceptor.recur(call))
 
     _replace(module, rule.function, apply)
+
+
+def _wrap_lightning(kind: type[nn.Module]) -> None:
+    """Have lightning attention, which is written out, call the rule that it is."""
+    original: Callable[..., Any] = kind.forward
+    if hasattr(original, "__kvlinker__"):
+        return
+    form = signature(original)
+
+    @wraps(original)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        interceptor = _active.get()
+        if interceptor is None:
+            return original(module, *args, **kwargs)
+        bound = form.bind(module, *args, **kwargs)
+        given = bound.arguments | bound.arguments.pop("kwargs", {})
+        hidden, cache = given["hidden_states"], given.get("past_key_values")
+        width_of_one = hidden.new_empty(hidden.shape[-1], 1)
+        entering = ConvolutionCall(
+            unconvolved, hidden.transpose(1, 2), width_of_one, {}, (LIGHTNING,)
+        )
+        given["hidden_states"] = interceptor.convolve(entering).transpose(1, 2)
+        given["returns_state"] = cache is not None
+        output, last = interceptor.recur(RuleCall(LIGHTNING, original, given))
+        if cache is not None:
+            cache.set_linear_cache(module.layer_idx, last)
+        return output, last
+
+    _replace(kind, "forward", forward)
 
 
 def _replace(owner: ModuleType | type, name: str, wrapped: Any) -> None:

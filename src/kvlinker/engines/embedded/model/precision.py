@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base import machine
+from kvlinker.engines.embedded.model.states.rules import LIGHTNING_DECAY
 
 CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
@@ -49,11 +50,14 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 continue
             taken = 0 if isinstance(module, nn.Embedding) else _bytes_in_fp32(module)
             stays = 0 < taken <= room or isinstance(module, nn.Conv1d) or _is_small(module)
+            stays = stays or hasattr(module, LIGHTNING_DECAY)
             if stays and not isinstance(module, nn.Embedding):
                 room = max(room - taken, 0)
                 staying: list[dict[str, Tensor | None]] = []
                 _widen_weights(staying, module, None)
                 undo.callback(_restore, staying, module, None, None)
+                if hasattr(module, LIGHTNING_DECAY):
+                    _make_decay_anew(module)
             elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
                 undo.callback(module._parameters.update, dict(module._parameters))
@@ -77,6 +81,15 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 def _in_fp32_already(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in own)
+
+
+def _make_decay_anew(module: Any) -> None:
+    """Have lightning attention fade in fp32: in rounded tables, a block of tokens fades otherwise
+    than the same tokens one by one."""
+    rate = module.get_slope_rate(module.slope_rate.device)
+    names = ("query_decay", "key_decay", "diagonal_decay")
+    tables = dict(zip(names, module.decay_factors(rate), strict=True))
+    module._buffers.update(tables | {"slope_rate": rate})
 
 
 def _available_memory(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ RULES = {
     "kimi-states-latents": (3, 1, (4, 8, 8)),
     "granite-states-nope": (3, 1, (8, 16, 12)),
     "jamba-states-nope": (3, 1, (1, 128, 12)),
+    "minimax-states": (2, 1, (4, 16, 16)),
     "falcon_h1-states-beside": (3, 3, (8, 16, 12)),
     "zamba2-states-behind": (4, 2, (8, 16, 12)),
 }
@@ -115,7 +116,7 @@ def test_maps_take_the_same_for_chunks_of_any_length():
     assert whole == (512 - FIRST_TOKENS - 1) * 3 * of_one.entering_bytes(torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["zamba", "mamba2", "minimax"])
+@pytest.mark.parametrize("kind", ["zamba", "mamba2", "recurrent_gemma"])
 def test_states_of_other_kinds_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
         anatomy_of(small_model(kind))

@@ -20,6 +20,11 @@ from torch import Tensor
 from kvlinker.engines.embedded.model.states.rules import Effect, Mixed, Rule
 
 
+def unconvolved(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Take the place of the convolution before a rule that has none."""
+    return hidden
+
+
 @dataclass(frozen=True, slots=True)
 class ConvolutionCall:
     """One call of the convolution by a model."""
@@ -84,7 +89,7 @@ class Recurrence:
     def tensors_held(self) -> int:
         """The number of tensors that the model's own cache has of it: the context of the
         convolution, and the state."""
-        return 1 if self.rule is None else 2
+        return bool(self.window) + (self.rule is not None)
 
     def entering_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of what enters the layer of one token, with a convolution of this

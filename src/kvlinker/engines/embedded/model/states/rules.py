@@ -126,6 +126,40 @@ class SelectiveScan(Rule):
         return output, None if last is None else last[:, 0]
 
 
+class LightningAttention(Rule):
+    """MiniMax's: the function is a module's whole ``forward``, made of what enters it. It takes a
+    state from a cache, and then a token after the other."""
+
+    def scan(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = changed[self.written]
+        is_new = state is None or not state.any()  # which is computed in blocks of tokens
+        cache = None if is_new or state is None else _HeldState(state.to(hidden.dtype))
+        given = {**arguments, **changed, "past_key_values": cache}
+        given.pop(self.final)
+        output, last = function(**given)
+        return output, last.float()
+
+
+class _HeldState:
+    """The cache of one layer."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._state = state
+
+    def get_linear_cache(self, layer: int) -> Tensor:
+        """Return the state before the first token."""
+        return self._state
+
+    def set_linear_cache(self, layer: int, state: Tensor) -> None:
+        """Take the state behind the last token, which is returned as well."""
+
+
 def _fading(arguments: Mapping[str, Any], dt: Tensor) -> Tensor:
     """Return what is left of each element of a state behind each token: [batch, channels, tokens,
     columns]."""
@@ -168,6 +202,20 @@ RULES = (
         "elements",
         takes_channels=False,
     ),
+)
+
+LIGHTNING_DECAY = "get_slope_rate"
+"""The method by which lightning attention says how its state fades."""
+
+LIGHTNING = LightningAttention(
+    "forward",
+    ("hidden_states",),
+    (),
+    "hidden_states",
+    "returns_state",
+    "number",
+    always_pairs=True,
+    takes_channels=False,
 )
 
 
@@ -214,11 +262,12 @@ class RuleCall:
         """Return what tokens [1, tokens, …] do to any state, behind others that do ``before``."""
         offset = self.scan(mixed, gates, None if before is None else before.offset[None])[1]
         heads, rows, columns = offset.shape[1:]
-        nothing = [
-            argument.new_zeros(*argument.shape[:-1], rows) if self._writes(name) else argument
-            for name, argument in zip(self.rule.mixed, mixed, strict=True)
-        ]
         kind = self.rule.factor
+        nothing = []
+        for name, argument in zip(self.rule.mixed, mixed, strict=True):
+            width = rows if kind == "matrix" else argument.shape[-1]
+            written = argument.new_zeros(*argument.shape[:-1], width)
+            nothing.append(written if name == self.rule.written else argument)
         if kind == "matrix":
             unit = torch.eye(rows, device=offset.device).expand(heads, rows, rows)
         else:
@@ -228,6 +277,3 @@ class RuleCall:
             state = state.expand(heads, rows, columns)
         factor = self.scan(tuple(nothing), gates, state[None].contiguous())[1][0]
         return Effect(factor[:, :1, :1] if kind == "number" else factor, offset[0])
-
-    def _writes(self, name: str) -> bool:
-        return name == self.rule.written
