@@ -154,10 +154,8 @@ def test_client(served: Served) -> None:
         with pytest.raises(InvalidRequestError, match="no word"):
             client.search("?")
         status = client.server_status()
-        assert (status["disk_codec"], status["kv_bytes_per_token"]) == (
-            "raw",
-            served.llm.engine.kv_bytes_per_token,
-        )
+        told = status["disk_codec"], status["kv_bytes_per_token"], status["kv_bytes_per_chunk"]
+        assert told == ("raw", served.llm.engine.kv_bytes_per_token, 0)
 
 
 def test_search_in_the_process(served: Served) -> None:

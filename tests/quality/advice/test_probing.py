@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvlinker.quality.bench.harness.measurement import FirstTokenAnswer
 from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
+from kvlinker.store.chunk_kv import ChunkState
 from kvlinker.store.tiers import object_tier, redis_tier
 from tests.clocks import ManualClock
 from tests.redis_server import RedisServer
@@ -246,3 +248,17 @@ def test_memory_is_copied() -> None:
 def test_any_tier_can_be_measured() -> None:
     tier: Tier = HostTier(BUDGET, Recorder().events)
     assert measure_tier(tier, SAMPLES).nbytes == sum(kv.nbytes for kv in SAMPLES)
+
+
+def test_samples_of_hybrids_have_their_states() -> None:
+    """They are copied whole: what a chunk's tokens do to a state is as large for short ones."""
+    plain = chunk_kv(7, tokens=200)
+    state = ChunkState(torch.zeros(5, 8), (torch.zeros(5, 2),))
+    sample = replace(plain, states=(state,))
+    (copy,) = probing._samples(sample, 150, BUDGET)
+    assert (copy.tokens, copy.nbytes) == (200, sample.nbytes)
+    assert copy.states[0].mixed is not state.mixed
+    assert measure_memory([copy], torch.device("cpu")).nbytes == sample.nbytes
+    (shorter,) = probing._samples(plain, 150, plain.nbytes // 2)
+    assert shorter.tokens == 100
+    assert not probing._samples(sample, 150, sample.nbytes // 2)

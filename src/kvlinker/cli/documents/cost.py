@@ -19,7 +19,8 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
     """Tell, before it is computed, what the KV of these pieces will take; warn where the disk tier
     has no room."""
     tokens = sum(piece.tokens for piece in pieces)
-    nbytes = tokens * storage.kv_bytes_per_token
+    size = storage.kv_bytes
+    nbytes = tokens * size.per_token + len(pieces) * size.per_chunk
     free = max(0, storage.budget_bytes - storage.used_bytes)
     written = "" if storage.codec == "raw" else f" as computed, and less on disk as {storage.codec}"
     typer.echo(

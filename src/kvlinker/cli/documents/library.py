@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.texts import Piece, SearchHit
+from kvlinker.engines.contract.cost import ChunkSize
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
 
@@ -67,8 +68,8 @@ class ExistingCache:
 class Storage:
     """Tells what KV takes up in the disk tier, over all tenants."""
 
-    kv_bytes_per_token: int
-    """Bytes of a token's KV as computed, before a codec."""
+    kv_bytes: ChunkSize
+    """What chunks take as computed, before a codec."""
 
     codec: str
     """The name of the codec that writes KV to the disk."""
@@ -169,7 +170,7 @@ class LocalLibrary(CacheLibrary):
         disk = next((tier for tier in self._llm.tiers() if tier.name == "disk"), None)
         used, budget = (0, 0) if disk is None else (disk.used_bytes, disk.budget_bytes)
         return Storage(
-            self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget
+            ChunkSize.of(self._llm.engine.kv_bytes), self._llm.settings.disk_codec, used, budget
         )
 
     def _is_usable(self, cache: ContextCache) -> bool:
@@ -196,7 +197,7 @@ class RemoteLibrary(CacheLibrary):
             if disk["used_bytes"] == before["used_bytes"]:
                 break
         return Storage(
-            status["kv_bytes_per_token"],
+            ChunkSize(status["kv_bytes_per_token"], status["kv_bytes_per_chunk"]),
             status["disk_codec"],
             disk["used_bytes"],
             disk["budget_bytes"],

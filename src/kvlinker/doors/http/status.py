@@ -20,6 +20,7 @@ from kvlinker.doors.http.fields.server_status import (
     TierStatus,
 )
 from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.engines.contract.cost import ChunkSize
 
 router = APIRouter(tags=["status"])
 
@@ -92,6 +93,7 @@ def status(served: ServedModelParam) -> ServerStatus:
     answer."""
     llm = served.llm
     load, bandwidths, places = llm.current_load(), llm.bandwidths(), llm.store.places()
+    size = ChunkSize.of(llm.engine.kv_bytes)
     return ServerStatus(
         model=llm.model_name,
         max_model_len=llm.max_model_len,
@@ -104,7 +106,8 @@ def status(served: ServedModelParam) -> ServerStatus:
         prompt_tokens=PromptTokenCounts(**served.metrics.prompt_tokens()),
         output_tokens=served.metrics.output_tokens(),
         prefill_tokens_per_second=llm.prefill_rate(),
-        kv_bytes_per_token=llm.engine.kv_bytes_per_token,
+        kv_bytes_per_token=size.per_token,
+        kv_bytes_per_chunk=size.per_chunk,
         disk_codec=served.settings.disk_codec,
         tiers=[
             TierStatus(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
+LONG_CHUNK = 4096
+"""The tokens of a chunk that is long: what is kept grows evenly from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,22 @@ class AttentionShape:
 def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> int:
     """Count the bytes of one token's KV over all layers."""
     return sum(layer.values_per_token for layer in layers) * dtype.itemsize
+
+
+class ChunkSize(NamedTuple):
+    """The bytes of what is kept of chunks, as it is computed: so many for each token, and so many
+    more for each chunk, where layers keep what all of its tokens do to a state."""
+
+    per_token: int
+    per_chunk: int
+
+    @classmethod
+    def of(cls, kv_bytes: Callable[[int], int]) -> Self:
+        """Return the size of long chunks, of which ``kv_bytes`` counts the bytes of so many
+        tokens."""
+        once, twice = kv_bytes(LONG_CHUNK), kv_bytes(2 * LONG_CHUNK)
+        per_token = (twice - once) // LONG_CHUNK
+        return cls(per_token, once - per_token * LONG_CHUNK)
 
 
 def count_weights(model: Any) -> int:

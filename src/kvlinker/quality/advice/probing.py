@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from secrets import token_hex
 
@@ -191,6 +192,8 @@ def measure_memory(samples: Sequence[ChunkKV], device: torch.device) -> Delivery
             for layer in layers:
                 layer.key.to(device, copy=True)
                 layer.value.to(device, copy=True)
+        for tensor in (each for kv in samples for state in kv.states for each in state.tensors):
+            tensor.to(device, copy=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(LoadTime(time.perf_counter() - begin))
@@ -303,10 +306,11 @@ def _sample(llm: LLM, loaded: LoadedModel, tokens: int) -> ChunkKV:
 
 def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[ChunkKV]:
     """Copy the sample as often as makes up the context, or as there is room for; none, if that is
-    too little."""
+    too little. With states, which short chunks have as well, it is copied whole."""
     room_tokens = min(room_bytes, SAMPLES_BYTES) * sample.tokens // sample.nbytes
     tokens = min(sample.tokens, room_tokens)
-    if tokens < min(_LEAST_TOKENS, sample.tokens):
+    least = sample.tokens if sample.states else min(_LEAST_TOKENS, sample.tokens)
+    if tokens < least:
         return []
     count = min(math.ceil(context_tokens / tokens), room_tokens // tokens)
     return [
@@ -314,7 +318,8 @@ def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[Chun
             tuple(
                 LayerKV(layer.key[:, :tokens].clone(), layer.value[:, :tokens].clone())
                 for layer in sample.layers
-            )
+            ),
+            states=deepcopy(sample.states),
         )
         for _ in range(count)
     ]

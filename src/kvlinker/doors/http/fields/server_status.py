@@ -43,8 +43,8 @@ class TierStatus(ResponseBody):
 class ServerStatus(ResponseBody):
     """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
 
-    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is
-    written to disk.
+    ``kv_bytes_per_token`` and ``kv_bytes_per_chunk`` are what chunks take as computed, for each
+    token and beside that; ``disk_codec`` is how they are written to disk.
     """
 
     model: str
@@ -57,5 +57,6 @@ class ServerStatus(ResponseBody):
     output_tokens: int
     prefill_tokens_per_second: float | None
     kv_bytes_per_token: int
+    kv_bytes_per_chunk: int
     disk_codec: str
     tiers: list[TierStatus]

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.contract.cost import ChunkSize
 from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
 from kvlinker.engines.embedded.model.states.recurrence import Recurrence
 from kvlinker.engines.embedded.model.states.rules import RULES as RULES_KNOWN
 from kvlinker_lab.models.small_models import small_model
-from tests.toy_models import tiny_model
+from tests.toy_models import loaded_model, tiny_model
 
 RULES = {
     "qwen3_next-states": (3, 1, (4, 8, 16)),
@@ -114,6 +115,16 @@ def test_maps_take_the_same_for_chunks_of_any_length():
     assert sizes[512] == sizes[2048]
     whole = chunk_bytes(anatomy, 512, torch.bfloat16, keeps_inner=True) - sizes[512]
     assert whole == (512 - FIRST_TOKENS - 1) * 3 * of_one.entering_bytes(torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5-states", "lfm2-convolutions"])
+def test_what_chunks_take_is_so_much_for_each_and_for_each_token(family):
+    loaded = loaded_model(family)
+    size = ChunkSize.of(loaded.kv_bytes)
+    assert (size.per_chunk > 0) == (family == "qwen3_5-states")
+    assert size.per_token >= loaded.kv_bytes_per_token
+    for tokens in (100, 512):
+        assert loaded.kv_bytes(tokens) == size.per_chunk + tokens * size.per_token
 
 
 @pytest.mark.parametrize("kind", ["zamba", "mamba2", "recurrent_gemma"])

@@ -112,7 +112,8 @@ async function plan(line) {
 async function weighed(planned, tokens) {
   if (!tokens) return true;
   const status = await get("status");
-  const size = tokens * status.kv_bytes_per_token;
+  const chunks = planned.reduce((sum, { missing }) => sum + missing.length, 0);
+  const size = tokens * status.kv_bytes_per_token + chunks * status.kv_bytes_per_chunk;
   const letters = planned.reduce((sum, { missing }) => sum + missing.reduce((all, { text }) => all + new Blob([text]).size, 0), 0);
   const rate = status.prefill_tokens_per_second;
   const cost = `${bytes(size)} of KV for ${bytes(letters)} of text`;
