@@ -10,6 +10,7 @@ from kvlinker.base.types.chunks import Chunk, Origin, chunk_key
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, RecordingRoom
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
+from tests.engines.embedded.frozen_reference import frozen_answer
 from tests.waiting import PATIENCE
 
 FAMILIES = [
@@ -62,6 +63,25 @@ def test_an_answers_kv_is_that_of_its_tokens(bench, family, steps):
     assert linked.tokens == in_full.tokens
     np.testing.assert_allclose(linked.logprobs, in_full.logprobs, atol=3e-5)
     assert linked.finished.usage.cached_tokens == 23
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
+@pytest.mark.parametrize("repaired", [0, 4])
+def test_an_answer_stands_elsewhere_as_it_was_generated(bench, family, repaired):
+    """It is that of transformers' own forward pass, in which the hidden states of its tokens are
+    those that they had behind the prompt that it answered."""
+    made = bench(family)
+    _, chunk, _ = keep(made, Prompt((FreshSegment(random_tokens(61, 1)),)), "naive", max_tokens=23)
+    fresh = (FreshSegment(random_tokens(17, 2)), FreshSegment(random_tokens(9, 3)))
+    elsewhere = Prompt((fresh[0], CachedSegment(chunk), fresh[1]))
+    mask = np.zeros(len(elsewhere), dtype=bool)
+    mask[elsewhere.spans[0].start :][:repaired] = True
+    policy = f"legolink-{repaired}" if repaired else "naive"
+    answer = made.answer(elsewhere, policy, max_tokens=4)
+    tokens, logprobs = frozen_answer(family, elsewhere, [mask], len(answer.tokens))
+    assert answer.finished.usage.recomputed_tokens == repaired
+    assert answer.tokens == tokens
+    np.testing.assert_allclose(answer.logprobs, logprobs, atol=5e-5)
 
 
 @pytest.mark.parametrize("policy", ["naive", "legolink-4"])
