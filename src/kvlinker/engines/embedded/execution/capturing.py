@@ -16,6 +16,7 @@ from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, Edges, edges_of
 from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
+from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
 
 
 class Recorder(Protocol):
@@ -57,6 +58,7 @@ class Capture:
         self._anatomy = anatomy
         self._spans = tuple(spans)
         self._dtype = dtype
+        self._device = torch.device("cpu")
         self._kept = kept
         self.scores = scores
 
@@ -67,10 +69,10 @@ class Capture:
         return tuple(
             tuple(
                 LayerKV(
-                    key=torch.empty(shape.kv_heads, end - start, shape.key_dim, dtype=self._dtype),
-                    value=torch.empty(
-                        shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype
-                    ),
+                    *(
+                        host_room((shape.kv_heads, end - start, dim), self._dtype, self._device)
+                        for dim in (shape.key_dim, shape.value_dim)
+                    )
                 )
                 for shape in keeping(self._anatomy.layers)
             )
@@ -93,12 +95,13 @@ class Capture:
         )
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        self._device = key.device
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
             begin, end = max(start, first), min(start + key.shape[1], last)
             if begin < end:
                 rows, columns = slice(begin - start, end - start), slice(begin - first, end - first)
-                chunk[layer].key[:, columns] = key[:, rows]
-                chunk[layer].value[:, columns] = value[:, rows]
+                copy_to_host(chunk[layer].key[:, columns], key[:, rows])
+                copy_to_host(chunk[layer].value[:, columns], value[:, rows])
 
     def record_state(
         self,
@@ -126,6 +129,7 @@ class Capture:
 
     def finish(self) -> tuple[ChunkKV, ...]:
         """Return what is kept of every chunk, once all layers have seen all tokens."""
+        finish_copies(self._device)
         scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
         return tuple(
             ChunkKV(layers, found, tuple(state.finish() for state in states))
@@ -273,10 +277,10 @@ class AnswerCapture:
 
 
 def _joined(parts: Sequence[_Part], first: int, last: int) -> LayerKV:
-    """Join the KV of the positions [first, last)."""
+    """Join the KV of the positions [first, last), on the CPU."""
     keys, values = [], []
     for part in parts:
         columns = slice(max(first - part.start, 0), max(last - part.start, 0))
         keys.append(part.key[:, columns])
         values.append(part.value[:, columns])
-    return LayerKV(torch.cat(keys, dim=1), torch.cat(values, dim=1))
+    return LayerKV(torch.cat(keys, dim=1).cpu(), torch.cat(values, dim=1).cpu())

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.store.memory.to_host import finish_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +205,7 @@ class BoundModel:
 
     def finish_copies(self) -> None:
         """Wait until all copies to the CPU have been made."""
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
+        finish_copies(self.device)
 
     def trace(self, tokens: int = 8) -> None:
         """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to

@@ -21,6 +21,7 @@ from kvlinker.engines.vllm.adapter import BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
 from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store.memory.to_host import copy_to_host, host_room
 
 CPU = torch.device("cpu")
 FIRST_LAYERS = slice(0, COMPARED_LAYER)
@@ -45,8 +46,8 @@ class ChunkCapture:
         self.chunk = chunk
         length = chunk.end - chunk.begin
         shapes = [(length, layer.attention.heads, layer.attention.head_dim) for layer in layers]
-        empty = partial(torch.empty, dtype=dtype, pin_memory=device.type != "cpu")
-        self._kv = [(empty(shape), empty(shape)) for shape in shapes]
+        room = partial(host_room, dtype=dtype, device=device)
+        self._kv = [(room(shape), room(shape)) for shape in shapes]
         self._scores: ScoreCollector | None = None
         if with_scores:
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
@@ -64,10 +65,8 @@ class ChunkCapture:
         last = min(begin + len(key), self.chunk.end)
         if first < last:
             for kept, new in zip(self._kv[layer], (key, value), strict=True):
-                own = new[first - begin : last - begin]
-                kept[first - self.chunk.begin : last - self.chunk.begin].copy_(
-                    own, non_blocking=True
-                )
+                room = kept[first - self.chunk.begin : last - self.chunk.begin]
+                copy_to_host(room, new[first - begin : last - begin])
 
     def observe(
         self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions
