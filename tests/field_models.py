@@ -97,6 +97,16 @@ GRANITE4 = (
     "{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
 )
+LFM2 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content +"
+    " '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+JAMBA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|' + m.role + '|> ' + m.content + '<|endofmessage|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|> ' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -301,6 +311,35 @@ FIELD_MODELS = {
         },
         GRANITE4,
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    ),
+    "LFM2 1.2B": FieldModel(
+        "lfm2",
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128_000,
+        },
+        LFM2,
+        ("<|startoftext|>", "<|im_start|>", "<|im_end|>"),
+    ),
+    "Jamba Mini 1.7": FieldModel(
+        "jamba",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "mamba_d_state": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 262_144,
+        },
+        JAMBA,
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|endofmessage|>"),
     ),
 }
 """Of each model, what linking depends on; ``docs/models.md`` lists them."""

@@ -18,6 +18,8 @@ from tests.field_models import FIELD_MODELS
 
 TEXTS = ["The kettle stands on the stove, which is cold. ", "Nobody has been in the kitchen. " * 3]
 
+NAMES = ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B", "LFM2 1.2B", "Jamba Mini 1.7"]
+
 
 @contextmanager
 def served_from(folder: Path) -> Iterator[Served]:
@@ -52,7 +54,9 @@ def ask(served: Served, content: list[Any] | str, policy: str) -> tuple[str, dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B", "LFM2 1.2B", "Jamba Mini 1.7"]
+)
 def test_a_server_of_a_model_in_another_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvlinker.store import DiskTier
 from kvlinker.store.prefixes import SpilledPrefixes
 from tests.engines.embedded.conftest import Bench, Outcome, random_tokens
 
-TOLERANCE = 1e-5
+TOLERANCE = 3e-5
 CHUNKS = [Chunk(random_tokens(length, [8, length])) for length in (20, 31, 44)]
 POLICIES = ["full", "naive", "legolink-4", "prefix", "cacheblend-20"]
 """What they compute again does not depend on what stands behind it, so that later turns are linked
@@ -90,6 +91,9 @@ class ReuseMachine(RuleBasedStateMachine):
 
     warm: ClassVar[Bench]
     cold: ClassVar[Bench]
+    family: ClassVar[str] = "llama"
+    options: ClassVar[dict[str, Any]] = {}
+    spills: ClassVar[bool] = True
     examples: ClassVar[Iterator[int]] = count()
     known: ClassVar[dict[tuple[Any, str], Outcome]] = {}
     reused: ClassVar[int] = 0
@@ -237,26 +241,57 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if differ.size else length
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("chunks")
+class StatesMachine(ReuseMachine):
+    """The same, where layers keep a state, of which a few are kept at the ends of turns and
+    chunks."""
+
+    family = "qwen3_5-states"
+    options: ClassVar[dict[str, Any]] = {"max_running": 4}
+    spills = False
+    known: ClassVar[dict[tuple[Any, str], Outcome]] = {}
+    reused: ClassVar[int] = 0
+
+
+class ConvolutionsMachine(StatesMachine):
+    """The same, where layers only convolve."""
+
+    family = "lfm2-convolutions"
+    known: ClassVar[dict[tuple[Any, str], Outcome]] = {}
+    reused: ClassVar[int] = 0
+
+
+MACHINES = (ReuseMachine, StatesMachine, ConvolutionsMachine)
+
+
+@pytest.fixture(autouse=True)
+def _engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    (machine,) = (each for each in MACHINES if issubclass(request.cls, each.TestCase))
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(SpilledPrefixes, "pays", lambda self, nbytes, seconds: True)
-        ReuseMachine.warm = Bench(
+        machine.warm = Bench(
+            machine.family,
             prefix_cache="on",
             kv_slots=350,
             max_step_tokens=50,
-            slower=lambda events: [DiskTier(folder, 1 << 24, events)],
+            **machine.options,
+            slower=lambda events: [DiskTier(tmp_path, 1 << 24, events)],
         )
-        ReuseMachine.cold = Bench()
+        machine.cold = Bench(machine.family)
         restored: list[Event] = []
-        ReuseMachine.warm.events.subscribe(restored.append)
+        machine.warm.events.subscribe(restored.append)
         yield
-        assert ReuseMachine.reused > 5
-        assert any(isinstance(event, PrefixRestored) for event in restored)
-        ReuseMachine.warm.close()
-        ReuseMachine.cold.close()
+        assert machine.reused > 5
+        if machine.spills:
+            assert any(isinstance(event, PrefixRestored) for event in restored)
+        machine.warm.close()
+        machine.cold.close()
 
 
-TestReuse = pytest.mark.slow(ReuseMachine.TestCase)
-TestReuse.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+def slow(machine: type[ReuseMachine]) -> Any:
+    machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+    return pytest.mark.slow(machine.TestCase)
+
+
+TestReuse = slow(ReuseMachine)
+TestStates = slow(StatesMachine)
+TestConvolutions = slow(ConvolutionsMachine)
