@@ -14,7 +14,7 @@ PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--rand
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium firefox-esr postgresql
+.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -30,7 +30,7 @@ coverage: $(INSTALLED) redis-server chromium firefox-esr postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
 
 # Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
-test-slow: $(INSTALLED) redis-server chromium firefox-esr postgresql
+test-slow: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
 
 test-fast: $(INSTALLED)
@@ -102,13 +102,15 @@ $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard
 	touch $@
 
 # Tests start servers of their own, and browsers; without these programs they are skipped.
-redis-server chromium firefox-esr postgresql:
+redis-server chromium firefox-esr postgresql qemu-aarch64:
 	@{ command -v $@ $(ELSEWHERE); } >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
 		&& echo "Installing $@ …" && apt-get update -qq \
-		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $@ $(FONTS) >/dev/null; } \
+		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(or $(PACKAGES),$@ $(FONTS)) >/dev/null; } \
 		|| echo "$@ is missing: tests that need it are skipped"
 
 chromium: FONTS := fonts-dejavu-core
+# Native code for ARM is compiled for it and run by an emulator.
+qemu-aarch64: PACKAGES := qemu-user g++-aarch64-linux-gnu
 # Debian puts its programs outside the PATH.
 postgresql: ELSEWHERE := || ls /usr/lib/postgresql/*/bin/initdb
 

@@ -42,7 +42,8 @@ class ModelSettings(BaseSettings):
         ),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="bfloat16 where the hardware multiplies it, else float32."
+        default="auto",
+        description="bfloat16 where the hardware, or native code, multiplies it, else float32.",
     )
     weights: WeightFormat = Field(
         default="auto",

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyError
 from kvlinker.base.types.chunks import Chunk, chunk_key
@@ -23,6 +22,7 @@ from tests.engines.embedded.conftest import (
 )
 from tests.engines.embedded.execution.test_oracle import computed_layers
 from tests.engines.embedded.frozen_reference import frozen_answer
+from tests.engines.embedded.native_targets import HERE
 from tests.toy_models import HYBRIDS, tiny_model
 from tests.waiting import wait_until
 
@@ -254,7 +254,7 @@ def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
     wait_until(lambda: made.engine.scheduler.idle)
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
+@pytest.mark.skipif(not HERE, reason="no native code for this CPU")
 def test_decoding_takes_native_steps(bench, monkeypatch):
     """One call for all sequences that decode together, in each of the layers."""
     sizes = []

@@ -20,7 +20,6 @@ SHAPE = "tiny"
 """Exactness does not depend on the size."""
 
 POLICIES = ("full", "naive", "legolink-16", "query-10")
-VLLM_OPTIONS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
 TOP = 20
 """The tokens whose log probabilities are compared, the likeliest ones."""
 
@@ -71,8 +70,7 @@ def _answers(engine: str, folder: Path, dtype: torch.dtype, prompt: Any) -> list
         dtype=str(dtype).removeprefix("torch."),
         state_dir=folder / "state",
         max_model_len=1024,
-        prefix_cache="off",  # else what `full` has computed serves all policies
-        vllm_options=VLLM_OPTIONS if engine == "vllm" else {},
+        vllm_options={"enforce_eager": True} if engine == "vllm" else {},
     )
     with LLM.from_settings(settings) as llm:
         for chunk in prompt.chunks:

@@ -88,8 +88,7 @@ def main(shape: str, chunks: int, chunk_tokens: int, file: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         llm = LLM(
             folder,
             kv_transfer_config=KVTransferConfig(

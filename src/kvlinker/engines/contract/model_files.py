@@ -12,7 +12,7 @@ import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -39,14 +39,17 @@ WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin",
 weights twice."""
 
 
-def read_model(settings: Settings) -> tuple[Any, Any]:
+def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]:
     """Read the model, in the dtype and on the device that the settings ask for, and its tokenizer.
 
-    Raises ModelLoadError when either cannot be loaded.
+    With ``own_bf16``, the engine has code of its own for weights in bf16 on CPUs that do not
+    multiply it; experts are PyTorch's to multiply, which is slow there. Raises ModelLoadError when
+    either cannot be loaded.
     """
     set_threads(settings.threads)
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device, settings.weights)
+    own_bf16 = own_bf16 and not expert_counts(_read(AutoConfig, settings))
+    dtype = choose_dtype(settings.dtype, device, settings.weights, own_bf16=own_bf16)
     tokenizer = read_tokenizer(settings)
     model = _read(AutoModelForCausalLM, settings, dtype=dtype)
     return model.to(device).eval(), tokenizer
@@ -104,9 +107,22 @@ def choose_device(name: str) -> torch.device:
         ) from error
 
 
-def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto") -> torch.dtype:
-    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it or weights are
-    to be in it, else float32."""
+def expert_counts(config: Any) -> set[int]:
+    """Return the numbers of experts that a model's configuration names; empty for a model without
+    experts."""
+    values = config.get_text_config().to_dict().items()
+    return {
+        value
+        for name, value in values
+        if name.startswith(("n_", "num_")) and "expert" in name and isinstance(value, int)
+    }
+
+
+def choose_dtype(
+    name: str, device: torch.device, weights: WeightFormat = "auto", *, own_bf16: bool = False
+) -> torch.dtype:
+    """Return the named dtype; ``auto`` is bfloat16 where weights are to be in it, and where the
+    hardware multiplies it or, with ``own_bf16``, the engine's own code does; else float32."""
     if weights == "bf16":
         return torch.bfloat16
     if name != "auto":
@@ -115,7 +131,7 @@ def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto"
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     multiplies_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if multiplies_bf16 else torch.float32
+    return torch.bfloat16 if multiplies_bf16 or own_bf16 else torch.float32
 
 
 def fingerprint(model: Any) -> str:

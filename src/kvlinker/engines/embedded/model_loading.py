@@ -15,12 +15,14 @@ from kvlinker.engines.contract.model_files import (
     model_folder,
     read_model,
 )
+from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.norms import quicken_norms
 from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat
 
@@ -32,7 +34,7 @@ def load_model(settings: Settings) -> LoadedModel:
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be
     linked exactly.
     """
-    model, tokenizer = read_model(settings)
+    model, tokenizer = read_model(settings, own_bf16=multiplies_bf16(settings))
     dtype = next(model.parameters()).dtype
     name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
     return prepare_model(
@@ -42,6 +44,15 @@ def load_model(settings: Settings) -> LoadedModel:
         native=settings.native_attention,
         state_inputs=settings.state_inputs,
         name=name,
+    )
+
+
+def multiplies_bf16(settings: Settings) -> bool:
+    """Tell whether native code multiplies by weights in bf16, and attends, on this CPU."""
+    return (
+        settings.native_attention
+        and native_products() is not None
+        and native_attention() is not None
     )
 
 
@@ -56,8 +67,8 @@ def prepare_model(
     name: str | None = None,
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
-    weights the format ``weights``. With ``native``, native code multiplies by them and computes
-    norms where the CPU multiplies bf16.
+    weights the format ``weights``. With ``native``, native code multiplies by them in bf16 and
+    computes norms.
 
     With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
     fingerprint of the model's files; without it that of the model is computed.

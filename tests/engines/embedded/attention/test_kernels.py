@@ -11,6 +11,8 @@ from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.embedded.native.targets import TARGETS
+from tests.engines.embedded.native_targets import passing_for
 from tests.engines.embedded.toy_rotary import toy_rotary
 
 CPU = torch.device("cpu")
@@ -93,20 +95,21 @@ def test_torch_where_a_gpus_kernels_do_not_work(as_on_a_gpu, monkeypatch, caplog
 
 
 def test_torch_on_other_cpus(native_anew, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    with caplog.at_level(logging.INFO):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with caplog.at_level(logging.INFO), passing_for(None):
         assert isinstance(choose(), TorchAttention)
         assert isinstance(choose(), TorchAttention)
     assert [record.message for record in caplog.records] == [
-        "Attention takes PyTorch's kernels: the CPU has no AVX512-BF16."
+        "Attention takes PyTorch's kernels: the CPU has neither AVX2 nor NEON."
     ]
 
 
 @pytest.fixture
 def capable(monkeypatch):
     """The CPU passes for one that has what native code needs."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with passing_for(TARGETS[0]):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(
 ):
     tried = []
 
-    def missing(source):
+    def missing(source, target):
         tried.append(source)
         raise NativeUnavailableError("no compiler")
 

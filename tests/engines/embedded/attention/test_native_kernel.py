@@ -11,14 +11,16 @@ from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.native import NativeUnavailableError
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
+from tests.engines.embedded.native_targets import HERE, NAMES, passing_for
 
 
-@pytest.fixture(scope="session")
-def kernel():
-    try:
-        return NativeAttention()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native attention: {error}")
+@pytest.fixture(scope="session", params=HERE, ids=NAMES)
+def kernel(request):
+    with passing_for(request.param):
+        try:
+            return NativeAttention()
+        except NativeUnavailableError as error:
+            pytest.skip(f"no native attention: {error}")
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

@@ -2,7 +2,7 @@
 reading."""
 
 import threading
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
@@ -10,15 +10,12 @@ from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.engine import LOADERS
-from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
-from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.store import DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth
 from kvlinker.store.tiers import object_tier
 from tests.engines.embedded.conftest import Bench, linked_prompt
-from tests.toy_models import tiny_model
 from tests.waiting import PATIENCE, wait_until
 
 PLENTY = 1 << 28
@@ -145,24 +142,6 @@ def recorded(made, kind):
 def gated(bench):
     """An engine whose slow tier holds the prompt's chunks, and whose host is empty; with that
     tier."""
-    yield from behind_a_gate(bench)
-
-
-@pytest.fixture(params=["qwen3_5-states", "granite-states-nope", "lfm2-convolutions"])
-def gated_hybrid(bench, request):
-    """The same, of a model with states before, between and behind two layers of attention."""
-    yield from behind_a_gate(partial(bench, model=hybrid(request.param)))
-
-
-@cache
-def hybrid(family):
-    states = "conv" if "lfm2" in family else "linear_attention"
-    kinds = [states, "full_attention", states, "full_attention", states]
-    model = tiny_model(family, layer_types=kinds, num_hidden_layers=5)
-    return prepare_model(model, byte_tokenizer())
-
-
-def behind_a_gate(bench):
     tiers = []
 
     def slower(events):
@@ -307,54 +286,6 @@ def test_others_of_the_step_do_not_suffer(gated, expected):
     assert all(outcome.events.empty() for outcome in late)
     let_time_pass_until(made, lambda: not any(outcome.events.empty() for outcome in late))
     assert [outcome.wait().tokens for outcome in late] == [expected["legolink-4"][0]] * 2
-
-
-@pytest.mark.parametrize("policy", ["naive", "legolink-4", "query-10"])
-def test_states_go_on_when_a_layer_has_come(gated_hybrid, policy):
-    made, tier = gated_hybrid
-    from_memory = made.answer(PROMPT, policy)
-    forget_host(made)
-    tier.let(1)
-    outcome, _ = made.submit(PROMPT, policy)
-    wait_until_running(made)
-    tier.let(10**6)
-    answer = outcome.wait()
-    assert (answer.tokens, answer.logprobs) == (from_memory.tokens, from_memory.logprobs)
-
-
-def test_states_of_a_request_that_leaves_the_step_are_not_kept(bench, gated_hybrid):
-    """It begins again, and the others of the step have their own."""
-    made, tier = gated_hybrid
-    from_memory = bench(model=made.loaded)
-    from_memory.cache(PROMPT)
-    expected = from_memory.answer(PROMPT)
-    other = linked_prompt(25, 18, seed=5)
-    made.cache(other)
-    alone = made.answer(other)
-    tier.let(1)
-    with made.held() as held:
-        late = made.submit(PROMPT)[0]
-        outcome = made.submit(other)[0]
-        held.wait_until_ready(2)
-    assert outcome.wait().tokens == alone.tokens
-    assert outcome.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
-    assert late.events.empty()
-    tier.let(10**6)
-    assert late.wait().tokens == expected.tokens
-    assert late.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-
-
-def test_states_of_a_lost_layer_are_computed(gated_hybrid):
-    made, tier = gated_hybrid
-    expected = made.answer(PROMPT)
-    forget_host(made)
-    tier.let(1)
-    tier.unreadable = (1,)
-    outcome, _ = made.submit(PROMPT)
-    wait_until_running(made)
-    tier.let(10**6)
-    assert outcome.wait().tokens == expected.tokens
-    assert outcome.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
 def test_damage_in_a_middle_layer_is_computed_again(bench, tmp_path, expected):

@@ -84,7 +84,7 @@ def test_other_precisions_stay_as_they_are() -> None:
 def test_without_a_compiler_norms_are_the_models(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(source: object) -> None:
+    def missing(source: object, target: object) -> None:
         raise native.NativeUnavailableError("no compiler")
 
     monkeypatch.setattr(native, "load_library", missing)

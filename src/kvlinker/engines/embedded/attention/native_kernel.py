@@ -1,4 +1,4 @@
-"""Attention over segments by ``native/attention.cpp``: bf16 on CPUs with AVX512-BF16."""
+"""Attention over segments by ``native/attention.cpp``: bf16, on CPUs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class NativeAttention:
     pairing is known.
 
     Reads keys and values where they lie, and needs no mask however the queries are scattered. There
-    is no fp32 variant: models run in fp32 where the CPU does not multiply bf16, and there this code
-    does not run either.
+    is no variant for models in fp32.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,7 @@ class NativeNorm:
 
 @torch.no_grad()
 def quicken_norms(model: nn.Module) -> None:
-    """Let native code compute the norms of ``model`` of which it is known how, in bf16 on CPUs with
-    AVX512-BF16.
+    """Let native code compute the norms of ``model`` of which it is known how, in bf16 on CPUs.
 
     The modules stay as they are but for ``forward``. What a norm does is found by trying: there is
     no code per family.

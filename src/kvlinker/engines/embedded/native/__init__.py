@@ -18,19 +18,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from blake3 import blake3
 from torch import Tensor
+
+from kvlinker.engines.embedded.native import targets
+from kvlinker.engines.embedded.native.targets import Target
 
 T = TypeVar("T")
 
 Function = Callable[[ctypes.Structure], None]
 """A C++ function that takes one structure by address, and returns nothing."""
 
-COMPILE = (
-    "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-    " -mavx512bf16 -mfma"
-)
+COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions"
 LONGEST_BUILD = 120
 """Seconds that a run of the compiler may take; it takes three."""
 
@@ -48,12 +47,13 @@ class NativeUnavailableError(Exception):
 def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dict[str, Function]:
     """Return functions of a C++ file of this folder by name, each with the structure that it takes.
 
-    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs without
-    AVX512-BF16.
+    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs of no kind that
+    there is native code for.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
-        raise NativeUnavailableError("the CPU has no AVX512-BF16")
-    library = load_library(Path(__file__).with_name(file))
+    target = targets.this_target()
+    if target is None:
+        raise NativeUnavailableError("the CPU has neither AVX2 nor NEON")
+    library = load_library(Path(__file__).with_name(file), target)
     found: dict[str, Function] = {}
     for name, argument in arguments.items():
         function = getattr(library, name)
@@ -84,9 +84,9 @@ def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
         return None
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """Return the C++ file as a library, from the cache or compiled now; it may include headers that
-    lie beside it.
+def load_library(source: Path, target: Target) -> ctypes.CDLL:
+    """Return the C++ file as a library for this kind of processor, from the cache or compiled now;
+    it may include headers that lie beside it.
 
     Any number of processes may do so at once. Raises NativeUnavailableError.
     """
@@ -94,25 +94,26 @@ def load_library(source: Path) -> ctypes.CDLL:
     try:
         version = _run([*compiler, "--version"])
         sources = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-        built_from = (COMPILE.encode(), shlex.join(compiler).encode(), version, *sources)
+        options = f"{COMPILE} {target.options}"
+        built_from = (options.encode(), shlex.join(compiler).encode(), version, *sources)
         name = f"{source.stem}-{blake3(b'|'.join(built_from)).hexdigest(16)}.so"
         library = _cache() / name
         if not library.is_file():
-            _build(compiler, source, library)
+            _build(compiler, options, source, library)
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(_reason(error)) from error
 
 
-def _build(compiler: list[str], source: Path, library: Path) -> None:
-    """Compile and link ``source`` to the file ``library``.
+def _build(compiler: list[str], options: str, source: Path, library: Path) -> None:
+    """Compile ``source`` with these options, and link it to the file ``library``.
 
     Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded:
     with another one, the waiting threads of both would fight for the cores.
     """
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "compiled.o"), Path(folder, "linked.so")
-        _run([*compiler, *shlex.split(COMPILE), "-c", str(source), "-o", str(compiled)])
+        _run([*compiler, *shlex.split(options), "-c", str(source), "-o", str(compiled)])
         _run([*compiler, "-shared", str(compiled), "-o", str(linked)])
         linked.replace(library)
 

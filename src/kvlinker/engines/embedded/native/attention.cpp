@@ -1,4 +1,4 @@
-// Attention over segments, in bf16, for CPUs with AVX512-BF16: no mask in memory, and keys are read where they lie.
+// Attention over segments, in bf16: no mask in memory, and keys are read where they lie.
 //
 // A segment's keys have rotary embedding from a position of their own on, so a query is rotated for every segment
 // that it sees. A bundle is one or more sequences (members) and the segments that they all see. The query heads that
@@ -125,30 +125,28 @@ void compute_item(const Call& call, Scratch& scratch, const Partials& partials, 
         compute(NarrowTile<2>(rows, scratch.narrow, with_sinks));
     else if (count <= NARROW_ROWS)
         compute(NarrowTile<NARROW_ROWS>(rows, scratch.narrow, with_sinks));
-    else if (count <= LANES)
-        compute(WideTile<1>(rows, scratch.wide, with_sinks));
-    else if (count <= 2 * LANES)
-        compute(WideTile<2>(rows, scratch.wide, with_sinks));
+    else if (count <= TILE_ROWS / 4)
+        compute(WideTile<TILE_ROWS / 4>(rows, scratch.wide, with_sinks));
+    else if (count <= TILE_ROWS / 2)
+        compute(WideTile<TILE_ROWS / 2>(rows, scratch.wide, with_sinks));
     else
-        compute(WideTile<TILE_ROWS / LANES>(rows, scratch.wide, with_sinks));
+        compute(WideTile<TILE_ROWS>(rows, scratch.wide, with_sinks));
 }
 
-// Products of a query and 16 keys, or as many as there are from `first` on.
+// Products of a query and as many keys as a vector has lanes, or as there are from `first` on.
 void multiply(const Dots& dots, int64_t head, int64_t query, int64_t first) {
     const int64_t key_head = head / (dots.query.heads / dots.key.heads), dim = dots.key.dim;
-    __m512 sums[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();
+    Floats sums[LANES] = {};
     for (int64_t begin = 0; begin < dim; begin += 2 * LANES) {
-        const auto part = (__m512bh)load_row(dots.query.at(head, query) + begin, dim - begin);
+        const Words part = load_some<Words>(dots.query.at(head, query) + begin, dim - begin);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; ++i) {
             const int64_t key = std::min(first + i, dots.key.rows - 1);
-            sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)load_row(dots.key.at(key_head, key) + begin, dim - begin), part);
+            sums[i] = add_dot(sums[i], load_some<Words>(dots.key.at(key_head, key) + begin, dim - begin), part);
         }
     }
     float* products = dots.products + (head * dots.query.rows + query) * dots.key.rows + first;
-    _mm512_mask_storeu_ps(products, lanes_below(dots.key.rows - first), sums_of(sums));
+    store_some(products, sums_of(sums), dots.key.rows - first);
 }
 
 // One query's attention over all keys, zero if it sees none.
@@ -163,14 +161,12 @@ void merge(const Call& call, const Partials& partials, const std::vector<int64_t
         factor = std::exp2(factor - highest);
         total += factor * partials.total(place, head);
     }
-    const __m512 inverse = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
     for (int64_t dim = 0; dim < call.output.dim; dim += LANES) {
-        __m512 sum = _mm512_setzero_ps();
-        for (const int64_t place : places) {
-            const __m512 factor = _mm512_set1_ps(partials.maximum(place, head));
-            sum = _mm512_fmadd_ps(_mm512_loadu_ps(partials.outputs(place, head) + dim), factor, sum);
-        }
-        store_bf16(call.output.at(head, query) + dim, lanes_below(call.output.dim - dim), _mm512_mul_ps(sum, inverse));
+        Floats sum{};
+        for (const int64_t place : places)
+            sum += load<Floats>(partials.outputs(place, head) + dim) * partials.maximum(place, head);
+        store_bf16(call.output.at(head, query) + dim, sum * inverse, call.output.dim - dim);
     }
 }
 

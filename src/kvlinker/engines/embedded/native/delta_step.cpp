@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int64_t FEW_NUMBERS = 1 << 15;  // that one thread computes
-constexpr int64_t MOST_VECTORS = 16;      // of a row of the state
+constexpr int64_t MOST_VECTORS = 256 / LANES;  // of a row of the state
 
 struct DeltaStep {
     const float* const* before;  // [sequences] states of [heads, rows, columns]
@@ -36,30 +36,26 @@ void compute(const DeltaStep& step, int64_t sequence, int64_t head) {
     const float known = factor(step, key);
     const float decay = std::exp(step.decay[index]);
 
-    __m512 sums[MOST_VECTORS];
-    for (int64_t v = 0; v < vectors; ++v) sums[v] = _mm512_setzero_ps();
+    Floats sums[MOST_VECTORS] = {};
     for (int64_t row = 0; row < step.rows; ++row) {
-        const __m512 k = _mm512_set1_ps(key[row] * known * decay);
-        for (int64_t v = 0; v < vectors; ++v)
-            sums[v] = _mm512_fmadd_ps(k, _mm512_loadu_ps(before + row * step.columns + v * LANES), sums[v]);
+        const float k = key[row] * known * decay;
+        for (int64_t v = 0; v < vectors; ++v) sums[v] += k * load<Floats>(before + row * step.columns + v * LANES);
     }
-    __m512 change[MOST_VECTORS];
-    const __m512 share = _mm512_set1_ps(step.written[index]), kept = _mm512_set1_ps(decay);
+    Floats change[MOST_VECTORS];
     for (int64_t v = 0; v < vectors; ++v) {
-        const __m512 value = _mm512_loadu_ps(step.value + index * step.columns + v * LANES);
-        change[v] = _mm512_mul_ps(_mm512_sub_ps(value, sums[v]), share);
-        sums[v] = _mm512_setzero_ps();
+        change[v] = (load<Floats>(step.value + index * step.columns + v * LANES) - sums[v]) * step.written[index];
+        sums[v] = Floats{};
     }
     for (int64_t row = 0; row < step.rows; ++row) {
-        const __m512 k = _mm512_set1_ps(key[row] * known), q = _mm512_set1_ps(query[row] * asked);
+        const float k = key[row] * known, q = query[row] * asked;
         for (int64_t v = 0; v < vectors; ++v) {
             const int64_t at = row * step.columns + v * LANES;
-            const __m512 state = _mm512_fmadd_ps(k, change[v], _mm512_mul_ps(kept, _mm512_loadu_ps(before + at)));
-            _mm512_storeu_ps(after + at, state);
-            sums[v] = _mm512_fmadd_ps(q, state, sums[v]);
+            const Floats state = k * change[v] + decay * load<Floats>(before + at);
+            store(after + at, state);
+            sums[v] += q * state;
         }
     }
-    for (int64_t v = 0; v < vectors; ++v) _mm512_storeu_ps(step.output + index * step.columns + v * LANES, sums[v]);
+    for (int64_t v = 0; v < vectors; ++v) store(step.output + index * step.columns + v * LANES, sums[v]);
 }
 
 }  // namespace

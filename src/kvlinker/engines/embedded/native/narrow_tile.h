@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "numbers.h"
 #include "rows.h"
 
 constexpr int NARROW_ROWS = 4;
@@ -14,21 +15,16 @@ class NarrowScratch {
   public:
     explicit NarrowScratch(const Call& call)
         : key_dim(round_up(call.query.dim, 2 * LANES)), value_dim(round_up(call.output.dim, 4 * LANES)),
-          memory(allocate<float>(NARROW_ROWS * (key_dim / 2 + value_dim + KEY_BLOCK + KEY_BLOCK / 2))) {
-        output = memory.get();
-        scores = output + NARROW_ROWS * value_dim;
-        weights = reinterpret_cast<bf16*>(scores + NARROW_ROWS * KEY_BLOCK);
-        query = weights + NARROW_ROWS * KEY_BLOCK;
-    }
+          outputs(allocate<float>(NARROW_ROWS * value_dim)), scores(allocate<float>(NARROW_ROWS * KEY_BLOCK)),
+          weights(allocate<Part>(NARROW_ROWS * KEY_BLOCK)), query(allocate<bf16>(NARROW_ROWS * key_dim)) {}
 
-    const int64_t key_dim, value_dim;  // rounded up to what is computed at once
-    float* output;                     // [rows][value_dim], relative to the maxima so far
-    float* scores;                     // [rows][KEY_BLOCK], times log2(e)
-    bf16* weights;                     // [rows][KEY_BLOCK]
-    bf16* query;                       // [rows][key_dim]
+    float* output(int64_t row) const { return outputs.get() + row * value_dim; }
 
-  private:
-    std::unique_ptr<float, Free> memory;
+    const int64_t key_dim, value_dim;            // rounded up to what is computed at once
+    const std::unique_ptr<float, Free> outputs;  // [rows][value_dim], relative to the maxima so far
+    const std::unique_ptr<float, Free> scores;   // [rows][KEY_BLOCK], times log2(e)
+    const std::unique_ptr<Part, Free> weights;   // [rows][KEY_BLOCK]
+    const std::unique_ptr<bf16, Free> query;     // [rows][key_dim]
 };
 
 // A block's keys or values; the last one again behind the last. Where neighbours are is known without waiting for
@@ -45,7 +41,7 @@ class BlockRows {
         if (!NEIGHBOURS) return;
         const char* row = reinterpret_cast<const char*>(first + stride * index);
         for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(bf16)); byte += CACHE_LINE)
-            _mm_prefetch(row + byte, _MM_HINT_T0);
+            __builtin_prefetch(row + byte);
     }
 
     const bf16* operator[](int64_t index) const {
@@ -69,12 +65,12 @@ class NarrowTile {
             maxima[row] = with_sinks && row < rows.count ? rows.sink(row) : LOWEST;
             totals[row] = with_sinks ? 1.0f : 0.0f;
         }
-        std::fill(scratch.output, scratch.output + ROWS * scratch.value_dim, 0.0f);
-        std::fill(scratch.query, scratch.query + ROWS * scratch.key_dim, 0);
+        std::fill(scratch.output(0), scratch.output(ROWS), 0.0f);
+        std::fill(query(0), query(ROWS), 0);
     }
 
     // Where a row's rotated query is to be written before `take_queries`.
-    bf16* query(int64_t row) { return scratch.query + row * scratch.key_dim; }
+    bf16* query(int64_t row) { return scratch.query.get() + row * scratch.key_dim; }
 
     void take_queries() {}
 
@@ -87,12 +83,10 @@ class NarrowTile {
 
     void write_outputs() {
         for (int64_t row = 0; row < rows.count; ++row) {
-            const __m512 inverse = _mm512_set1_ps(totals[row] == 0.0f ? 0.0f : 1.0f / totals[row]);
-            const float* from = scratch.output + row * scratch.value_dim;
-            bf16* to = rows.output(row);
+            const float inverse = totals[row] == 0.0f ? 0.0f : 1.0f / totals[row];
             for (int64_t dim = 0; dim < call.output.dim; dim += LANES)
-                store_bf16(to + dim, lanes_below(call.output.dim - dim),
-                           _mm512_mul_ps(_mm512_load_ps(from + dim), inverse));
+                store_bf16(rows.output(row) + dim, load<Floats>(scratch.output(row) + dim) * inverse,
+                           call.output.dim - dim);
         }
     }
 
@@ -100,7 +94,7 @@ class NarrowTile {
     void write_partials(const Partials& partials, int64_t first_place) {
         for (int64_t row = 0; row < rows.count; ++row) {
             const int64_t place = rows.place(row, first_place), head = rows.head_of[row];
-            const float* from = scratch.output + row * scratch.value_dim;
+            const float* from = scratch.output(row);
             std::copy(from, from + call.output.dim, partials.outputs(place, head));
             partials.maximum(place, head) = maxima[row];
             partials.total(place, head) = totals[row];
@@ -114,7 +108,7 @@ class NarrowTile {
     template <bool NEIGHBOURS>
     void compute(const Segment& segment, const KeyBlock& block) {
         const BlockRows<NEIGHBOURS> keys(segment.key, block, rows.head), values(segment.value, block, rows.head);
-        const int64_t count = round_up(block.count, 2 * LANES);
+        const int64_t count = round_up(block.count, KEYS_TOGETHER);
         for (int64_t key = 0; key < count; key += KEYS) {
             for (int64_t ahead = key; ahead < key + KEYS; ++ahead) values.prefetch(ahead, call.output.dim);
             score(keys, block, key);
@@ -126,110 +120,119 @@ class NarrowTile {
     // Scores of KEYS keys of a block for all rows, -inf where hidden.
     template <bool NEIGHBOURS>
     void score(const BlockRows<NEIGHBOURS>& block_keys, const KeyBlock& block, int64_t begin) {
-        __m512 sums[LANES];  // of row and key: row * KEYS + key
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();
+        Floats sums[LANES] = {};  // of row and key: row * KEYS + key
         for (int64_t dim = 0; dim < call.query.dim; dim += 2 * LANES) {
-            __m512bh queries[ROWS];
-#pragma GCC unroll 4
-            for (int row = 0; row < ROWS; ++row)
-                queries[row] = (__m512bh)_mm512_load_si512(scratch.query + row * scratch.key_dim + dim);
-            const auto add = [&](__mmask32 dims) {
-#pragma GCC unroll 16
-                for (int i = 0; i < KEYS; ++i) {
-                    const auto key = (__m512bh)_mm512_maskz_loadu_epi16(dims, block_keys[begin + i] + dim);
-#pragma GCC unroll 4
-                    for (int row = 0; row < ROWS; ++row)
-                        sums[row * KEYS + i] = _mm512_dpbf16_ps(sums[row * KEYS + i], key, queries[row]);
-                }
-            };
             const int64_t left = call.query.dim - dim;
+            Words queries[ROWS];
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row) queries[row] = load<Words>(query(row) + dim);
             if (left >= 2 * LANES)
-                add(~__mmask32{0});
+                add(sums, block_keys, begin, dim, 2 * LANES, queries);
             else
-                add((__mmask32{1} << left) - 1);
+                add(sums, block_keys, begin, dim, left, queries);
         }
-        __m512 found = sums_of(sums);
-        if (call.softcap) {
-            found = tanh(_mm512_mul_ps(found, _mm512_set1_ps(call.scale / call.softcap)));
-            found = _mm512_mul_ps(found, _mm512_set1_ps(call.softcap * LOG2E));
-        } else {
-            found = _mm512_mul_ps(found, _mm512_set1_ps(call.scale * LOG2E));
-        }
-        if (block.some_hidden)
-            found = _mm512_mask_mov_ps(_mm512_set1_ps(-HUGE_VALF), seen_at(block.seen + begin), found);
-        for (int64_t row = 0; row < ROWS; ++row) {
-            const auto its = static_cast<__mmask16>(((1u << KEYS) - 1) << row * KEYS);
-            _mm512_mask_storeu_ps(scratch.scores + row * KEY_BLOCK + begin - row * KEYS, its, found);
+        Floats found = sums_of(sums);
+        if (call.softcap)
+            found = tanh(found * (call.scale / call.softcap)) * (call.softcap * LOG2E);
+        else
+            found *= call.scale * LOG2E;
+        if (block.some_hidden) found = mask_of(seen_at(block.seen + begin)) ? found : floats(-HUGE_VALF);
+        const auto* of_rows = reinterpret_cast<const float*>(&found);
+        for (int row = 0; row < ROWS; ++row)
+            std::memcpy(scratch.scores.get() + row * KEY_BLOCK + begin, of_rows + row * KEYS, KEYS * sizeof(float));
+    }
+
+    // Adds the products of `count` dims.
+    template <bool NEIGHBOURS>
+    [[gnu::always_inline]] void add(Floats (&sums)[LANES], const BlockRows<NEIGHBOURS>& block_keys, int64_t begin,
+                                    int64_t dim, int64_t count, const Words (&queries)[ROWS]) {
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; ++i) {
+            const Words key = load_some<Words>(block_keys[begin + i] + dim, count);
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row) sums[row * KEYS + i] = add_dot(sums[row * KEYS + i], key, queries[row]);
         }
     }
 
     // Which keys each row sees, in the order of `score`.
-    static __mmask16 seen_at(const uint64_t* seen) {
+    static uint32_t seen_at(const uint64_t* seen) {
         uint32_t found = 0;
         for (int row = 0; row < ROWS; ++row)
             for (int key = 0; key < KEYS; ++key) found |= static_cast<uint32_t>(seen[key] >> row & 1) << (row * KEYS + key);
-        return static_cast<__mmask16>(found);
+        return found;
     }
 
     // A row's scores become weights relative to their maximum; total and output follow.
     void weigh(int64_t row, int64_t keys) {
-        const float* scores = scratch.scores + row * KEY_BLOCK;
-        __m512 highest = _mm512_set1_ps(maxima[row]), total = _mm512_setzero_ps();
-        for (int64_t key = 0; key < keys; key += LANES) highest = _mm512_max_ps(highest, _mm512_load_ps(scores + key));
-        const __m512 maximum = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-        for (int64_t key = 0; key < keys; key += 2 * LANES) {
-            const __m512 low = exp2(_mm512_sub_ps(_mm512_load_ps(scores + key), maximum));
-            const __m512 high = exp2(_mm512_sub_ps(_mm512_load_ps(scores + key + LANES), maximum));
-            total = _mm512_add_ps(total, _mm512_add_ps(low, high));
-            const auto rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-            _mm512_store_si512(scratch.weights + row * KEY_BLOCK + key, rounded);
+        const float* scores = scratch.scores.get() + row * KEY_BLOCK;
+        Part* weights = scratch.weights.get() + row * KEY_BLOCK;
+        Floats highest = floats(maxima[row]), total{};
+        for (int64_t key = 0; key < keys; key += LANES) highest = larger(highest, load<Floats>(scores + key));
+        const float maximum = largest_of(highest);
+        for (int64_t key = 0; key < keys; key += LANES) {
+            const Floats weight = exp2(load<Floats>(scores + key) - maximum);
+            total += weight;
+            put_parts(weights + key, weight);
         }
-        const __m512 shrunk = exp2(_mm512_sub_ps(_mm512_set1_ps(maxima[row]), maximum));
-        shrink[row] = _mm512_cvtss_f32(shrunk);
-        maxima[row] = _mm512_cvtss_f32(maximum);
-        totals[row] = totals[row] * shrink[row] + _mm512_reduce_add_ps(total);
+        shrink[row] = exp2(floats(maxima[row] - maximum))[0];
+        maxima[row] = maximum;
+        totals[row] = totals[row] * shrink[row] + sum_of(total);
     }
 
     template <bool NEIGHBOURS>
     void accumulate(const BlockRows<NEIGHBOURS>& block_keys, const BlockRows<NEIGHBOURS>& values, int64_t keys,
                     int64_t dim) {
-        const __m512i low = alternating(0, 2 * LANES), high = alternating(LANES, 2 * LANES);
-        __m512 sums[ROWS][4];
+        Floats sums[ROWS][4];
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i)
-                sums[row][i] = _mm512_mul_ps(_mm512_load_ps(scratch.output + row * scratch.value_dim + dim + i * LANES),
-                                             _mm512_set1_ps(shrink[row]));
+                sums[row][i] = load<Floats>(scratch.output(row) + dim + i * LANES) * shrink[row];
         const int64_t dims = call.output.dim - dim;
         for (int64_t key = 0; key < keys; key += 2) {  // one behind the last has weight 0
             if (dim == 0) {
                 block_keys.prefetch(key + KEY_BLOCK, call.query.dim);
                 block_keys.prefetch(key + 1 + KEY_BLOCK, call.query.dim);
             }
-            const bf16* even = values[key] + dim;
-            const bf16* odd = values[key + 1] + dim;
-            __m512bh pairs[4];
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                const __m512i one = load_row(even + half * 2 * LANES, dims - half * 2 * LANES);
-                const __m512i other = load_row(odd + half * 2 * LANES, dims - half * 2 * LANES);
-                pairs[2 * half] = (__m512bh)_mm512_permutex2var_epi16(one, low, other);
-                pairs[2 * half + 1] = (__m512bh)_mm512_permutex2var_epi16(one, high, other);
-            }
-#pragma GCC unroll 4
-            for (int row = 0; row < ROWS; ++row) {
-                const __m512bh weight = broadcast_pair(scratch.weights + row * KEY_BLOCK + key);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) sums[row][i] = _mm512_dpbf16_ps(sums[row][i], pairs[i], weight);
-            }
+            add_values(sums, values[key] + dim, values[key + 1] + dim, dims, scratch.weights.get() + key);
         }
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i)
-                _mm512_store_ps(scratch.output + row * scratch.value_dim + dim + i * LANES, sums[row][i]);
+            for (int i = 0; i < 4; ++i) store(scratch.output(row) + dim + i * LANES, sums[row][i]);
+    }
+
+    // Adds what two keys' values, or as many of them as there are dims, are by their weights.
+    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][4], const bf16* even, const bf16* odd,
+                                                  int64_t dims, const bf16* weights) {
+        Words pairs[4];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            const Halves one = load_some<Halves>(even + half * 2 * LANES, dims - half * 2 * LANES);
+            const Halves other = load_some<Halves>(odd + half * 2 * LANES, dims - half * 2 * LANES);
+            pairs[2 * half] = (Words)alternated(one, other, false);
+            pairs[2 * half + 1] = (Words)alternated(one, other, true);
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; ++row) {
+            const Words weight = broadcast_pair(weights + row * KEY_BLOCK);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sums[row][i] = add_dot(sums[row][i], pairs[i], weight);
+        }
+    }
+
+    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][4], const bf16* even, const bf16* odd,
+                                                  int64_t dims, const float* weights) {
+        for (const bf16* value : {even, odd}) {
+            Floats numbers[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) numbers[i] = load_bf16(value + i * LANES, dims - i * LANES);
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) sums[row][i] += numbers[i] * weights[row * KEY_BLOCK];
+            ++weights;
+        }
     }
 
     const Rows& rows;

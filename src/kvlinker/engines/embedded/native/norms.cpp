@@ -19,23 +19,19 @@ struct Norm {
 
 void compute(const Norm& norm, int64_t row) {
     const bf16* inputs = norm.inputs + row * norm.width;
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares{};
     for (int64_t i = 0; i < norm.width; i += LANES) {
-        const __m512 x = load_bf16(inputs + i, lanes_below(norm.width - i));
-        squares = _mm512_fmadd_ps(x, x, squares);
+        const Floats x = load_bf16(inputs + i, norm.width - i);
+        squares += x * x;
     }
-    const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(norm.width);
-    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
-    const __m512 offset = _mm512_set1_ps(norm.offset);
+    const float mean = sum_of(squares) / static_cast<float>(norm.width);
+    const float factor = 1.0f / std::sqrt(mean + norm.epsilon);
     for (int64_t i = 0; i < norm.width; i += LANES) {
-        const __mmask16 lanes = lanes_below(norm.width - i);
-        __m512 normed = _mm512_mul_ps(load_bf16(inputs + i, lanes), factor);
-        if (norm.rounds_first) {
-            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(normed);
-            normed = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-        }
-        const __m512 weight = _mm512_add_ps(load_bf16(norm.weight + i, lanes), offset);
-        store_bf16(norm.output + row * norm.width + i, lanes, _mm512_mul_ps(normed, weight));
+        const int64_t left = norm.width - i;
+        Floats normed = load_bf16(inputs + i, left) * factor;
+        if (norm.rounds_first) normed = widened(rounded(normed));
+        const Floats weight = load_bf16(norm.weight + i, left) + norm.offset;
+        store_bf16(norm.output + row * norm.width + i, normed * weight, left);
     }
 }
 

@@ -7,6 +7,7 @@
 
 constexpr int TILE_ROWS = 64;     // the most rows of a tile
 constexpr int KEY_BLOCK = 128;    // keys whose scores exist at once; a multiple of 64
+constexpr int KEYS_TOGETHER = 2 * 16;  // what tiles round a block's count up to
 constexpr float LOWEST = -1e30f;  // below all scores, but finite: differences of maxima are numbers
 
 // The 64 bits from `first` on.
@@ -20,29 +21,25 @@ inline void rotate(const Rotation& rotation, const bf16* from, int64_t dim, int6
     const int64_t pairs = rotation.pairs;
     const float* cos = rotation.cos + std::abs(position) * pairs;
     const float* sin = rotation.sin + std::abs(position) * pairs;
-    const __m512 sign = _mm512_set1_ps(position < 0 ? -1.0f : 1.0f);
+    const float sign = position < 0 ? -1.0f : 1.0f;
     for (int64_t pair = 0; pair < pairs; pair += LANES) {
-        const __mmask16 lanes = lanes_below(pairs - pair);
-        const __m512 c = _mm512_maskz_loadu_ps(lanes, cos + pair);
-        const __m512 s = _mm512_mul_ps(sign, _mm512_maskz_loadu_ps(lanes, sin + pair));
-        const auto turn = [&](__m512& x, __m512& y) {
-            const __m512 turned = _mm512_fnmadd_ps(y, s, _mm512_mul_ps(x, c));
-            y = _mm512_fmadd_ps(x, s, _mm512_mul_ps(y, c));
+        const int64_t left = pairs - pair;
+        const Floats c = load_some<Floats>(cos + pair, left), s = load_some<Floats>(sin + pair, left) * sign;
+        const auto turn = [&](Floats& x, Floats& y) {
+            const Floats turned = x * c - y * s;
+            y = x * s + y * c;
             x = turned;
         };
         if (rotation.interleaved) {
-            const __m512i both = _mm512_maskz_loadu_epi32(lanes, from + 2 * pair);
-            __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-            __m512 y = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
+            const Words both = load_some<Words>(from + 2 * pair, 2 * left);
+            Floats x = low_of(both), y = high_of(both);
             turn(x, y);
-            const __m512i packed = (__m512i)_mm512_cvtne2ps_pbh(y, x);
-            const __m512i in_pairs = _mm512_permutexvar_epi16(alternating(0, LANES), packed);
-            _mm512_mask_storeu_epi32(rotated + 2 * pair, lanes, in_pairs);
+            store_some(rotated + 2 * pair, pairs_of(x, y), 2 * left);
         } else {
-            __m512 x = load_bf16(from + pair, lanes), y = load_bf16(from + pair + pairs, lanes);
+            Floats x = load_bf16(from + pair, left), y = load_bf16(from + pair + pairs, left);
             turn(x, y);
-            store_bf16(rotated + pair, lanes, x);
-            store_bf16(rotated + pair + pairs, lanes, y);
+            store_bf16(rotated + pair, x, left);
+            store_bf16(rotated + pair + pairs, y, left);
         }
     }
     const int64_t passed = dim - 2 * pairs;
@@ -71,7 +68,7 @@ struct KeyBlock {
     int64_t count;
     bool neighbours;                       // whether they follow one another
     bool some_hidden;                      // whether not all rows see all, or the block is to be filled up
-    int32_t keys[KEY_BLOCK + LANES];       // ascending; the last one again behind the last
+    int32_t keys[KEY_BLOCK];               // ascending; the last one again behind the last
     alignas(64) uint64_t seen[KEY_BLOCK];  // if some are hidden: a bit per row; 0 behind the last
 };
 
@@ -186,7 +183,7 @@ class Rows {
             first = collect(begin, left_out);
             if (block.count == 0) continue;
             const bool ends = block.keys[0] < highest_low || block.keys[block.count - 1] >= lowest_high;
-            block.some_hidden = ends || masks || block.count % (2 * LANES);
+            block.some_hidden = ends || masks || block.count % KEYS_TOGETHER;
             if (block.some_hidden) {
                 std::fill(block.seen, block.seen + block.count, ends ? 0 : ~uint64_t{0});
                 std::fill(block.seen + block.count, block.seen + KEY_BLOCK, 0);
@@ -199,30 +196,20 @@ class Rows {
 
     // Fills the block with keys from `first` on. Returns where the next begins.
     int64_t collect(int64_t first, const uint64_t* left_out) {
-        const __m512i counted = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        if (!left_out) {
-            block.count = std::min<int64_t>(highest_high - first, KEY_BLOCK);
-            block.neighbours = true;
-            for (int64_t i = 0; i < KEY_BLOCK; i += LANES) {
-                const int64_t key = std::min(first + i, highest_high - 1);
-                const __m512i keys = _mm512_add_epi32(counted, _mm512_set1_epi32(static_cast<int32_t>(key)));
-                const __m512i last = _mm512_set1_epi32(static_cast<int32_t>(first + block.count - 1));
-                _mm512_storeu_si512(block.keys + i, _mm512_min_epi32(keys, last));
-            }
-            return first + block.count;
-        }
         block.count = 0;
-        while (first < highest_high && block.count < KEY_BLOCK) {
-            uint32_t kept = lanes_below(highest_high - first) & ~bits_at(left_out, first);
-            const __m512i keys = _mm512_add_epi32(counted, _mm512_set1_epi32(static_cast<int32_t>(first)));
-            const int64_t begin = std::exchange(first, first + LANES);
-            while (__builtin_popcount(kept) > KEY_BLOCK - block.count) {  // the last of them do not fit any more
-                const int highest = 31 - __builtin_clz(kept);
-                kept ^= 1u << highest;
-                first = begin + highest;
+        while (first < highest_high && block.count < KEY_BLOCK) {  // as many neighbours as there are
+            int64_t count = std::min<int64_t>(highest_high - first, KEY_BLOCK - block.count);
+            if (left_out) {
+                const uint64_t bits = bits_at(left_out, first);
+                if (bits & 1) {
+                    first += ~bits ? __builtin_ctzll(~bits) : 64;
+                    continue;
+                }
+                count = std::min<int64_t>(count, bits ? __builtin_ctzll(bits) : 64);
             }
-            _mm512_storeu_si512(block.keys + block.count, _mm512_maskz_compress_epi32(kept, keys));
-            block.count += __builtin_popcount(kept);
+            for (int64_t i = 0; i < count; ++i) block.keys[block.count + i] = static_cast<int32_t>(first + i);
+            block.count += count;
+            first += count;
         }
         if (block.count == 0) return first;
         const int32_t last = block.keys[block.count - 1];
@@ -231,13 +218,15 @@ class Rows {
         return first;
     }
 
+    // Neighbouring rows that see the same keys are told at once.
     void add_in_bounds() {
-        for (int64_t row = 0; row < count; row += LANES) {
-            const __m512i low = _mm512_load_si512(lows + row), span = _mm512_load_si512(spans + row);
-            for (int64_t key = 0; key < block.count; ++key) {
-                const __m512i behind = _mm512_sub_epi32(_mm512_set1_epi32(block.keys[key]), low);
-                block.seen[key] |= static_cast<uint64_t>(_mm512_cmplt_epu32_mask(behind, span)) << row;
-            }
+        for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+            while (end < count && lows[end] == lows[begin] && spans[end] == spans[begin]) ++end;
+            const uint64_t bits = (~uint64_t{0} >> (64 - (end - begin))) << begin;
+            const int32_t *keys = block.keys, *behind = keys + block.count;
+            const int64_t low = std::lower_bound(keys, behind, lows[begin]) - keys;
+            const int64_t high = std::lower_bound(keys, behind, lows[begin] + spans[begin]) - keys;
+            for (int64_t key = low; key < high; ++key) block.seen[key] |= bits;
         }
     }
 
@@ -261,6 +250,6 @@ class Rows {
     int64_t member_of[TILE_ROWS], offsets[TILE_ROWS];
     bool rotated = false;
     int64_t lowest_low, highest_low, lowest_high, highest_high;
-    alignas(64) int32_t lows[TILE_ROWS] = {}, spans[TILE_ROWS] = {};  // every row's first key and count of keys
+    int32_t lows[TILE_ROWS] = {}, spans[TILE_ROWS] = {};  // every row's first key and count of keys
     KeyBlock block;
 };

@@ -1,7 +1,6 @@
-// Arithmetic on vectors of 16 numbers, and the micro-kernels' helpers.
+// Arithmetic on vectors of numbers, written once for all processors by the compiler's vector types. What a processor does
+// by an instruction of its own is chosen below: products of pairs in bf16, rounding to bf16, powers of two.
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -9,10 +8,45 @@
 #include <cstring>
 #include <memory>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "call.h"
 
+#if defined(__AVX512F__)
 constexpr int LANES = 16;  // numbers in a vector
+constexpr int REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+constexpr int REGISTERS = 16;
+#else
+constexpr int LANES = 4;
+constexpr int REGISTERS = 32;
+#endif
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define MULTIPLIES_BF16 1  // else numbers are widened to fp32 first
+#else
+#define MULTIPLIES_BF16 0
+#endif
+
 constexpr float LOG2E = 1.44269504f;
+
+template <typename T, int BYTES>
+struct VectorOf {
+    typedef T type __attribute__((vector_size(BYTES)));
+    typedef T unaligned __attribute__((vector_size(BYTES), aligned(alignof(T)), may_alias));
+};
+
+constexpr int VECTOR = LANES * sizeof(float);  // bytes
+
+using Floats = VectorOf<float, VECTOR>::type;
+using Words = VectorOf<int32_t, VECTOR>::type;     // integers, masks (all bits or none), or pairs of bf16: the first one low
+using Halves = VectorOf<uint16_t, VECTOR>::type;   // a row of bf16, twice as many as there are lanes
+using Rounded = VectorOf<uint16_t, VECTOR / 2>::type;  // bf16
 
 inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -23,100 +57,208 @@ struct Free {
 // Uninitialised memory for whole vectors.
 template <typename T>
 std::unique_ptr<T, Free> allocate(int64_t count) {
-    const int64_t bytes = round_up(count * sizeof(T), sizeof(__m512i));
-    return std::unique_ptr<T, Free>(static_cast<T*>(std::aligned_alloc(sizeof(__m512i), bytes)));
+    const int64_t bytes = round_up(count * sizeof(T), 64);
+    return std::unique_ptr<T, Free>(static_cast<T*>(std::aligned_alloc(64, bytes)));
 }
 
-// 2^x with a relative error of 3e-6; 0 below -200. NaN stays NaN.
-inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
-    const __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 power = _mm512_set1_ps(0.0135341678f);
-    power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0.0520114638f));
-    power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0.241442755f));
-    power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0.693003833f));
-    power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(1.0000026f));
-    return _mm512_scalef_ps(power, x);  // times 2^floor(x)
+template <typename Vector, typename T>
+Vector load(const T* from) {
+    Vector loaded;
+    std::memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+template <typename Vector, typename T>
+void store(T* to, Vector vector) {
+    std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats floats(float number) { return number - Floats{}; }
+inline Words words(int32_t number) { return number - Words{}; }
+
+// 0, 1, 2, ...
+inline Words counted() {
+    Words numbers;
+    for (int i = 0; i < LANES; ++i) numbers[i] = i;
+    return numbers;
+}
+
+// The first `count` numbers from `from` on, or as many as a vector has; zeros behind.
+template <typename Vector, typename T>
+Vector load_some(const T* from, int64_t count) {
+    constexpr int64_t MOST = sizeof(Vector) / sizeof(T);
+    if (count >= MOST) return load<Vector>(from);
+    Vector loaded{};
+    if (count > 0) std::memcpy(&loaded, from, count * sizeof(T));
+    return loaded;
+}
+
+template <typename Vector, typename T>
+void store_some(T* to, Vector vector, int64_t count) {
+    constexpr int64_t MOST = sizeof(Vector) / sizeof(T);
+    if (count >= MOST)
+        store(to, vector);
+    else if (count > 0)
+        std::memcpy(to, &vector, count * sizeof(T));
+}
+
+// The low or high number of each pair.
+inline Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats high_of(Words pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
+
+inline Floats widened(Rounded numbers) { return (Floats)(__builtin_convertvector(numbers, Words) << 16); }
+
+inline Floats load_bf16(const bf16* from, int64_t count = LANES) { return widened(load_some<Rounded>(from, count)); }
+
+#if defined(__AVX512BF16__)
+
+inline Rounded rounded(Floats numbers) { return (Rounded)_mm512_cvtneps_pbh((__m512)numbers); }
+
+// sum + first * first + second * second of each pair
+inline Floats add_dot(Floats sum, Words pairs, Words others) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)others);
+}
+
+#else
+
+// The bits of the nearest bf16, of two as near the even one, in each word's upper half. NaN stays NaN.
+inline Words rounded_up(Floats numbers) {
+    const Words bits = (Words)numbers;
+    const Words nearest = bits + 0x7fff + (bits >> 16 & 1);
+    return numbers == numbers ? nearest : bits | 0x400000;
+}
+
+inline Rounded rounded(Floats numbers) {
+    return __builtin_convertvector(rounded_up(numbers) >> 16, Rounded);
+}
+
+inline Floats add_dot(Floats sum, Words pairs, Words others) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, (bfloat16x8_t)others);
+#else
+    sum += low_of(pairs) * low_of(others);
+    return sum + high_of(pairs) * high_of(others);
+#endif
+}
+
+#endif
+
+inline void store_bf16(bf16* to, Floats numbers, int64_t count = LANES) { store_some(to, rounded(numbers), count); }
+
+// Rounds two vectors to bf16, and makes them pairs.
+inline Words pairs_of(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    const Words order = (counted() + LANES) << 16 | counted();
+    return (Words)_mm512_permutexvar_epi16((__m512i)order, both);
+#else
+    return (rounded_up(first) >> 16 & 0xffff) | (rounded_up(second) & static_cast<int32_t>(0xffff0000));
+#endif
+}
+
+// 2^x with a relative error of 3e-6; 0 where x is below -126 or less. NaN stays NaN.
+inline Floats exp2(Floats x) {
+#if defined(__AVX512F__)
+    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+    const Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    const Floats given = x;
+    x = x < -126.0f ? floats(-126.0f) : x;
+    const Words cut = __builtin_convertvector(x, Words);  // towards zero
+    const Words whole = cut + (Words)(__builtin_convertvector(cut, Floats) > x);
+    const Floats fraction = x - __builtin_convertvector(whole, Floats);
+#endif
+    Floats power = floats(0.0135341678f);
+    power = power * fraction + 0.0520114638f;
+    power = power * fraction + 0.241442755f;
+    power = power * fraction + 0.693003833f;
+    power = power * fraction + 1.0000026f;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)power, (__m512)x);  // times 2^floor(x)
+#else
+    return given < -126.0f ? Floats{} : (Floats)((Words)power + (whole << 23));
+#endif
 }
 
 // 1 - 2 / (e^2x + 1)
-inline __m512 tanh(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2 * LOG2E)));
-    return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
+inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp2(x * (2 * LOG2E)) + 1.0f); }
+
+inline Floats larger(Floats one, Floats other) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)one, (__m512)other);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)one, (__m256)other);
+#else
+    return one > other ? one : other;
+#endif
 }
 
-// 16-bit indices that take from two halves in turn: first, first + distance, first + 1, first + 1 + distance, ...
-inline __m512i alternating(int first, int distance) {
-    const __m512i counted = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i both = _mm512_mullo_epi32(counted, _mm512_set1_epi32(0x10001));
-    return _mm512_add_epi32(both, _mm512_set1_epi32(first * 0x10001 + distance * 0x10000));
+// All bits of each lane whose bit is set.
+inline Words mask_of(uint32_t bits) {
+    const Words lane = words(1) << counted();
+    return (words(static_cast<int32_t>(bits)) & lane) != 0;
 }
 
-inline __m512bh broadcast_pair(const bf16* two) {
+inline Words broadcast_pair(const bf16* two) {
     int32_t bits;
     std::memcpy(&bits, two, sizeof bits);
-    return (__m512bh)_mm512_set1_epi32(bits);
+    return words(bits);
 }
 
-// 16 numbers of 16 bits from `from` on, or as many as `lanes` has bits.
-inline __m512 load_bf16(const bf16* from, __mmask16 lanes) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from)), 16));
+// The first, or the second, half of what two vectors are that take turns: one[0], other[0], one[1], other[1], ...
+template <typename Vector>
+Vector alternated(Vector one, Vector other, bool second_half) {
+    constexpr int COUNT = sizeof(Vector) / sizeof(one[0]);
+    using Index = std::conditional_t<sizeof(one[0]) == 2, Halves, Words>;
+    Index low{}, high{};
+    for (int i = 0; i < COUNT; ++i) {
+        low[i] = i / 2 + i % 2 * COUNT;
+        high[i] = low[i] + COUNT / 2;
+    }
+    return second_half ? __builtin_shuffle(one, other, high) : __builtin_shuffle(one, other, low);
 }
 
-inline void store_bf16(bf16* to, __mmask16 lanes, __m512 rounded) {
-    _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(rounded));
-}
-
-// A mask of the first `count` lanes.
-inline __mmask16 lanes_below(int64_t count) {
-    return static_cast<__mmask16>((uint32_t{1} << std::clamp<int64_t>(count, 0, LANES)) - 1);
-}
-
-// 32 numbers of 16 bits from `from` on, or as many as there are; zeros behind.
-inline __m512i load_row(const bf16* from, int64_t count) {
-    if (count >= 2 * LANES) return _mm512_loadu_si512(from);
-    return _mm512_maskz_loadu_epi16((__mmask32{1} << std::max<int64_t>(count, 0)) - 1, from);
-}
-
-// The sum of each of 16 vectors.
-inline __m512 sums_of(const __m512 (&vectors)[LANES]) {
-    __m512 quarters[4];  // of four vectors each, a sum per quarter
+// Vector i has what vector j has for each j in lane i.
+inline void transpose(Words (&rows)[LANES]) {
+    Words turned[LANES];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        const __m512 *four = vectors + 4 * i;
-        const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
-        const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));
-        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second));
-        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(first), _mm512_castps_pd(second));
-        quarters[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    for (int stage = 1; stage < LANES; stage *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; ++i) {
+            turned[2 * i] = alternated(rows[i], rows[i + LANES / 2], false);
+            turned[2 * i + 1] = alternated(rows[i], rows[i + LANES / 2], true);
+        }
+        std::copy(turned, turned + LANES, rows);
     }
-    const auto join = [](__m512 one, __m512 other) {
-        return _mm512_add_ps(_mm512_shuffle_f32x4(one, other, 0x88), _mm512_shuffle_f32x4(one, other, 0xdd));
-    };
-    return join(join(quarters[0], quarters[1]), join(quarters[2], quarters[3]));
 }
 
-// Makes the rows of 16 times 16 numbers of 32 bits its columns.
-inline void transpose(__m512i (&rows)[LANES]) {
-    __m512i pairs[LANES], fours[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4)  // quarter q of fours[i + c] is column 4q + c of four rows from i on
-        for (int c = 0; c < 2; ++c) {
-            fours[i + 2 * c] = _mm512_unpacklo_epi64(pairs[i + c], pairs[i + c + 2]);
-            fours[i + 2 * c + 1] = _mm512_unpackhi_epi64(pairs[i + c], pairs[i + c + 2]);
-        }
-    for (int c = 0; c < 4; ++c) {
-        const __m512i even = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0x88);
-        const __m512i odd = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0xdd);
-        const __m512i later_even = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0x88);
-        const __m512i later_odd = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0xdd);
-        rows[c] = _mm512_shuffle_i32x4(even, later_even, 0x88);
-        rows[c + 4] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
-        rows[c + 8] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
-        rows[c + 12] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
-    }
+// The sum of each of so many vectors as there are lanes.
+inline Floats sums_of(Floats (&vectors)[LANES]) {
+#pragma GCC unroll 4
+    for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < left; ++i)
+            vectors[i] =
+                alternated(vectors[i], vectors[i + left], false) + alternated(vectors[i], vectors[i + left], true);
+    return vectors[0];
+}
+
+inline float sum_of(Floats numbers) {
+    float sum = 0.0f;
+#if defined(__AVX512F__)
+    sum = _mm512_reduce_add_ps((__m512)numbers);
+#else
+    for (int i = 0; i < LANES; ++i) sum += numbers[i];
+#endif
+    return sum;
+}
+
+inline float largest_of(Floats numbers) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)numbers);
+#else
+    float largest = numbers[0];
+    for (int i = 1; i < LANES; ++i) largest = std::max(largest, numbers[i]);
+    return largest;
+#endif
 }

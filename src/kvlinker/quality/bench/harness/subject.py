@@ -136,10 +136,12 @@ def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
     the settings say."""
 
     from kvlinker.engines.contract.model_files import choose_device, choose_dtype
+    from kvlinker.engines.embedded.model_loading import multiplies_bf16
 
     set_threads(settings.threads)
     device = choose_device(settings.device)
-    return choose_dtype(settings.dtype, device, settings.weights), device
+    own = multiplies_bf16(settings)
+    return choose_dtype(settings.dtype, device, settings.weights, own_bf16=own), device
 
 
 @contextmanager

@@ -6,10 +6,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from kvlinker.engines.embedded.model.states.delta_step import NORMED, delta_step
 from kvlinker.engines.embedded.model.states.rules import RULES, RuleCall
+from tests.engines.embedded.native_targets import HERE
 
-pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16"
-)
+pytestmark = pytest.mark.skipif(not HERE, reason="no native code for this CPU")
 CPU = torch.device("cpu")
 
 

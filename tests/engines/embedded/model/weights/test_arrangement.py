@@ -17,15 +17,15 @@ from transformers import AutoConfig
 
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract.cost import CostModel, count_weights
-from kvlinker.engines.contract.model_files import fingerprint
+from kvlinker.engines.contract.model_files import expert_counts, fingerprint
 from kvlinker.engines.embedded.model.anatomy import anatomy_of, decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.weights import arrangement, quantized
 from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
-from kvlinker.engines.embedded.model.weights.matrices import PackedMatrix, packs
+from kvlinker.engines.embedded.model.weights.matrices import BlockedMatrix, PackedMatrix, packs
 from kvlinker.engines.embedded.model.weights.native_products import native_products
-from kvlinker.engines.embedded.model.weights.native_quantized import BlockedMatrix
+from kvlinker.engines.embedded.model.weights.native_quantized import CodesMatrix
 from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.settings import WeightFormat
@@ -48,6 +48,7 @@ def spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let oneDNN multiply few rows, too: bit by bit as by plain weights."""
     monkeypatch.setattr(PackedMatrix, "NATIVE_UP_TO", 0)
+    monkeypatch.setattr(BlockedMatrix, "takes", lambda weight, native: False)
 
 
 @pytest.fixture
@@ -381,13 +382,11 @@ def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
     )
 
     router = AutoConfig.for_model("mixtral", num_local_experts=48, num_experts_per_tok=2)
-    assert arrangement._expert_counts(router) == {48, 2}
+    assert expert_counts(router) == {48, 2}
 
 
 def _is_quantised(linear: nn.Module) -> bool:
-    return any(
-        isinstance(part, Int8Matrix | Int4Matrix | BlockedMatrix) for part in linear.modules()
-    )
+    return any(isinstance(part, Int8Matrix | Int4Matrix | CodesMatrix) for part in linear.modules())
 
 
 def test_each_format_has_chunks_of_its_own() -> None:
@@ -439,9 +438,11 @@ LOAD_A_MODEL = """
 import gc, sys
 from pathlib import Path
 from kvlinker.settings import load_settings
+from kvlinker.engines.embedded.model import precision
 from kvlinker.engines.embedded.model_loading import load_model
 
 folder, form = sys.argv[1:]
+precision.KEPT_SHARE = 0  # as with a model that takes most of the machine's memory
 
 def load(name):
     return load_model(load_settings(model=f"{folder}/{name}", weights=form, dtype="bfloat16"))

@@ -3,6 +3,7 @@ inputs."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,22 +17,28 @@ from hypothesis import given
 
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.model.weights import matrices, native_products
-from kvlinker.engines.embedded.model.weights.matrices import Matrix, PackedMatrix
+from kvlinker.engines.embedded.model.weights.matrices import (
+    BlockedMatrix,
+    Matrix,
+    PackedMatrix,
+)
 from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
     NativeInt8Matrix,
 )
 from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
+from kvlinker.engines.embedded.native.targets import TARGETS
 
 pytestmark = pytest.mark.skipif(
     native_products.native_products() is None, reason="no native products"
 )
 
 needs_blocks = pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies with AMX"
+    torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported(),
+    reason="oneDNN multiplies with AMX, or orders weights otherwise",
 )
 
-KINDS: list[type[Matrix]] = [PackedMatrix, NativeInt8Matrix, NativeInt4Matrix]
+KINDS: list[type[Matrix]] = [PackedMatrix, BlockedMatrix, NativeInt8Matrix, NativeInt4Matrix]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,9 +77,9 @@ def test_a_row_in_bf16_is_bit_identical_beside_others() -> None:
         assert torch.equal(together[row], matrix.multiply(hidden[row : row + 1], None)[0])
 
 
-@pytest.mark.parametrize("kind", [NativeInt8Matrix, NativeInt4Matrix])
+@pytest.mark.parametrize("kind", [BlockedMatrix, NativeInt8Matrix, NativeInt4Matrix])
 @torch.inference_mode()
-def test_a_row_of_codes_is_nearly_the_same_beside_others(kind: type[Matrix]) -> None:
+def test_a_row_in_blocks_is_nearly_the_same_beside_others(kind: type[Matrix]) -> None:
     torch.manual_seed(0)
     matrix, hidden = kind(torch.randn(200, 256).bfloat16()), torch.randn(100, 256).bfloat16()
     together = matrix.multiply(hidden, None)
@@ -104,9 +111,24 @@ def test_no_rows_and_as_many_as_native_code_takes(
     ]
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to read machine code with")
-def test_six_rows_in_bf16_keep_their_sums_in_registers() -> None:
-    library = native.load_library(Path(native.__file__).with_name("products.cpp"))
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64",
+    reason="no machine code of x86 here, or no objdump to read it with",
+)
+@pytest.mark.parametrize(
+    ("target", "step", "instruction", "count"),
+    [
+        ("avx512-bf16", "9PairsStep", "vdpbf16ps", 24),
+        ("avx512", "10FloatsStep", "vfmadd231ps", 24),
+        ("avx2", "10FloatsStep", "vfmadd231ps", 12),
+    ],
+)
+def test_six_rows_keep_their_sums_in_registers(
+    target: str, step: str, instruction: str, count: int
+) -> None:
+    """The compiled loop is read: it needs no processor of that kind."""
+    (kind,) = (each for each in TARGETS if each.name == target)
+    library = native.load_library(Path(native.__file__).with_name("products.cpp"), kind)
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library._name],
         check=True,
@@ -114,10 +136,12 @@ def test_six_rows_in_bf16_keep_their_sums_in_registers() -> None:
         text=True,
     ).stdout
     (function,) = (
-        part.splitlines() for part in code.split("\n\n") if "8multiplyINS_6InBf16ELi6E" in part[:99]
+        part.splitlines()
+        for part in code.split("\n\n")
+        if f"8multiplyI{step}6InBf16Li6E" in part[:120]
     )
-    products = [line for line, text in enumerate(function) if "vdpbf16ps" in text]
-    assert len(products) == 24
+    products = [line for line, text in enumerate(function) if instruction in text]
+    assert len(products) == count
     loop = function[products[0] : products[-1]]
     assert not [text for text in loop if "%rsp" in text or "%rbp" in text]
 
@@ -187,7 +211,7 @@ def test_wrong_products_are_not_trusted(
 def test_without_a_compiler_pytorch_multiplies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(source: object) -> None:
+    def missing(source: object, target: object) -> None:
         raise native.NativeUnavailableError("no compiler")
 
     monkeypatch.setattr(native, "load_library", missing)

@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.embedded.model.anatomy import decoder_layers
 from kvlinker.engines.embedded.model.memory import drop_mapped, return_freed
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
-from kvlinker.engines.embedded.model.weights.matrices import Matrix, PackedMatrix, packs
+from kvlinker.engines.embedded.model.weights.matrices import (
+    BlockedMatrix,
+    Matrix,
+    PackedMatrix,
+    packs,
+)
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
@@ -118,7 +124,7 @@ def arrange_weights(
     groups = _groups(model, seen)
     if weights in QUANTISED:
         inside = {part for layer in decoder_layers(model) for part in layer.modules()}
-        experts = _expert_counts(model.config)
+        experts = expert_counts(model.config)
         chosen = [
             group
             for group in groups
@@ -137,8 +143,15 @@ def arrange_weights(
             groups += [group for group in chosen if group not in taken]
             for group in taken:
                 _replace(model, group, kind)
+    in_blocks = [
+        group
+        for group in groups
+        if all(BlockedMatrix.takes(place.linear.weight, native=native) for place in group)
+    ]
+    _pack(model, in_blocks, BlockedMatrix, spare=most - _size(model))
     if packs(first.dtype, first.device):
-        _pack(model, groups, partial(PackedMatrix, native=native), spare=most - _size(model))
+        others = [group for group in groups if group not in in_blocks]
+        _pack(model, others, partial(PackedMatrix, native=native), spare=most - _size(model))
 
 
 def _size(model: nn.Module) -> int:
@@ -151,11 +164,6 @@ def _quantises(
     """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is
     a router."""
     return linear in inside and linear.out_features not in expert_counts
-
-
-def _expert_counts(config: Any) -> set[int]:
-    values = config.get_text_config().to_dict().items()
-    return {value for name, value in values if name.startswith(("n_", "num_")) and "expert" in name}
 
 
 def _pack(

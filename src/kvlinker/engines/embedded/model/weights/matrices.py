@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks
 from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.native.targets import this_target
 
 PADDED_ROWS = 4
 """The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than
 for one."""
+
+
+ROWS_AT_ONCE = 1024
+"""The rows of a weight that are put in blocks at a time: whole blocks."""
 
 
 class Matrix(nn.Module):
@@ -72,6 +77,42 @@ class PackedMatrix(Matrix):
 
     def dense(self) -> Tensor:
         return self.packed.to_dense()
+
+
+class BlockedMatrix(Matrix):
+    """Holds a weight in bf16 in native code's own blocks, by which it multiplies any number of
+    rows: for CPUs whose bf16 oneDNN does not multiply fast."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.outputs, self.inputs = weight.shape
+        parts = torch.split(weight.detach(), ROWS_AT_ONCE)
+        blocks = weight.new_empty(-(-self.outputs // BLOCK), BLOCK * self.inputs)
+        for part, into in zip(parts, torch.split(blocks, ROWS_AT_ONCE // BLOCK), strict=True):
+            into.copy_(bf16_blocks(part))
+        self.blocks = nn.Parameter(blocks, requires_grad=False)
+
+    @staticmethod
+    def takes(weight: Tensor, *, native: bool = True) -> bool:
+        """Tell whether native code multiplies by a weight of this precision and shape here, and
+        faster than oneDNN does."""
+        if not (native and weight.dtype == torch.bfloat16 and weight.is_cpu):
+            return False
+        target = this_target()
+        slow_elsewhere = target is not None and not torch.cpu._is_avx512_bf16_supported()
+        return slow_elsewhere and weight.shape[1] % 2 == 0 and native_products() is not None
+
+    def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        products = native_products()
+        assert products is not None, "weights were packed for a processor with native code"
+        address = self.blocks.data_ptr()
+        return products.multiply(
+            "bf16", inputs, address, self.outputs, group=self.inputs, bias=bias
+        )
+
+    def dense(self) -> Tensor:
+        blocks = self.blocks.view(-1, self.inputs // 2, BLOCK, 2)
+        return blocks.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs]
 
 
 def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,5 +1,4 @@
-"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs with
-AVX512-BF16."""
+"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs."""
 
 from __future__ import annotations
 

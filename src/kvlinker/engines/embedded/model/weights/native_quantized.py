@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, code_blocks, codes_of, padded
-from kvlinker.engines.embedded.model.weights.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.embedded.model.weights.quantized import (
-    ROWS_AT_ONCE,
     finished,
     int4_codes,
     int4_group,
@@ -20,7 +19,7 @@ from kvlinker.engines.embedded.model.weights.quantized import (
 )
 
 
-class BlockedMatrix(Matrix):
+class CodesMatrix(Matrix):
     """Holds a weight whose codes lie in blocks of 64 outputs; each block has groups of inputs, each
     with a header."""
 
@@ -57,7 +56,7 @@ class BlockedMatrix(Matrix):
         return finished(output, inputs, bias)
 
 
-class NativeInt8Matrix(BlockedMatrix):
+class NativeInt8Matrix(CodesMatrix):
     """Holds a weight in 8 bits, with a scale per output."""
 
     FORM = "int8"
@@ -85,7 +84,7 @@ class NativeInt8Matrix(BlockedMatrix):
         return (codes.bfloat16() * scales)[: self.outputs]
 
 
-class NativeInt4Matrix(BlockedMatrix):
+class NativeInt4Matrix(CodesMatrix):
     """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32
     inputs."""
 

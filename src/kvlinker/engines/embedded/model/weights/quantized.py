@@ -1,7 +1,7 @@
 """Weights in 8 and 4 bits, which are widened as they are multiplied by; activations stay in 16
 bits.
 
-On CPUs without AVX512-BF16 the kernels are PyTorch's own. They compute in bf16, so that inputs in
+Without native code the kernels are PyTorch's own. They compute in bf16, so that inputs in
 other precisions are rounded to it. They are made for decoding: from a number of rows on, it is
 faster to widen the whole matrix first.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.embedded.model.weights.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix
 
 INT4_GROUPS = (64, 32)
 """The numbers of neighbouring inputs that share a scale and a zero point; the first that divides
@@ -27,10 +27,6 @@ INT4_OUTPUTS = 16
 
 INT8_INPUTS = 32
 """The kernel for 8 bits takes a multiple of this number of inputs."""
-
-ROWS_AT_ONCE = 1024
-"""The rows of a weight that are quantised at a time: whole blocks of those that are packed
-together."""
 
 _BLOCKS = (64, 32)
 """The outputs that kernels pack together in 4 bits: with AVX-512, and with AVX2."""

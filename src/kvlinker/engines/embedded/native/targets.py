@@ -1,0 +1,48 @@
+"""The kinds of processor that native code is compiled for, each with the compiler's options that
+choose its instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Describes a kind of processor."""
+
+    name: str
+    needs: tuple[str, ...]
+    """What ``torch.cpu.get_capabilities`` has to say of the processor."""
+
+    options: str
+    """The compiler's."""
+
+    multiplies_bf16: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """True if this processor is of the kind."""
+        capabilities = torch.cpu.get_capabilities()
+        return all(capabilities.get(need, False) for need in self.needs)
+
+
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3")
+_AVX512_OPTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
+
+TARGETS = (
+    Target("avx512-bf16", (*_AVX512, "avx512_bf16"), f"{_AVX512_OPTIONS} -mavx512bf16", True),
+    Target("avx512", _AVX512, _AVX512_OPTIONS),
+    Target("avx2", ("avx2", "fma3"), "-mavx2 -mfma"),
+    Target("neon-bf16", ("neon", "bf16"), "-march=armv8.2-a+bf16", True),
+    Target("neon", ("neon",), "-march=armv8-a"),
+)
+"""All kinds; a processor that is of several is treated as the first of them."""
+
+
+@cache
+def this_target() -> Target | None:
+    """Return the kind of this processor; None where there is no native code for it."""
+    return next((target for target in TARGETS if target.is_here), None)

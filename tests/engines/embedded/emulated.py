@@ -1,0 +1,132 @@
+"""Native code for processors of another kind, which an emulator runs on copies of this process's
+memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+import subprocess
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.native.targets import Target
+from tests.engines.embedded.native_targets import passing_for
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+FRAMES = 4
+"""The callers in whose variables arrays are looked for."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A piece of this process's memory."""
+
+    address: int
+    size: int
+    holds_pointers: bool
+
+    @property
+    def bytes(self) -> Any:
+        return (ctypes.c_char * self.size).from_address(self.address)
+
+
+def build(target: Target, folder: Path) -> Path:
+    """Compile all native code for this kind of processor, and what calls it, as one program."""
+    missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}")
+    program = folder / target.name
+    sources = [
+        Path(__file__).with_name("emulated_call.cpp"),
+        *Path(native.__file__).parent.glob("*.cpp"),
+    ]
+    options = [*native.COMPILE.split(), *target.options.split(), "-static"]
+    subprocess.run([COMPILER, *options, *map(str, sources), "-o", str(program)], check=True)
+    return program
+
+
+@contextmanager
+def emulated(program: Path, target: Target) -> Iterator[None]:
+    """Have the functions of native code run in the emulator for a while."""
+
+    def functions(file: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: EmulatedFunction(program, name) for name in arguments}
+
+    with passing_for(target), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(native, "functions", functions)
+        yield
+
+
+class EmulatedFunction:
+    """One function; it finds the memory that its argument points to among the tensors that there
+    are and the arrays of its callers."""
+
+    def __init__(self, program: Path, name: str) -> None:
+        self._program = program
+        self._name = name
+
+    def __call__(self, argument: ctypes.Structure) -> None:
+        whole = Memory(ctypes.addressof(argument), ctypes.sizeof(argument), True)
+        known = sorted({whole, *_tensors(), *_arrays()}, key=lambda memory: memory.address)
+        addresses = [memory.address for memory in known]
+        buffers, pointers = [whole], []
+        for index, memory in enumerate(buffers):  # grows meanwhile
+            if not memory.holds_pointers:
+                continue
+            words = np.frombuffer(memory.bytes, np.int64, memory.size // 8).tolist()
+            for position, word in enumerate(words):
+                at = bisect_right(addresses, word) - 1
+                if at < 0 or word >= known[at].address + known[at].size:
+                    continue
+                if known[at] not in buffers:
+                    buffers.append(known[at])
+                target = buffers.index(known[at])
+                pointers.append((index, 8 * position, target, word - known[at].address))
+        file = self._program.with_suffix(".memory")
+        header = [len(buffers), len(pointers), *(memory.size for memory in buffers)]
+        with file.open("wb") as to:
+            to.write(np.array(header, np.int64).tobytes())
+            to.write(np.array(pointers, np.int64).tobytes())
+            begin = to.tell()
+            for memory in buffers:
+                to.write(memory.bytes)
+        command = [EMULATOR, "-cpu", "max", str(self._program), self._name, str(file)]
+        subprocess.run(command, check=True, timeout=60)
+        with file.open("rb") as computed:
+            computed.seek(begin)
+            for memory in buffers:
+                found = computed.read(memory.size)
+                if not memory.holds_pointers:
+                    ctypes.memmove(memory.address, found, memory.size)
+
+
+def _tensors() -> Iterator[Memory]:
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.is_cpu and found.numel():
+            storage = found.untyped_storage()
+            yield Memory(storage.data_ptr(), storage.nbytes(), False)
+
+
+def _arrays() -> Iterator[Memory]:
+    frame: Any = sys._getframe(2)
+    values: list[Any] = []
+    for _ in range(FRAMES):
+        values += frame.f_locals.values()
+        frame = frame.f_back
+    held = [each for value in values for each in getattr(value, "_held", ())]
+    for value in (*values, *held):
+        if isinstance(value, np.ndarray) and value.nbytes:
+            yield Memory(value.ctypes.data, value.nbytes, value.dtype == np.int64)
+        elif isinstance(value, ctypes.Array):
+            yield Memory(ctypes.addressof(value), ctypes.sizeof(value), True)
