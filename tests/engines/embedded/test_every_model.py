@@ -14,11 +14,11 @@ from kvlinker_lab.models.verdicts import NEWLY_SEEN, read_linked, verdict
 REFUSED = {
     Obstacle.SELECTION: {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text"},
     Obstacle.STATE: {
-        "mamba2",
         "recurrent_gemma",
         "rwkv",
         "zaya",
     },
+    Obstacle.ONLY_STATES: {"mamba", "mamba2", "falcon_mamba"},
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},
     Obstacle.ALIBI: {"bloom", "mpt"},

@@ -34,6 +34,7 @@ class Obstacle(StrEnum):
         "layers of it keep a state instead of keys and values, or beside them (state-space model,"
         " linear attention, recurrence or convolution)"
     )
+    ONLY_STATES = "all of its layers keep a state, and none has keys and values"
     SELECTION = "an indexer of its own picks the tokens that its queries see (sparse attention)"
     LEARNED = (
         "its positions are learned embeddings that are added to the tokens', so that KV cannot be"
@@ -78,7 +79,7 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     if (first - again).norm() > ROUNDING * first.norm():
         return Obstacle.BIDIRECTIONAL
     if holds:
-        return Obstacle.STATE
+        return Obstacle.STATE if _has_attention(model) else Obstacle.ONLY_STATES
     if has_indexer(model):
         return Obstacle.SELECTION
     config = model.config.get_text_config()
@@ -151,6 +152,10 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield from (
             (name, field) for field, value in vars(part).items() if isinstance(value, Tensor)
         )
+
+
+def _has_attention(model: nn.Module) -> bool:
+    return any("attention" in type(part).__name__.lower() for part in model.modules())
 
 
 def _has_rotary(model: Any) -> bool:

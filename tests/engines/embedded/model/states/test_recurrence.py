@@ -127,7 +127,7 @@ def test_what_chunks_take_is_so_much_for_each_and_for_each_token(family):
         assert loaded.kv_bytes(tokens) == size.per_chunk + tokens * size.per_token
 
 
-@pytest.mark.parametrize("kind", ["zamba", "mamba2", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["zamba", "recurrent_gemma"])
 def test_states_of_other_kinds_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
         anatomy_of(small_model(kind))
