@@ -8,25 +8,28 @@ import pytest
 
 from kvlinker.quality.bench.harness.subject import make_subject
 from kvlinker.settings import load_settings
-from kvlinker_lab import agents_benchmark
-from kvlinker_lab.agents_benchmark import SCENARIOS, SYSTEMS, Work, plot, run_agents
+from kvlinker_lab.agents.cases import SYSTEMS
+from kvlinker_lab.agents.handovers import WAYS
+from kvlinker_lab.agents.scenarios import SCENARIOS, Work
+from kvlinker_lab.agents_benchmark import plot, run_agents
+from kvlinker_lab.handovers_benchmark import all_tasks, run_handovers
 
 
 @pytest.mark.slow
-def test_answers_that_are_handed_over_need_no_computation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agents_benchmark, "SCENARIOS", {"tools": SCENARIOS["tools"]})
+def test_answers_that_are_handed_over_need_no_computation(tmp_path: Path) -> None:
     subject = make_subject(load_settings(), shape="tiny", command="test")
-    report = run_agents(subject, Work(2, 64, 16, 0.0, "naive"))
+    report = run_agents(subject, Work(2, 64, 16, "naive"), {"tools": SCENARIOS["tools"]})
     idle = {row["system"]: row for row in report.rows if row["store"] == "idle"}
     assert tuple(idle) == SYSTEMS
-    assert idle["prefix"]["recomputed"] > 0.9
-    assert idle["relay"]["recomputed"] < idle["marks"]["recomputed"] < 0.6
-    assert idle["relay+hints"]["recomputed"] == pytest.approx(idle["relay"]["recomputed"])
+    assert idle["prefix"]["computed"] > 0.9
+    assert idle["relay"]["computed"] < idle["marks"]["computed"] < 0.6
+    assert idle["relay+hints"]["computed"] == pytest.approx(idle["relay"]["computed"])
+    assert all(row["evicted"] == 0 for row in idle.values())
+    assert idle["marks"]["vs_marks"] == idle["prefix"]["sooner"] == 1.0
     crowded = {row["system"]: row for row in report.rows if row["store"] == "crowded"}
     assert crowded["marks"]["evicted"] > 0 == crowded["marks"]["spared"]
     assert crowded["relay+hints"]["spared"] > 0
+    assert crowded["relay+hints"]["computed"] < crowded["relay"]["computed"]
     plot([dict(row) for row in report.rows], tmp_path / "agents.png")
     assert (tmp_path / "agents.png").stat().st_size > 1000
 
@@ -37,3 +40,19 @@ def test_every_scenario_hands_over_what_was_said_before() -> None:
         for place, turn in enumerate(turns):
             assert all(heard < place for heard in turn.hears)
             assert all(document < 4 for document in turn.documents)
+
+
+@pytest.mark.slow
+def test_questions_are_asked_in_every_way_that_answers_are_handed_over() -> None:
+    subject = make_subject(load_settings(), shape=None, command="test")
+    report = run_handovers(subject, "reader", limit=2, settings={})
+    rows = {row["policy"]: row for row in all_tasks(report.rows)}
+    assert set(rows) == {
+        "full",
+        *(f"{way} {policy}" for way, policies in WAYS.items() for policy in policies),
+    }
+    assert all(row["n"] == 2 for row in rows.values())
+    assert rows["full"]["agreement"] == rows["full"]["same_answer"] == 1.0
+    assert rows["relay naive"]["recomputed_fraction"] == 0.0
+    shares = [rows[f"relay {name}"]["recomputed_fraction"] for name in ("query-5", "deviating-5")]
+    assert shares[0] == shares[1] > 0.0

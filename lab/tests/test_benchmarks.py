@@ -26,8 +26,8 @@ def subject():
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
-        "agents codecs conversation creation fleet isolation memory neighbour overhead peers"
-        " recognition roofline router soak store"
+        "agents codecs conversation creation fleet handovers isolation memory neighbour overhead"
+        " peers recognition roofline router soak store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names

@@ -1,0 +1,1 @@
+"""Holds what agents are measured on: workflows whose requests hand answers on."""
