@@ -24,7 +24,11 @@ SOFTWARE_BF16 = replace(
 HERE = [target for target in TARGETS if target.is_here]
 if HERE and HERE[0] == _AVX512:
     HERE.append(SOFTWARE_BF16)
-NAMES = [target.name for target in HERE]
+EACH = [
+    pytest.param(target, id=target.name, marks=[pytest.mark.slow] if index else [])
+    for index, target in enumerate(HERE)
+]
+"""What tests are to be run for; all but the first take a while longer."""
 
 
 @contextmanager

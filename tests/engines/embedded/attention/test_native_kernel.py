@@ -11,10 +11,10 @@ from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.native import NativeUnavailableError
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
-from tests.engines.embedded.native_targets import HERE, NAMES, passing_for
+from tests.engines.embedded.native_targets import EACH, passing_for
 
 
-@pytest.fixture(scope="session", params=HERE, ids=NAMES)
+@pytest.fixture(scope="session", params=EACH)
 def kernel(request):
     with passing_for(request.param):
         try:
