@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.embedded.native.peaks import peaks
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -16,6 +17,7 @@ from kvlinker_lab.isolation import run_isolation
 from kvlinker_lab.memory import run_memory
 from kvlinker_lab.neighbour import run_neighbour
 from kvlinker_lab.overhead import run_overhead
+from kvlinker_lab.products import run_products
 from tests.toy_models import loaded_model
 
 
@@ -27,7 +29,7 @@ def subject():
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "agents codecs conversation creation fleet handovers isolation memory neighbour overhead"
-        " peers recognition roofline router soak store"
+        " peers products recognition roofline router soak store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -56,6 +58,16 @@ def test_conversations_are_held_in_every_way(subject):
     ]
     assert all(row["seconds"] > 0 for row in rows)
     assert rows[0]["ratio_to_reuse"] == rows[3]["ratio_to_reuse"] == 1
+
+
+@pytest.mark.skipif(peaks() is None, reason="no native code for this processor")
+def test_products_are_held_against_the_processors_peaks():
+    report = run_products([1, 30], mib=6, repeat=1)
+    assert [(row["weights"], row["rows"]) for row in report.rows] == [
+        (form, rows) for rows in (1, 30) for form in ("bf16", "int8", "int4")
+    ]
+    assert all(row["of_peak"] > 0 for row in report.rows)
+    assert report.machine["peak_tflop_per_s"] > 0
 
 
 def test_turns_of_a_conversation_begin_with_the_one_before():

@@ -1,0 +1,47 @@
+// What a processor computes and reads at most: products whose numbers never leave the registers, and a sum of large memory.
+#include "numbers.h"
+
+namespace {
+
+constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+
+struct Peak {
+    int64_t threads;
+    int64_t steps;         // of each thread's products
+    const float* numbers;  // that are read
+    int64_t count;         // of those, a multiple of 8 * LANES for each thread
+    float* sums;           // [threads]; written so that nothing is left out
+    int64_t operations;    // that each step has: written
+};
+
+}  // namespace
+
+extern "C" void kvlinker_peak_products(Peak* peak) {
+    peak->operations = int64_t{2} * IN_NUMBER * LANES * SUMS;
+#pragma omp parallel for num_threads(static_cast<int>(peak->threads))
+    for (int64_t thread = 0; thread < peak->threads; ++thread) {
+        Floats sums[SUMS] = {};
+        const Numbers one = load<Numbers>(peak->numbers), other = load<Numbers>(peak->numbers + LANES);
+        for (int64_t step = 0; step < peak->steps; ++step)
+#pragma GCC unroll 24
+            for (int i = 0; i < SUMS; ++i) sums[i] = add_product(sums[i], one, other);
+        float total = 0.0f;
+        for (const Floats& sum : sums) total += sum_of(sum);
+        peak->sums[thread] = total;
+    }
+}
+
+extern "C" void kvlinker_peak_reading(Peak* peak) {
+    const int64_t share = peak->count / peak->threads;
+#pragma omp parallel for num_threads(static_cast<int>(peak->threads))
+    for (int64_t thread = 0; thread < peak->threads; ++thread) {
+        Floats sums[8] = {};
+        const float* numbers = peak->numbers + thread * share;
+        for (int64_t at = 0; at < share; at += 8 * LANES)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) sums[i] += load<Floats>(numbers + at + i * LANES);
+        float total = 0.0f;
+        for (const Floats& sum : sums) total += sum_of(sum);
+        peak->sums[thread] = total;
+    }
+}

@@ -1,0 +1,77 @@
+"""What this processor computes and reads at most, by ``native/peaks.cpp``: what kernels are held
+against."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvlinker.engines.embedded import native
+
+STEPS = 2_000_000
+"""Of the products of each thread: a few tens of milliseconds."""
+
+READ_BYTES = 1 << 28
+"""What is read: more than any cache holds."""
+
+REPEAT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What all threads of PyTorch reach together."""
+
+    operations_per_s: float
+    """Of products of numbers in bf16, as kernels multiply them here, in registers alone."""
+
+    bytes_per_s: float
+    """Of memory that is read once."""
+
+
+@cache
+def peaks() -> Peaks | None:
+    """Measure the peaks, once; None where there is no native code for this processor, and the log
+    says why."""
+    return native.or_fall_back(_measure, "The processor's peaks are PyTorch's")
+
+
+def _measure() -> Peaks:
+    functions = native.functions(
+        "peaks.cpp", dict.fromkeys(("kvlinker_peak_products", "kvlinker_peak_reading"), _Peak)
+    )
+    threads = torch.get_num_threads()
+    numbers, sums = torch.rand(READ_BYTES // 4), torch.empty(threads)
+    count = len(numbers) // (1024 * threads) * 1024 * threads
+    peak = _Peak(threads, STEPS, numbers.data_ptr(), count, sums.data_ptr())
+    seconds = {name: _median_seconds(functions[name], peak) for name in functions}
+    return Peaks(
+        threads * STEPS * peak.operations / seconds["kvlinker_peak_products"],
+        4 * count / seconds["kvlinker_peak_reading"],
+    )
+
+
+def _median_seconds(function: native.Function, peak: _Peak) -> float:
+    taken = []
+    for _ in range(REPEAT):
+        begin = time.perf_counter()
+        function(peak)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+class _Peak(ctypes.Structure):
+    """Describes what is computed or read: ``Peak`` of peaks.cpp."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("numbers", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("operations", ctypes.c_int64),
+    )
