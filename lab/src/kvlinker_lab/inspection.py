@@ -19,7 +19,7 @@ from torch import Tensor
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.attention.kernels import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.position_scores import position_weights
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.engine import EmbeddedEngine

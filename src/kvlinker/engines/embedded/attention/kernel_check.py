@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,12 +9,10 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryFunction
 from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.model.rotary import Rotary
-
-if TYPE_CHECKING:
-    from kvlinker.engines.embedded.attention.kernels import AttentionKernel
 
 HEAD_DIM = 64
 

@@ -5,68 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.kernel_check import require_right
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.anatomy import LayerShape
-from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.native import NativeUnavailableError
 from kvlinker.engines.gpu import has_kernels
-
-
-class AttentionKernel(Protocol):
-    """Computes the attention of a step's queries over the segments that they see."""
-
-    def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
-        """Prepare what is the same in all layers; ``positions`` [queries] are those of all queries
-        of the step."""
-        ...
-
-    def write(
-        self,
-        plan: AttentionPlan,
-        key: Tensor,
-        value: Tensor,
-        slots: Tensor,
-        rotary: Rotary | None,
-        into: KeyValue,
-    ) -> None:
-        """Write the step's new keys, which are rotated on the way, and values to ``slots``
-        [queries] of a pool.
-
-        ``key`` and ``value`` are [kv_heads, queries, dim], those of the pool, ``into``, [kv_heads,
-        slots, dim].
-        """
-        ...
-
-    def attend(
-        self,
-        plan: AttentionPlan,
-        query: Tensor,
-        segments: Segments,
-        rotary: Rotary | None,
-        options: AttentionOptions,
-        *,
-        output: Tensor,
-    ) -> None:
-        """Compute one layer into ``output`` [queries, heads, value_dim], zero where a query sees
-        nothing.
-
-        ``query`` [heads, queries, key_dim] has no rotary embedding; query heads share key heads in
-        equal groups, neighbours first. Without ``rotary``, the segments' keys have none either. The
-        plan is one of this kernel.
-        """
-        ...
 
 
 def choose_kernel(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvlinker.base.profiling import Profile
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.attention.kernels import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.position_scores import position_weights
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.execution.batch import Batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from kvlinker.engines.embedded.attention.kernels import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
 from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
