@@ -18,9 +18,17 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.contract.model_files import FINGERPRINTS, fingerprint_of_files, read_tokenizer
+from kvlinker.engines.contract.model_files import (
+    FINGERPRINTS,
+    choose_dtype,
+    fingerprint_of_files,
+    read_model,
+    read_tokenizer,
+)
 from kvlinker.engines.contract.model_place import check_model
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import load_settings
+from tests.toy_models import tiny_model
 
 
 def complaint(model: str | Path) -> str:
@@ -213,3 +221,32 @@ def test_folders_without_weights_have_no_name(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         file.unlink()
     assert name_of(folder) is None
+
+
+@pytest.fixture
+def without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for one that does not multiply bf16."""
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+
+
+@pytest.mark.usefixtures("without_bf16")
+def test_precision_where_only_our_own_code_multiplies_bf16() -> None:
+    cpu = torch.device("cpu")
+    assert choose_dtype("auto", cpu) == torch.float32
+    assert choose_dtype("auto", cpu, own_bf16=True) == torch.bfloat16
+    assert choose_dtype("auto", cpu, "bf16") == torch.bfloat16
+    assert choose_dtype("float32", cpu, own_bf16=True) == torch.float32
+
+
+@pytest.mark.usefixtures("without_bf16")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("mixtral-moe", torch.float32)]
+)
+def test_experts_stay_in_fp32_where_pytorch_alone_multiplies_them(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    byte_tokenizer(256).save_pretrained(tmp_path)
+    model, _ = read_model(load_settings(model=str(tmp_path)), own_bf16=True)
+    assert next(model.parameters()).dtype == dtype
