@@ -38,7 +38,6 @@ constexpr float LOG2E = 1.44269504f;
 template <typename T, int BYTES>
 struct VectorOf {
     typedef T type __attribute__((vector_size(BYTES)));
-    typedef T unaligned __attribute__((vector_size(BYTES), aligned(alignof(T)), may_alias));
 };
 
 constexpr int VECTOR = LANES * sizeof(float);  // bytes
