@@ -1,1 +1,1 @@
-"""Attention kernels: PyTorch's own, and one in C++ for CPUs that multiply bfloat16."""
+"""Attention kernels: PyTorch's own, one in C++ for CPUs, and one in Triton for GPUs."""

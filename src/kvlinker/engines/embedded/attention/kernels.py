@@ -1,5 +1,5 @@
-"""Chooses what computes attention: PyTorch's kernels, or one of our own on GPUs, and where the CPU
-multiplies bf16."""
+"""Chooses what computes attention: PyTorch's kernels, or one of our own on GPUs, and in bf16 on
+CPUs."""
 
 from __future__ import annotations
 
