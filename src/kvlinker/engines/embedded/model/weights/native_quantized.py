@@ -49,7 +49,7 @@ class CodesMatrix(Matrix):
             output = nn.functional.linear(rows, self.dense())
         else:
             products = native_products()
-            assert products is not None, "weights were packed for a processor that multiplies bf16"
+            assert products is not None, "weights were packed for a processor with native code"
             output = products.multiply(
                 self.FORM, rows, self.blocks.data_ptr(), self.outputs, group=self.group, bias=None
             )
