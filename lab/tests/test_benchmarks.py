@@ -105,7 +105,14 @@ def test_overhead_asks_the_same_both_ways(subject):
 
 def test_isolation_compares_what_others_have_with_nothing(subject):
     rows = run_isolation(subject, lookups=12).rows
-    assert len(rows) == 4
+    assert [row["case"] for row in rows] == [
+        "id, in Python",
+        "id, over HTTP",
+        "id, in a prompt",
+        "content",
+        "a kept answer's id, in a prompt",
+        "a kept answer's text, in a prompt",
+    ]
     for row in rows:
         assert row["unknown_us"] > 0 < row["foreign_us"]
         assert 0 <= row["p"] <= 1

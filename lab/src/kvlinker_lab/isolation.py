@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
@@ -29,6 +29,7 @@ COLUMNS = ("case", "unknown_us", "foreign_us", "difference_us", "p")
 
 OWNER, STRANGER = "owner-key", "stranger-key"
 CACHES = "/v1/context_caches"
+CHAT = "/v1/chat/completions"
 WARM_UP = 10
 
 
@@ -83,8 +84,8 @@ def compare(
 
 
 def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = silent) -> Report:
-    """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind
-    and case."""
+    """Look up by id in Python and over HTTP, in a prompt, by content, and by what another tenant's
+    agents were told: ``lookups`` of each kind and case."""
     from kvlinker.store import new_context_cache_id
 
     rows = []
@@ -102,6 +103,10 @@ def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = 
         ]
         unknown = [new_context_cache_id() for _ in foreign]
         unknown_texts = [f"{index:06d} belongs to nobody" for index in range(lookups)]
+        progress(f"{lookups} answers that are kept for another tenant")
+        answers = [f"{index:06d} is what the owner was told" for index in range(lookups)]
+        unknown_answers = [f"{index:06d} is what nobody was told" for index in range(lookups)]
+        kept = _kept(http, answers)
         for case, look_up, theirs, nobodys in (
             ("id, in Python", _by_id(llm), foreign, unknown),
             ("id, over HTTP", lambda i: _refused(http.get(f"{CACHES}/{i}")), foreign, unknown),
@@ -117,6 +122,18 @@ def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = 
                 texts,
                 unknown_texts,
             ),
+            (
+                "a kept answer's id, in a prompt",
+                lambda i: _refused(http.post("/v1/completions", json=_prompt(i))),
+                kept,
+                unknown,
+            ),
+            (
+                "a kept answer's text, in a prompt",
+                lambda text: _answered(http.post(CHAT, json=_handed_over(text))),
+                answers,
+                unknown_answers,
+            ),
         ):
             progress(case)
             if case != "content":  # which finds the caller's own the second time
@@ -131,6 +148,37 @@ def _by_id(llm: LLM) -> Callable[[str], object]:
             llm.caches.get(cache_id, tenant=tenant_of_key(STRANGER))
 
     return look_up
+
+
+def _kept(http: httpx.Client, answers: Sequence[str]) -> list[str]:
+    """Return the ids of context caches that answers to the owner became. The last one is found by
+    its text, or nothing would be measured."""
+    owner = {"Authorization": f"Bearer {OWNER}"}
+    ids = []
+    for text in answers:
+        body = {
+            "messages": [{"role": "user", "content": "What were you told?"}],
+            "guided_choice": [text],
+            "link": {"keep": "answer"},
+        }
+        answer = http.post(CHAT, json=body, headers=owner)
+        answer.raise_for_status()
+        ids.append(answer.json()["link"]["answer"]["id"])
+    found = http.post(CHAT, json=_handed_over(answers[-1]), headers=owner).json()
+    if [used["id"] for used in found["link"]["context_caches"]] != ids[-1:]:
+        raise RuntimeError(f"The owner's answer {answers[-1]!r} is not found by its text: {found}")
+    return ids
+
+
+def _handed_over(text: str) -> dict[str, Any]:
+    content = f"Another agent says: {text} Is that so?"
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+
+def _answered(response: httpx.Response) -> None:
+    """Check that nothing of another tenant's was linked."""
+    response.raise_for_status()
+    assert "link" not in response.json(), response.text
 
 
 def _prompt(cache_id: str) -> dict[str, object]:
