@@ -54,7 +54,7 @@ def same_kv(left: ChunkKV | None, right: ChunkKV) -> bool:
     pairs = [
         (a, b)
         for x, y in zip(left.layers, right.layers, strict=True)
-        for a, b in ((x.key, y.key), (x.value, y.value))
+        for a, b in zip(x.parts, y.parts, strict=True)
     ]
     return all(
         a.dtype == b.dtype

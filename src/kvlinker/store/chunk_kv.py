@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,11 +22,39 @@ class LayerKV:
     key: torch.Tensor
     value: torch.Tensor
 
+    index: torch.Tensor | None = None
+    """What the layer's indexer keeps of each token, [1, tokens, dim], without rotary embedding in
+    either form; None where the layer has no indexer."""
+
     @classmethod
-    def of_joined(cls, joined: torch.Tensor, key_dim: int) -> LayerKV:
+    def of_joined(
+        cls, joined: torch.Tensor, key_dim: int, index: torch.Tensor | None = None
+    ) -> LayerKV:
         """Return key and value that are the first ``key_dim`` and the last dimensions of one
         tensor."""
-        return cls(joined[..., :key_dim], joined[..., key_dim:])
+        return cls(joined[..., :key_dim], joined[..., key_dim:], index)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[torch.Tensor]) -> LayerKV:
+        """Return the layer that has these ``parts``."""
+        key, value, *index = parts
+        return cls(key, value, index[0] if index else None)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Key, value and, where there is one, what the indexer keeps."""
+        found = self.key, self.value
+        return found if self.index is None else (*found, self.index)
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """The parts as they lie: key and value in one tensor, where they are joined."""
+        return (self.joined, *self.parts[2:]) if self.is_joined else self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def is_joined(self) -> bool:
@@ -51,9 +79,14 @@ class LayerKV:
         """Return the layer on the device, itself where it is there, joined where it is joined."""
         if self.key.device == device:
             return self
-        if self.is_joined:
-            return LayerKV.of_joined(self.joined.to(device), self.key.shape[-1])
-        return LayerKV(self.key.to(device), self.value.to(device))
+        return self.moved(lambda part: part.to(device))
+
+    def moved(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
+        """Return a copy of the layer, of which ``copied`` makes each of its ``pieces``."""
+        pieces = [copied(piece) for piece in self.pieces]
+        if not self.is_joined:
+            return LayerKV.of_parts(pieces)
+        return LayerKV.of_joined(pieces[0], self.key.shape[-1], *pieces[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +143,7 @@ class ChunkKV:
         """The bytes of all layers, of the scores and of the states."""
         scores = 0 if self.scores is None else self.scores.nbytes
         states = sum(tensor.nbytes for state in self.states for tensor in state.tensors)
-        layers = sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        layers = sum(layer.nbytes for layer in self.layers)
         return scores + states + layers
 
     def layer(self, index: int) -> LayerKV:

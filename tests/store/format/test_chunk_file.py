@@ -19,6 +19,7 @@ from kvlinker.base.events import ChunkDamaged
 from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.chunk_kv import ChunkState
+from kvlinker.store.format import chunk_file
 from kvlinker.store.format import header as chunk_header
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import (
@@ -126,6 +127,47 @@ def test_states_come_back_as_they_were(path: Path, whole: bool, codec: str) -> N
     assert read.nbytes == kv.nbytes
 
 
+def indexed(kv: ChunkKV) -> ChunkKV:
+    """The chunk with what an indexer keeps in its last layer but one."""
+    *others, one, last = (LayerKV(each.key, each.value) for each in kv.layers)
+    index = torch.randn(1, kv.tokens, 6, generator=torch.Generator().manual_seed(3))
+    return replace(kv, layers=(*others, replace(one, index=index.to(one.key)), last))
+
+
+@pytest.mark.parametrize("codec", ["raw", "raw+zstd"])
+def test_what_indexers_keep_comes_back_as_it_was(path: Path, codec: str) -> None:
+    """Beside states, too; files that have it are of a version of their own."""
+    kv = replace(indexed(chunk_kv(7, tokens=5, layers=3)), states=chunk_states(whole=True))
+    data = write(path, kv, codec=known_codecs()[codec])
+    assert b'"version":"6"' in data
+    names = [name for name in load_file(path) if name.endswith(".index")]
+    assert names == ["layer.01.index"]
+    read = read_chunk_file(path, KEY)
+    assert [each.index is not None for each in read.layers] == [False, True, False]
+    assert same_kv(read, kv)
+    assert read.nbytes == kv.nbytes
+
+
+def test_codecs_take_what_indexers_keep_by_itself(path: Path) -> None:
+    """Its numbers have a scale of their own."""
+    layers = tuple(LayerKV(torch.randn(2, 5, 8) * 1000, torch.randn(2, 5, 8)) for _ in range(2))
+    kv = indexed(ChunkKV(layers))
+    write(path, kv, codec=known_codecs()["int8"])
+    read, kept = read_chunk_file(path, KEY).layers[0].index, kv.layers[0].index
+    assert read is not None
+    assert kept is not None
+    torch.testing.assert_close(read, kept, rtol=0, atol=float(kept.abs().max()) / 127)
+
+
+def test_an_index_without_a_value_is_refused(path: Path) -> None:
+    kv = ChunkKV((LayerKV(torch.ones(1, 2, 4), torch.ones(1, 2, 4)),))
+    names = ["layer.00.key", "layer.00.index"]
+    with mock.patch.object(chunk_file, "heads_names", return_value=names):
+        write(path, kv)
+    with pytest.raises(ChunkFileError, match="not layers in order"):
+        read_chunk_file(path, KEY)
+
+
 def test_a_damaged_state_is_not_read(path: Path) -> None:
     kv = replace(chunk_kv(7, tokens=5), states=chunk_states(whole=False))
     data = bytearray(write(path, kv))
@@ -206,7 +248,7 @@ def test_another_chunks_file_is_refused(path: Path) -> None:
 def test_another_version_is_refused(path: Path) -> None:
     with mock.patch.object(chunk_header, "FORMAT_VERSION", 2):
         write(path, chunk_kv(1))
-    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 to 5"):
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 to 6"):
         read_chunk_file(path, KEY)
 
 
@@ -215,7 +257,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     version it is of."""
     recorder = Recorder()
     tier = DiskTier(tmp_path, 1 << 20, recorder.events)
-    with mock.patch.object(chunk_header, "FORMAT_VERSION", 6):
+    with mock.patch.object(chunk_header, "FORMAT_VERSION", 7):
         assert tier.put(KEY, chunk_kv(1))
     (file,) = tmp_path.rglob("*.safetensors")
     before = file.read_bytes()
@@ -225,7 +267,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     tier.put(KEY, chunk_kv(1))
     assert file.read_bytes() == before
     assert recorder.of(ChunkDamaged) == []
-    assert "a newer kvlinker wrote it (kvlinker-chunk 6, this one knows up to 5)" in caplog.text
+    assert "a newer kvlinker wrote it (kvlinker-chunk 7, this one knows up to 6)" in caplog.text
 
 
 def test_damage_to_the_version_is_no_newer_version(path: Path) -> None:

@@ -316,7 +316,7 @@ def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[Chun
     return [
         ChunkKV(
             tuple(
-                LayerKV(layer.key[:, :tokens].clone(), layer.value[:, :tokens].clone())
+                LayerKV.of_parts([part[:, :tokens].clone() for part in layer.parts])
                 for layer in sample.layers
             ),
             states=deepcopy(sample.states),

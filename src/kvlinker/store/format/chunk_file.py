@@ -3,7 +3,8 @@ layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so
 that a reader can take one layer after another; a codec's further parts follow each, as
-``layer.00.key.scale``. Before them, where the chunk has scores, lie ``scores.inter``,
+``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is behind its value:
+what the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``scores.inter``,
 ``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
 state, ``state.0000.mixed`` and so on, as they are under any codec. The metadata holds the format
 version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as JSON, the
@@ -30,6 +31,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,6 +54,7 @@ from kvlinker.store.format.header import (
     checksum_of,
     compose_header,
     heads_names,
+    layer_sizes,
     part_name,
     raw_bytes,
     read_header,
@@ -184,13 +187,16 @@ class EncodedChunk:
         self._header = header
         self._parts = list(header.codec.layout(header.dtype))
         self._entries = header.layers
-        self._room = _Room(2 * self.layers)
+        mains = [entry.name for entry in self._entries[:: len(self._parts)]]
+        ends = np.cumsum(layer_sizes(mains)).tolist()
+        self._heads_of = [range(begin, end) for begin, end in pairwise([0, *ends])]
+        self._room = _Room(len(mains))
         self.scores = scores
         self.states = states
 
     @property
     def layers(self) -> int:
-        return len(self._entries) // (2 * len(self._parts))
+        return len(self._heads_of)
 
     @property
     def tokens(self) -> int:
@@ -208,7 +214,7 @@ class EncodedChunk:
 
         Raises ChunkFileError where it is damaged, and what the source raises.
         """
-        return LayerKV(self._heads(2 * layer), self._heads(2 * layer + 1))
+        return LayerKV.of_parts([self._heads(index) for index in self._heads_of[layer]])
 
     def _heads(self, index: int) -> torch.Tensor:
         entries = self._entries[index * len(self._parts) : (index + 1) * len(self._parts)]
@@ -274,8 +280,8 @@ def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
 
 
 def _named_heads(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = (heads for layer in kv.layers for heads in (layer.key, layer.value))
-    return zip(heads_names(len(kv.layers)), heads, strict=True)
+    heads = (heads for layer in kv.layers for heads in layer.parts)
+    return zip(heads_names([each.index is not None for each in kv.layers]), heads, strict=True)
 
 
 def _read_tensor(source: ByteSource, start: int, entry: Entry) -> torch.Tensor:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ COMPRESSED_VERSION = 4
 """The version of files with compressed tensors; everything else is as in version 3."""
 
 STATES_VERSION = 5
-"""The version of files with states, compressed or not.
+"""The version of files with states, compressed or not."""
+
+INDEX_VERSION = 6
+"""The version of files with what indexers keep, with states or not.
 
 Later versions keep the header's checksum, by which this one tells a newer file, which it leaves
 alone, from a damaged one, which it drops.
@@ -49,6 +53,7 @@ _PLAIN = "plain"
 _SCORES = "scores"
 _CODEC = "codec"
 _DTYPE = "dtype"
+_KEY, _VALUE, _INDEX = "key", "value", "index"
 _LENGTH_BYTES = 8
 _DTYPES = KV_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -130,6 +135,8 @@ def compose_header(
         version = COMPRESSED_VERSION
     if any(tensor.name.startswith(PREFIX) for tensor in tensors):
         version = STATES_VERSION
+    if any(_is_of_index(tensor.name) for tensor in tensors):
+        version = INDEX_VERSION
     metadata = {
         "format": FORMAT,
         "version": str(version),
@@ -179,12 +186,25 @@ def read_header(source: ByteSource, key: str) -> Header:
     return header
 
 
-def heads_names(layers: int) -> list[str]:
-    """Return the names of all layers' keys and values, in order."""
-    width = max(2, len(str(layers - 1)))
+def heads_names(indexed: Sequence[bool]) -> list[str]:
+    """Return the names of all layers' keys and values, in order, and of what indexers keep in the
+    layers that are ``indexed``."""
+    width = max(2, len(str(len(indexed) - 1)))
     return [
-        f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")
+        f"layer.{number:0{width}d}.{part}"
+        for number, has_index in enumerate(indexed)
+        for part in (_KEY, _VALUE, *[_INDEX] * has_index)
     ]
+
+
+def layer_sizes(names: Sequence[str]) -> list[int]:
+    """Return how many of these names, as ``heads_names`` returns them, each layer has."""
+    begins = [at for at, name in enumerate(names) if name.endswith(f".{_KEY}")]
+    return [end - begin for begin, end in pairwise([*begins, len(names)])]
+
+
+def _is_of_index(name: str) -> bool:
+    return _INDEX in name.split(".")[2:3]
 
 
 def part_name(heads: str, part: str) -> str:
@@ -207,12 +227,12 @@ def _dump(header: dict[str, Any]) -> bytes:
 
 def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     metadata = header[_METADATA]
-    newer = metadata["version"].isdecimal() and int(metadata["version"]) > STATES_VERSION
-    known = metadata["version"] in map(str, range(FORMAT_VERSION, STATES_VERSION + 1))
+    newer = metadata["version"].isdecimal() and int(metadata["version"]) > INDEX_VERSION
+    known = metadata["version"] in map(str, range(FORMAT_VERSION, INDEX_VERSION + 1))
     if metadata["format"] != FORMAT or not (known or newer):
         raise ChunkFileError(
             f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT}"
-            f" {FORMAT_VERSION} to {STATES_VERSION}"
+            f" {FORMAT_VERSION} to {INDEX_VERSION}"
         )
     checksum = metadata.pop(f"{_CHECKSUM}.header")
     if checksum_of(_dump(header)) != checksum:
@@ -220,7 +240,7 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     if newer:
         raise UnreadableHereError(
             f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to"
-            f" {STATES_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
+            f" {INDEX_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
             " directory"
         )
     if metadata["key"] != key:
@@ -265,7 +285,8 @@ def _check_layout(header: Header) -> None:
     if tuple(entry.name for entry in scores) not in known:
         raise ValueError("the scores are not where they belong")
     parts = header.codec.layout(header.dtype)
-    names = heads_names(len(layers) // (2 * len(parts)))
+    sizes = layer_sizes([entry.name for entry in layers[:: len(parts)]])
+    names = heads_names([size == len((_KEY, _VALUE, _INDEX)) for size in sizes])
     if not names or [entry.name for entry in layers] != [
         part_name(name, part) for name in names for part in parts
     ]:

@@ -13,21 +13,17 @@ from kvlinker.store.memory.lane import Arrival, CopyLane
 def begin_copies(lane: CopyLane, layers: Sequence[LayerKV]) -> tuple[tuple[LayerKV, ...], Arrival]:
     """Begin to copy the layers, which lie in the host's memory, and return where they will be, and
     when they are there. Keys and values that lie side by side will do so there."""
-    copies: list[LayerKV] = []
     pairs: list[tuple[Tensor, Tensor]] = []
-    for layer in layers:
-        if layer.is_joined:
-            joined = layer.joined
-            room = lane.room_like(joined)
-            pairs.append((room, joined))
-            copies.append(LayerKV.of_joined(room, layer.key.shape[-1]))
-        else:
-            copy = LayerKV(lane.room_like(layer.key), lane.room_like(layer.value))
-            pairs += [(copy.key, layer.key), (copy.value, layer.value)]
-            copies.append(copy)
+
+    def room_for(part: Tensor) -> Tensor:
+        room = lane.room_like(part)
+        pairs.append((room, part))
+        return room
+
+    copies = tuple(layer.moved(room_for) for layer in layers)
 
     def work() -> None:
         for room, source in pairs:
             room.copy_(source, non_blocking=True)
 
-    return tuple(copies), lane.launch(work, keeping=pairs)
+    return copies, lane.launch(work, keeping=pairs)

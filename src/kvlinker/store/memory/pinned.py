@@ -41,20 +41,19 @@ class PinnedChunk:
     def take(self, layer: LayerKV) -> LayerKV:
         """Return a copy of the layer in pinned memory; itself where there is none."""
         self._left -= 1
-        parts = [layer.joined] if layer.is_joined else [layer.key, layer.value]
-        rest = sum(map(_aligned, parts)) * (1 + max(0, self._left))
-        copies = []
+        rest = sum(map(_aligned, layer.pieces)) * (1 + max(0, self._left))
+
+        def copied(part: Tensor) -> Tensor:
+            nonlocal rest
+            room = self._room(_aligned(part), rest)
+            rest -= _aligned(part)
+            return room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+
         try:
-            for part in parts:
-                room = self._room(_aligned(part), rest)
-                rest -= _aligned(part)
-                copies.append(room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part))
+            return layer.moved(copied)
         except RuntimeError as error:
             logger.warning("A chunk's KV stays in memory that is not pinned: %s", error)
             return layer
-        if layer.is_joined:
-            return LayerKV.of_joined(copies[0], layer.key.shape[-1])
-        return LayerKV(*copies)
 
     def _room(self, size: int, rest: int) -> Tensor:
         """Return so many bytes, of the ``rest`` that is still to come."""
