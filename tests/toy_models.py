@@ -238,6 +238,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """The families whose layers keep states, which remember for hundreds of tokens."""
 
 
+INDEX = LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 7, "head_dim": 8}
+SHARED_PICKS = {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4}
+INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32-picks": ("deepseek_v32", INDEX | {"rope_parameters": MSCALE_ROPE}),
+    "glm_moe_dsa-shared-picks": ("glm_moe_dsa", INDEX | SHARED_PICKS),
+    "axk2-picks": ("axk2", INDEX),
+    "hy_v4-picks-streams-sinks": ("hy_v4", INDEX | SHARED_PICKS),
+    "minimax_m3-blocks": (
+        "minimax_m3_vl_text",
+        {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 16, "rotary_dim": 8}
+        | {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 5, "index_topk_blocks": 3}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 96}
+        | {"shared_intermediate_size": 32},
+    ),
+}
+"""The families whose indexers pick the tokens that queries see: far fewer than chunks have."""
+
+
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
     "gpt_neox-partial": {"hidden_size": 128},
@@ -250,7 +269,7 @@ WIDE: dict[str, dict[str, Any]] = {
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
     0."""
-    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS)[family]
+    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS | INDEXED)[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
     config = AutoConfig.for_model(kind, **(BASE | own | changes))

@@ -64,6 +64,9 @@ def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
 def test_a_model_with_an_indexer(tmp_path: Path) -> None:
     sizes = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
     result = checked(tmp_path, "deepseek_v32", **(BASE | LATENT | sizes))
-    assert result.exit_code == 1
-    assert "an indexer of its own picks the tokens that its queries see" in result.stderr
-    assert "Traceback" not in result.output
+    assert result.exit_code == 0, result.output
+    told = [
+        f"In 3 layers, indexers pick the tokens that queries see; {size} of these bytes are"
+        for size in ("192", "96")
+    ]
+    assert any(each in result.output for each in told), result.output

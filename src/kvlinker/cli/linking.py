@@ -73,6 +73,13 @@ def check(
     expanded = sum(layer.expanded_values_per_token for layer in anatomy.layers) * dtype.itemsize
     latents = f" as latents, {expanded:,} as keys and values" if expanded != kept else ""
     typer.echo(f"A token's KV takes {kept:,} bytes{latents} ({str(dtype).removeprefix('torch.')}).")
+    if anatomy.picks:
+        picking = [layer.indexer for layer in anatomy.layers if layer.picker is not None]
+        index = sum(each.dim for each in picking if each is not None) * dtype.itemsize
+        typer.echo(
+            f"In {len(picking)} layers, indexers pick the tokens that queries see; {index:,} of"
+            " these bytes are what they keep."
+        )
     if anatomy.recurrences:
         maps, whole = (
             chunk_bytes(anatomy, 512, dtype, keeps_inner=keeps) for keeps in (False, True)

@@ -71,10 +71,12 @@ def frozen_answer(family, prompt, masks, steps):
         mask[-1] = True
     masks += [masks[-1]] * (len(model.model.layers) - len(masks))
     kept = [np.flatnonzero(~masks[index]) for index in layers]
-    frozen = [torch.zeros(len(prompt), model.config.hidden_size) for _ in layers]
+    frozen = [torch.empty(0)] * len(layers)
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
-        for whole, part in zip(frozen, computed_alone(model, chunk), strict=True):
-            whole[span.start : span.end] = part
+        for place, part in enumerate(computed_alone(model, chunk)):
+            if not len(frozen[place]):
+                frozen[place] = torch.zeros(len(prompt), *part.shape[1:])
+            frozen[place][span.start : span.end] = part
 
     def freeze(place, hidden):
         changed = hidden.clone()

@@ -65,6 +65,7 @@ SMALL: dict[str, Any] = {
 comes later."""
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
+INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
 FULL_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 }
@@ -86,7 +87,7 @@ EXPERIMENTAL = {
 
 OWN: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
-    "axk2": LATENT,
+    "axk2": LATENT | INDEX,
     "bamba": {
         "attn_layer_indices": [1, 3],
         "mamba_n_heads": 8,
@@ -107,11 +108,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
+    "deepseek_v32": LATENT | INDEX,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "intermediate_size": 96},
     "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT,
+    "glm_moe_dsa": LATENT | INDEX | {"indexer_types": ["full", "shared", "full", "shared"]},
+    "hy_v4": LATENT | INDEX | {"indexer_types": ["full", "shared", "full", "shared"]},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {
@@ -133,7 +135,12 @@ OWN: dict[str, dict[str, Any]] = {
     | LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "minicpm3": LATENT,
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 3,
+    },
     "qwen4_exp_text": EXPERIMENTAL,
     "qwen4_exp": {"text_config": EXPERIMENTAL},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32]},

@@ -36,11 +36,13 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import anatomy_of, keeping
 from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.indexers import picking_by
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
 from kvlinker.engines.embedded.model.oracles.frozen import FrozenOracle
 from kvlinker.engines.embedded.model.oracles.masked import Oracle
+from kvlinker.engines.embedded.model.oracles.referee import Referee
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.linking.plan import Range, ranges
 from kvlinker.store.chunk_kv import ChunkKV, changed
@@ -147,6 +149,9 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     yield SelfTestCheck(
         "link", "a chunk's stored KV attended to at its position", _error(linked, expected)
     )
+    if subject.anatomy.picks:
+        meaning = "the scores by which indexers pick tokens"
+        yield SelfTestCheck("pick", meaning, subject.referee.error)
 
     rotaries = {layer.rotary for layer in subject.anatomy.layers if layer.rotary is not None}
     relative = max((rotary.relative_error(subject.window) for rotary in rotaries), default=0.0)
@@ -154,10 +159,11 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     meaning = f"rotary embedding depends on distances alone, over {subject.window:,} positions"
     yield SelfTestCheck("relocate", meaning, relative, TOLERANCE + rounding)
 
+    further = max(subject.window - len(tokens), 0)
+    moved = oracle.linked_logits(CHUNKS, moved=further)
     alone = subject.alone(runner)
     linked = subject.linked(runner, alone)
-    further = max(subject.window - len(tokens), 0)
-    there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
+    there = _error(linked, moved)
     here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
     yield SelfTestCheck(
         "move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here
@@ -165,9 +171,11 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
     yield SelfTestCheck("far", f"the same, {further:,} positions further on", there)
     if isinstance(oracle, FrozenOracle):
         for name, positions in AGAIN.items():
-            linked = subject.linked(runner, alone, again=positions)
-            error = _error(linked, oracle.linked_logits(CHUNKS, again=positions))
+            expected = oracle.linked_logits(CHUNKS, again=positions)
+            error = _error(subject.linked(runner, alone, again=positions), expected)
             yield SelfTestCheck(name, f"the same, with {name} of chunks computed again", error)
+    if subject.anatomy.picks:
+        yield SelfTestCheck("pick linked", f"{meaning}, of what is linked", subject.referee.error)
 
 
 class _Subject:
@@ -178,6 +186,7 @@ class _Subject:
         self.anatomy = anatomy_of(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
+        self.referee = Referee()
         self.window = context_window(model)
         vocabulary = model.config.get_text_config().vocab_size
         self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(
@@ -185,8 +194,9 @@ class _Subject:
         )
 
     def oracle(self) -> Oracle | FrozenOracle:
-        kind = FrozenOracle if self.anatomy.recurrences else Oracle
-        return kind(self._model, self.tokens, BEHIND)
+        if self.anatomy.recurrences or self.anatomy.picks:
+            return FrozenOracle(self._model, self.tokens, BEHIND, self.referee)
+        return Oracle(self._model, self.tokens, BEHIND)
 
     def capture(self, spans: Sequence[Range]) -> Capture:
         return Capture(self.anatomy, spans, dtype=torch.float32, kept=Kept(FIRST_TOKENS))
@@ -279,15 +289,17 @@ class _Subject:
             lambda model, args, output: seen.append(output.logits[0].float())
         )
         try:
-            states = runner.step(batch).states
+            with picking_by(self.referee):
+                states = runner.step(batch).states
         finally:
             handle.remove()
         return seen[0], states
 
 
 def _spoil(pool: KVPool, begin: int, end: int) -> None:
-    for tensor in (*pool.keys, *pool.values):
-        tensor[:, begin:end] = GARBAGE
+    for layer in pool.layers:
+        for part in layer.parts:
+            part[:, begin:end] = GARBAGE
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:

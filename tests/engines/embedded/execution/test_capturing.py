@@ -7,6 +7,7 @@ import torch
 
 from kvlinker.engines.embedded.execution import capturing
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, RecordingRoom
+from kvlinker.store.chunk_kv import LayerKV
 from tests.engines.embedded.conftest import linked_prompt
 
 PROMPT = linked_prompt(40, 90, middle=3)
@@ -62,7 +63,7 @@ def test_late_copies_change_no_answer(bench, request):
 def test_kept_answers_lie_in_the_hosts_memory():
     capture = AnswerCapture(1, 10, RecordingRoom(1 << 20))
     parts = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    capture.record(0, 10, *parts)
+    capture.record(0, 10, LayerKV(*parts))
     (layer,) = capture.part(1, 3).layers
     assert layer.key.device == torch.device("cpu")
     assert torch.equal(layer.value, parts[1][:, 1:])

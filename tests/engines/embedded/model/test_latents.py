@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
@@ -13,7 +13,7 @@ from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.store.chunk_kv import LayerKV
-from kvlinker_lab.models.small_models import LATENT, SMALL, small_config, small_model
+from kvlinker_lab.models.small_models import LATENT, SMALL, small_model
 from tests.toy_models import tiny_model
 
 V3 = "deepseek_v3-latents-interleaved"
@@ -63,17 +63,6 @@ def test_a_projection_of_another_form_is_refused():
         layer.self_attn.kv_b_proj = nn.Linear(old.in_features, old.out_features)
     with pytest.raises(UnsupportedModelError, match="in a form of its own"):
         anatomy_of(model)
-
-
-def test_layers_that_pick_tokens_are_refused_where_others_are_not():
-    config = small_config("minimax_m3_vl_text")
-    require = AutoModelForCausalLM.from_config
-    picking = config.layer_types
-    config.layer_types = ["full_attention"] * len(picking)
-    anatomy_of(require(config, attn_implementation="eager").eval())
-    config.layer_types = picking
-    with pytest.raises(UnsupportedModelError, match="an indexer of its own picks the tokens"):
-        anatomy_of(require(config, attn_implementation="eager").eval())
 
 
 def test_mistral_4_is_linked_up_to_where_its_queries_are_scaled():

@@ -84,13 +84,18 @@ def position_weights(
     options: AttentionOptions,
     length: int,
     *,
+    picked: Tensor | None = None,
     native: bool = True,
 ) -> Tensor:
     """Return the attention weights, sinks taken into account, for what ``position_scores`` takes:
-    [heads, queries, length], fp32."""
+    [heads, queries, length], fp32. Where tokens are ``picked`` for each query, [groups of heads,
+    queries, length or more], the others' are zero."""
     scores = position_scores(
         views, positions, query, segments, rotary, options, length, native=native
     )
+    if picked is not None:
+        groups = scores.view(len(picked), -1, *scores.shape[1:])
+        groups.masked_fill_(~picked[:, None, :, :length], float("-inf"))
     if options.sinks is None:
         return torch.softmax(scores, dim=-1)
     total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])

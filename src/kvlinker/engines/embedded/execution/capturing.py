@@ -22,9 +22,9 @@ from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
 class Recorder(Protocol):
     """Takes the KV of runs, layer by layer."""
 
-    def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position
-        ``start`` on, in this layer of those that keep any."""
+    def record(self, layer: int, start: int, kv: LayerKV) -> None:
+        """Keep one run's ``kv``, un-rotated, from position ``start`` on, in this layer of those
+        that keep any."""
         ...
 
 
@@ -68,11 +68,11 @@ class Capture:
         waits."""
         return tuple(
             tuple(
-                LayerKV(
-                    *(
-                        host_room((shape.kv_heads, end - start, dim), self._dtype, self._device)
-                        for dim in (shape.key_dim, shape.value_dim)
-                    )
+                LayerKV.of_parts(
+                    [
+                        host_room((heads, end - start, dim), self._dtype, self._device)
+                        for heads, dim in shape.parts
+                    ]
                 )
                 for shape in keeping(self._anatomy.layers)
             )
@@ -94,14 +94,14 @@ class Capture:
             for start, end in self._spans
         )
 
-    def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        self._device = key.device
+    def record(self, layer: int, start: int, kv: LayerKV) -> None:
+        self._device = kv.key.device
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
-            begin, end = max(start, first), min(start + key.shape[1], last)
+            begin, end = max(start, first), min(start + kv.key.shape[1], last)
             if begin < end:
                 rows, columns = slice(begin - start, end - start), slice(begin - first, end - first)
-                copy_to_host(chunk[layer].key[:, columns], key[:, rows])
-                copy_to_host(chunk[layer].value[:, columns], value[:, rows])
+                for kept, part in zip(chunk[layer].parts, kv.parts, strict=True):
+                    copy_to_host(kept[:, columns], part[:, rows])
 
     def record_state(
         self,
@@ -196,16 +196,11 @@ class _Part(NamedTuple):
     """The KV of neighbouring positions from ``start`` on."""
 
     start: int
-    key: Tensor
-    value: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes
+    kv: LayerKV
 
     @property
     def end(self) -> int:
-        return self.start + int(self.key.shape[1])
+        return self.start + int(self.kv.key.shape[1])
 
 
 class RecordingRoom:
@@ -244,11 +239,11 @@ class AnswerCapture:
         self._refused = False
         self._parts: tuple[list[_Part], ...] = tuple([] for _ in range(layers))
 
-    def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+    def record(self, layer: int, start: int, kv: LayerKV) -> None:
         parts = self._parts[layer]
         while parts and parts[-1].start >= start:  # computed again after a preemption
-            self._give_back(parts.pop().nbytes)
-        nbytes = key.nbytes + value.nbytes
+            self._give_back(parts.pop().kv.nbytes)
+        nbytes = kv.nbytes
         if self._refused or not self._room.take(nbytes):
             self._refused = True
             for parts in self._parts:
@@ -256,7 +251,7 @@ class AnswerCapture:
             self._give_back(self._nbytes)
             return
         self._nbytes += nbytes
-        parts.append(_Part(start, key.clone(), value.clone()))
+        parts.append(_Part(start, LayerKV.of_parts([part.clone() for part in kv.parts])))
 
     def __del__(self) -> None:
         self._give_back(self._nbytes)
@@ -278,9 +273,8 @@ class AnswerCapture:
 
 def _joined(parts: Sequence[_Part], first: int, last: int) -> LayerKV:
     """Join the KV of the positions [first, last), on the CPU."""
-    keys, values = [], []
+    found = []
     for part in parts:
         columns = slice(max(first - part.start, 0), max(last - part.start, 0))
-        keys.append(part.key[:, columns])
-        values.append(part.value[:, columns])
-    return LayerKV(torch.cat(keys, dim=1).cpu(), torch.cat(values, dim=1).cpu())
+        found.append([each[:, columns] for each in part.kv.parts])
+    return LayerKV.of_parts([torch.cat(each, dim=1).cpu() for each in zip(*found, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,22 @@ from kvlinker.base.profiling import Profile
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
-from kvlinker.engines.embedded.attention.position_scores import position_weights
+from kvlinker.engines.embedded.attention.picked import attend_picked
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
+from kvlinker.engines.embedded.execution.index_pass import IndexPass
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
+from kvlinker.engines.embedded.execution.observing import LayerAttention, show
 from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
 from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
+from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
+from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import ArrivingKV
 
 WaitInStep = Callable[[Callable[[], bool]], None]
@@ -80,6 +85,7 @@ class ForwardPass:
         self._entered = 0
         self._whole = batch
         self._recurrent = RecurrentPass(anatomy, native=native)
+        self._indexed = IndexPass(anatomy.layers, batch.slots)
         self._pool = pool
         self._kernel = kernel
         self._ahead = ahead
@@ -108,7 +114,7 @@ class ForwardPass:
         self._enter(batch)
 
     def enter_layer(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]) -> Tensor:
-        """Return the input [..., tokens, width] of the decoder layer whose turn it is, without the
+        """Return the input [1, tokens, …] of the decoder layer whose turn it is, without the
         tokens that leave before it.
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything:
@@ -139,13 +145,13 @@ class ForwardPass:
         return hidden if kept_rows is None else self._narrowed(hidden, kept_rows)
 
     def leave_layer(self, hidden: Tensor) -> Tensor:
-        """Return the output [..., tokens, width] of a decoder layer; that of the last one has all
+        """Return the output [1, tokens, …] of a decoder layer; that of the last one has all
         tokens again, zero where they left, since models rely on their number."""
         whole = len(self._whole.slots)
-        if self._entered < self._blocks or hidden.shape[-2] == whole:
+        if self._entered < self._blocks or hidden.shape[1] == whole:
             return hidden
-        widened = hidden.new_zeros(*hidden.shape[:-2], whole, hidden.shape[-1])
-        return widened.index_copy_(-2, self.remaining_rows, hidden)
+        widened = hidden.new_zeros(1, whole, *hidden.shape[2:])
+        return widened.index_copy_(1, self.remaining_rows, hidden)
 
     def states(self) -> dict[object, tuple[SequenceState, ...]]:
         """Return what the tokens so far amount to in layers that keep a state, once all layers are
@@ -172,6 +178,10 @@ class ForwardPass:
             return self._attend(
                 index, query[0], key[0], value[0], AttentionOptions.of_call(query, options)
             )[None]
+
+    def index(self, call: IndexerCall) -> Tensor:
+        """See ``Interceptor.index``."""
+        return call.nothing() if self._peeking else self._indexed.begin(call)
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
         """See ``Interceptor.convolve``."""
@@ -233,15 +243,22 @@ class ForwardPass:
         if self._unnarrowed is not None:  # by an attention before this one in the same layer
             query = query[:, self._unnarrowed]
         if shape.source is None:
-            query = self._keep(index, query, key, value)
+            query = self._keep(index, query, LayerKV(key, value))
         views, plan = self._segments.plan(index)
         segments = self._segments.layer(index)
+        picked = None if shape.picker is None else self._indexed.of(self._batch)
         if shape.latents is not None:
             query = shape.latents.absorbed(query)
         with self._timed("select"):
-            self._show(index, views, query, segments, options)
+            layer = LayerAttention(
+                views, self._positions, query, segments, shape.rotary, options, picked
+            )
+            show(index, self._batch, layer, native=self._native)
         output = query.new_empty(query.shape[1], query.shape[0], segments[0][1].shape[2])
-        self._kernel.attend(plan, query, segments, shape.rotary, options, output=output)
+        if picked is None:
+            self._kernel.attend(plan, query, segments, shape.rotary, options, output=output)
+        else:
+            attend_picked(*layer[:-1], picked, output=output, native=self._native)
         if shape.latents is not None:
             output = shape.latents.expanded(output)
         if self._unnarrowed is not None:
@@ -249,53 +266,50 @@ class ForwardPass:
             return whole.index_copy_(0, self._unnarrowed, output)
         return output
 
-    def _keep(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _keep(self, index: int, query: Tensor, kv: LayerKV) -> Tensor:
         """Write one layer's new keys and values, and return ``query`` without the tokens that are
         dropped here."""
         earlier = self._unnarrowed
         if earlier is not None:
-            key, value = key[:, earlier], value[:, earlier]
-        into = self._kept_by[index]
-        for run, rows in self._batch.rows():
-            if run.capture is not None:
-                run.capture.record(into, run.start, key[:, rows], value[:, rows])
+            kv = LayerKV(kv.key[:, earlier], kv.value[:, earlier])
+        new = kv
         with self._timed("select"):
-            kept = self._refine(index, lambda rows: (key[:, rows], value[:, rows]), at_entry=False)
+            kept = self._refine(
+                index, lambda rows: (new.key[:, rows], new.value[:, rows]), at_entry=False
+            )
         self._asked = set()
         if kept is not None:
             self._unnarrowed = kept if earlier is None else earlier[kept]
-            query, key, value = query[:, kept], key[:, kept], value[:, kept]
-        _, plan = self._segments.plan(index)
+            query, kv = query[:, kept], LayerKV(kv.key[:, kept], kv.value[:, kept])
+        into = self._kept_by[index]
+        views, plan = self._segments.plan(index)
         pool = self._pool.keys[into], self._pool.values[into]
-        self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
+        self._kernel.write(plan, kv.key, kv.value, self._slots, self._layers[index].rotary, pool)
+        if self._layers[index].indexer is not None:
+            kv = replace(kv, index=self._pick(index, views))
+        for run, rows in self._batch.rows():
+            if run.capture is not None:
+                mine = LayerKV.of_parts([part[:, rows] for part in kv.parts])
+                run.capture.record(into, run.start, mine)
         return query
 
-    def _show(
-        self,
-        index: int,
-        views: Sequence[View],
-        query: Tensor,
-        segments: Sequence[tuple[Tensor, Tensor]],
-        options: AttentionOptions,
-    ) -> None:
-        """Pass the attention that is about to be computed to the observers."""
-        rotary = self._layers[index].rotary
-        for run, rows in self._batch.rows():
-            if run.observer is None:
-                continue
-            mine = [view for view in views if view.rows.start <= rows.start < view.rows.stop]
-
-            def weights(
-                first: int, last: int, run_rows: slice = rows, mine: list[View] = mine
-            ) -> Tensor:
-                positions = self._positions[run_rows][first:last]
-                part = query[:, run_rows][:, first:last]
-                length = int(positions[-1]) + 1
-                return position_weights(
-                    mine, positions, part, segments, rotary, options, length, native=self._native
-                )
-
-            run.observer.observe(index, run.start, len(run.tokens), weights)
+    def _pick(self, index: int, views: Sequence[View]) -> Tensor:
+        """Have this layer's indexer pick for all tokens that it computes, and return what it keeps
+        of them: [1, tokens, dim]."""
+        pool = self._pool.indices[self._kept_by[index]]
+        assert pool is not None, "a layer with an indexer keeps something for it"
+        kept = self._unnarrowed
+        rows = torch.arange(len(self.remaining_rows), device=self._device) if kept is None else kept
+        with self._timed("pick"):
+            return self._indexed.pick(
+                index,
+                self._batch,
+                views,
+                self._segments.indices(index),
+                pool,
+                hidden_rows=rows,
+                pass_rows=self.remaining_rows[rows],
+            )
 
     def _refine(
         self, index: int, computed: Callable[[slice], tuple[Tensor, Tensor]], *, at_entry: bool
@@ -337,7 +351,7 @@ class ForwardPass:
         self.logit_rows.zero_()
         self.remaining_rows = self.remaining_rows[kept]
         self.logit_rows[: len(moved)] = self.remaining_rows[moved]
-        return hidden[..., kept, :]
+        return hidden[:, kept]
 
     def _peek(
         self, rows: slice, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]
@@ -346,7 +360,7 @@ class ForwardPass:
         attention and what follows it."""
         self._peeking = True
         try:
-            compute(hidden[..., rows, :], self.remaining_rows[rows])
+            compute(hidden[:, rows], self.remaining_rows[rows])
         except _Peeked as peeked:
             return peeked.key, peeked.value
         finally:

@@ -27,7 +27,7 @@ class _Copy:
 
     @property
     def nbytes(self) -> int:
-        return self.copy.key.nbytes + self.copy.value.nbytes
+        return self.copy.nbytes
 
 
 class LayersAhead:

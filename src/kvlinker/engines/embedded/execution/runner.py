@@ -23,6 +23,7 @@ from kvlinker.engines.embedded.execution.forward_pass import (
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import Anatomy, decoder_layers
+from kvlinker.engines.embedded.model.indexers import all_visible
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
 from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.memory.lane import lane_to
@@ -67,6 +68,10 @@ class Runner:
         model whose head cannot be separated."""
         return Head(self._model)
 
+    def _mask(self, tokens: int) -> Tensor | None:
+        """Return the mask that models with indexers are given for so many tokens."""
+        return all_visible(tokens, self.device) if self._anatomy.picks else None
+
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         """Compute all runs, except those of owners whose chunks lack a layer when it is to be
@@ -100,6 +105,7 @@ class Runner:
             ):
                 output = self._model(
                     input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
+                    attention_mask=self._mask(len(batch.slots)),
                     position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
                     use_cache=False,
                     logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
@@ -134,7 +140,7 @@ def _narrowing(model: nn.Module, forward: ForwardPass) -> Iterator[None]:
 
         def with_input(hidden: Tensor, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
             def narrowed(value: Any) -> Any:
-                is_of_tokens = isinstance(value, Tensor) and value.ndim == 3
+                is_of_tokens = isinstance(value, Tensor) and value.ndim in (2, 3)
                 return (
                     value[:, rows]
                     if is_of_tokens and len(rows) < value.shape[1] == tokens

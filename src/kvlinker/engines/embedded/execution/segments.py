@@ -71,6 +71,16 @@ class BatchSegments:
             return [(joined, joined) for joined in (each.joined for each in layers)]
         return [(each.key, each.value) for each in layers]
 
+    def indices(self, index: int) -> list[Tensor]:
+        """Return what this layer's indexer keeps of all segments: [1, tokens, dim] each."""
+        kept = self._kept_by[index]
+        pool = self._pool.indices[kept]
+        layers = self._ahead.layer(tuple(self._chunks.values()), kept)
+        found = [each.index for each in layers if each.index is not None]
+        assert pool is not None, "a layer without an indexer has no such segments"
+        assert len(found) == len(layers), "chunks are kept as the model computes them"
+        return [*found, *(pool[:, slot : slot + size] for slot, size in self._spans)]
+
     def _views(self, visible: VisibleKV, rows: slice, epoch: int) -> Iterator[View]:
         """Yield what one sequence's queries see in the layers of an epoch."""
         for chunk, hidden in zip(visible.shared, visible.own.hidden(epoch), strict=True):

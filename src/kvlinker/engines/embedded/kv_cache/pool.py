@@ -124,7 +124,8 @@ def _size(span: SlotSpan) -> int:
 
 class KVPool:
     """Keys (with rotary embedding) and values of all layers that keep any: per layer [kv_heads,
-    slots, head_dim] each, where they are latents with the shared key side by side.
+    slots, head_dim] each, where they are latents with the shared key side by side. Where a layer
+    has an indexer, what that keeps, without rotary embedding: [1, slots, dim].
 
     A span of slots is a strided view that attention reads without a copy.
     """
@@ -135,6 +136,7 @@ class KVPool:
         self.slots = slots
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.indices: list[Tensor | None] = []
         for layer in keeping(layers):
             if layer.latents is None:
                 key, value = (
@@ -146,6 +148,13 @@ class KVPool:
                 key, value = joined[..., : layer.key_dim], joined[..., layer.key_dim :]
             self.keys.append(key)
             self.values.append(value)
+            dim = None if layer.indexer is None else layer.indexer.dim
+            self.indices.append(None if dim is None else _zeros((1, slots, dim), dtype, device))
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """What each layer that keeps any has of all slots."""
+        return tuple(map(LayerKV, self.keys, self.values, self.indices))
 
     def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
         """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of
@@ -154,16 +163,17 @@ class KVPool:
         def copied(whole: Tensor) -> Tensor:
             return torch.cat([whole[:, span.slot : span.end] for span in spans], dim=1).cpu()
 
-        pairs = zip(self.keys, self.values, strict=True)
-        return ChunkKV(tuple(LayerKV(copied(keys), copied(values)) for keys, values in pairs))
+        return ChunkKV(
+            tuple(LayerKV.of_parts([copied(part) for part in each.parts]) for each in self.layers)
+        )
 
     def write(self, kv: KV, first: int, last: int, slots: NDArray[np.int64]) -> None:
         """Copy the tokens [first, last) of what ``read`` returned into as many ``slots``."""
         indices = torch.from_numpy(slots)
-        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+        for index, each in enumerate(self.layers):
             layer = kv.layer(index)
             assert layer is not None, "all layers have to be there"
-            for whole, part in ((keys, layer.key), (values, layer.value)):
+            for whole, part in zip(each.parts, layer.parts, strict=True):
                 whole[:, indices.to(whole.device)] = part[:, first:last].to(whole.device)
 
 

@@ -15,6 +15,14 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.engines.contract.cost import AttentionShape
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.bounds import context_window, scale_queries_alike
+from kvlinker.engines.embedded.model.indexers import (
+    PICKED_BEFORE,
+    Indexer,
+    IndexerCall,
+    Queries,
+    all_visible,
+    place_of,
+)
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
     EXPANSION,
@@ -55,6 +63,12 @@ class LayerShape(AttentionShape):
     latents: Latents | None = None
     """How it attends to latents; None where it keeps keys and values."""
 
+    indexer: Indexer | None = None
+    """What picks the tokens that its queries see; None where it has no indexer of its own."""
+
+    picker: int | None = None
+    """The layer whose indexer picks the tokens that its queries see; None where they see all."""
+
     source: int | None = None
     """The layer whose keys and values it attends to; None where it has its own."""
 
@@ -65,13 +79,23 @@ class LayerShape(AttentionShape):
     def values_per_token(self) -> int:
         if self.source is not None:
             return 0
-        return super(LayerShape, self).values_per_token
+        index = 0 if self.indexer is None else self.indexer.dim
+        return super(LayerShape, self).values_per_token + index
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The heads and dimensions of key, value and what its indexer keeps, as ``LayerKV`` has
+        them."""
+        own = (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
+        return own if self.indexer is None else (*own, (1, self.indexer.dim))
 
     @property
     def expanded_values_per_token(self) -> int:
         """The number of values that one token's KV would have here if it were not latents."""
-        latents = self.latents
-        return self.values_per_token if latents is None else latents.expanded_values_per_token
+        if self.latents is None:
+            return self.values_per_token
+        index = 0 if self.indexer is None else self.indexer.dim
+        return self.latents.expanded_values_per_token + index
 
     @property
     def operations_per_pair(self) -> int:
@@ -102,6 +126,11 @@ class Anatomy:
         return max((each.window for each in self.recurrences), default=0)
 
     @property
+    def picks(self) -> bool:
+        """Tells whether indexers pick the tokens that queries see in some layers."""
+        return any(layer.picker is not None for layer in self.layers)
+
+    @property
     def only_convolves(self) -> bool:
         """Tells whether convolutions are all that keeps a state."""
         return all(each.rule is None for each in self.recurrences)
@@ -127,7 +156,13 @@ def anatomy_of(model: Any) -> Anatomy:
             torch.inference_mode(),
         ):
             ids = positions % model.config.get_text_config().vocab_size
-            states = states_held(model(input_ids=ids, position_ids=positions, use_cache=True))
+            output = model(
+                input_ids=ids,
+                attention_mask=all_visible(LOOKED_AT, device) if has_indexer(model) else None,
+                position_ids=positions,
+                use_cache=True,
+            )
+            states = states_held(output)
     except EXHAUSTED:
         raise
     except Exception as error:  # whatever the model's code raises
@@ -137,7 +172,7 @@ def anatomy_of(model: Any) -> Anatomy:
         states and not tracer.layers
     ):
         raise refusal(model, Obstacle.STATE)
-    if has_indexer(model):
+    if has_indexer(model) and all(layer.picker is None for layer in tracer.layers):
         raise refusal(model, Obstacle.SELECTION)
     with_attention = {layer.block for layer in tracer.layers}
     whole = with_attention == set(range(tracer.blocks)) or tracer.recurrences
@@ -202,9 +237,12 @@ class _Tracer:
         self._convolution: ConvolutionCall | None = None
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-        self._kinds: dict[tuple[int, str, int], Rotary] = {}
+        self._kinds: dict[tuple[object, ...], Rotary] = {}
         self._own: PassTables | None = None
         self._pending: Rotary | None = None
+        self._turned: Tensor | None = None
+        self._indexer: Indexer | None = None
+        self._picker: int | None = None
 
     @property
     def saw_rotation(self) -> bool:
@@ -225,12 +263,38 @@ class _Tracer:
         width = key.shape[-1]
         module, inputs, options = self._source(cos)
         constants = repr([a for a in (*inputs, *options.values()) if not isinstance(a, Tensor)])
-        identity = (id(module), constants, width)
+        identity = (id(module), form.function, constants, width)
         if identity not in self._kinds:
             self._kinds[identity] = Rotary(
                 module, inputs, options, apply, width=width, longest=self._window
             )
         self._pending = self._kinds[identity]
+        self._turned = key
+
+    def index(self, call: IndexerCall) -> Tensor:
+        """Note what the indexer keeps of tokens, and what of that it rotates."""
+        before, self._pending, self._turned = self._pending, None, None
+
+        def linked(kept: Tensor) -> Tensor:
+            offset = None if self._turned is None else place_of(self._turned[0, 0], kept)
+            rotary = None if offset is None else self._pending
+            self._indexer = Indexer(kept.shape[-1], rotary, offset or 0)
+            return kept
+
+        everything = torch.arange(LOOKED_AT)
+        call.picked(Queries(None, everything.numpy(), everything, everything), linked)
+        if self._indexer is None:
+            raise LookupError("an indexer keeps nothing that a cache is handed")
+        self._pending = before
+        return call.nothing()
+
+    def _picked_by(self, module: nn.Module | None) -> int | None:
+        """Return the layer whose indexer picks for the attention whose turn it is."""
+        if self._indexer is not None:
+            self._picker = len(self.layers)
+        elif not getattr(module, PICKED_BEFORE, False):
+            return None
+        return self._picker
 
     def _source(self, cos: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """Return what made a table, and what it was called with."""
@@ -268,11 +332,13 @@ class _Tracer:
                 value_dim=value.shape[-1],
                 rotary=self._pending,
                 latents=latents,
+                indexer=self._indexer,
+                picker=self._picked_by(module),
                 source=same[0] if same else None,
                 block=self.blocks - 1,
             )
         )
-        self._pending = None
+        self._pending = self._indexer = None
         width = value.shape[-1] if latents is None else latents.value_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], width)
 

@@ -1,6 +1,7 @@
 """Steps into an unmodified transformers model where tokens see one another or their positions:
-rotary embedding, attention, the expansion of latents, and the convolution and rule of layers that
-keep a state. Where attention is not called but written out, ``written_out.py`` follows it.
+rotary embedding, attention, the expansion of latents, indexers, and the convolution and rule of
+layers that keep a state. Where attention is not called but written out, ``written_out.py`` follows
+it.
 
 Every modeling module's functions of rotary embedding, convolution and rule, and every attention's
 ``expand_kv(latent, key)``, are wrapped once, process-wide, and an attention function is registered
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.indexers import IndexerCall, is_indexer
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, unconvolved
 from kvlinker.engines.embedded.model.states.rules import (
     CONVOLUTION,
@@ -49,9 +51,14 @@ alone, not to attention."""
 class Interceptor(Protocol):
     """Replaces rotary embedding, attention and rules during one forward pass."""
 
-    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Called when the model is about to rotate by the form's function; the model then gets what
-        would be rotated back unchanged."""
+        is returned, and for None, what would be rotated back unchanged."""
+        ...
+
+    def index(self, call: IndexerCall) -> Tensor:
+        """Called when the model's indexer is about to pick tokens; the model goes on with what is
+        returned, which its attention hands on, or makes a mask of."""
         ...
 
     def attend(
@@ -124,6 +131,8 @@ def prepare(model: nn.Module) -> None:
             _wrap_expansion(kind)
         if hasattr(kind, LIGHTNING_DECAY):
             _wrap_lightning(kind)
+        if is_indexer(kind) and "hidden_states" in signature(kind.forward).parameters:
+            _wrap_indexer(kind)
 
 
 def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
@@ -147,7 +156,9 @@ def _wrap_rotary(module: ModuleType, name: str) -> None:
         interceptor = _active.get()
         if interceptor is None:
             return original(*args, **kwargs)
-        interceptor.rotary(form, args, kwargs)
+        rotated = interceptor.rotary(form, args, kwargs)
+        if rotated is not None:
+            return rotated
         unchanged = form.unchanged(args, kwargs)
         if not writes_out:
             return unchanged
@@ -225,6 +236,25 @@ def _wrap_rule(module: ModuleType, rule: Rule) -> None:
         return call.returned(*interceptor.recur(call))
 
     _replace(module, rule.function, apply)
+
+
+def _wrap_indexer(kind: type[nn.Module]) -> None:
+    original: Callable[..., Tensor] = kind.forward
+    if hasattr(original, "__kvlinker__"):
+        return
+    form = signature(original)
+
+    @wraps(original)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        interceptor = _active.get()
+        if interceptor is None:
+            return original(module, *args, **kwargs)
+        bound = form.bind(module, *args, **kwargs).arguments
+        _, *names = form.parameters
+        arguments = {name: bound.get(name) for name in names}
+        return interceptor.index(IndexerCall(module, original, arguments))
+
+    _replace(kind, "forward", forward)
 
 
 def _wrap_lightning(kind: type[nn.Module]) -> None:

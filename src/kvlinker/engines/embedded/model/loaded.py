@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class RotatedKeys:
         shape = self.layers[index]
         turned = layer
         if shape.latents is not None and not back:
-            turned = LayerKV.of_joined(layer.joined.clone(), shape.key_dim)
+            turned = LayerKV.of_joined(layer.joined.clone(), shape.key_dim, layer.index)
         if shape.rotary is None:
             return turned
         cos, sin = shape.rotary.tables(layer.key.shape[1])
@@ -46,7 +46,7 @@ class RotatedKeys:
             cos, sin = cos / square, -sin / square
         if turned is layer:
             key = torch.empty_like(layer.key, memory_format=torch.contiguous_format)
-            turned = LayerKV(key, layer.value)
+            turned = replace(layer, key=key)
         device = turned.key.device
         shape.rotary.rotate(layer.key, cos.to(device), sin.to(device), out=turned.key)
         return turned

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
@@ -51,6 +52,9 @@ class _Reader:
 
     def attend(self, *_: Any) -> Tensor:
         raise LookupError("attention comes before any rotation")
+
+    def index(self, call: IndexerCall) -> Tensor:
+        raise LookupError("an indexer comes before any rotation")
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
         raise LookupError("a convolution comes before any rotation")

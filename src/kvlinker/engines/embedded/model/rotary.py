@@ -27,6 +27,9 @@ class Layout(NamedTuple):
     pairing: Pairing
     columns: slice
 
+    parts_pairs: bool
+    """True where the model's function puts the first of all pairs before the second of all."""
+
 
 class Rotary:
     """Rotates by one kind of rotary embedding that a model uses; layers that use the same kind
@@ -99,6 +102,14 @@ class Rotary:
             out.copy_(self._rotate_by_model(heads.float(), cos, sin))
         else:
             _rotate_pairs(self._layout.pairing, heads, cos, sin, out)
+
+    def rotate_as_model(self, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Do what ``rotate`` does, with the dimensions in the order in which the model's function
+        puts them: for products with what that has rotated."""
+        self.rotate(heads, cos, sin, out)
+        if self._layout is not None and self._layout.parts_pairs:
+            turned = out[..., : 2 * cos.shape[-1]]
+            turned.copy_(_apart(turned))
 
     def shifted(self, heads: Tensor, distance: int) -> Tensor:
         """Return ``heads`` [heads, tokens, head_dim] that are rotated already, rotated further by
@@ -191,12 +202,15 @@ class Rotary:
             for pairing in ("halves", "interleaved"):
                 ours = torch.empty_like(heads)
                 _rotate_pairs(pairing, heads, cos[:, columns], sin[:, columns], ours)
-                apart = torch.cat([ours[..., ::2], ours[..., 1::2]], dim=-1)
-                if any(
-                    torch.allclose(each, expected, rtol=1e-4, atol=1e-4) for each in (ours, apart)
-                ):
-                    return Layout(pairing, columns)
+                for found, parts_pairs in ((ours, False), (_apart(ours), True)):
+                    if torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+                        return Layout(pairing, columns, parts_pairs)
         return None
+
+
+def _apart(heads: Tensor) -> Tensor:
+    """Return the heads with the first of all neighbours before the second of all."""
+    return torch.cat([heads[..., ::2], heads[..., 1::2]], dim=-1)
 
 
 def _rotate_pairs(pairing: Pairing, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

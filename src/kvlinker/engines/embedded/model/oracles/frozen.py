@@ -1,5 +1,5 @@
 """The model's own answer behind chunks that were computed alone, for models whose layers keep a
-state, where no mask says which tokens see which.
+state, or pick what they see, where no mask says which tokens see which.
 
 It shares no code with the engine: transformers computes all of it.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.anatomy import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
+from kvlinker.engines.embedded.model.oracles.referee import Referee
 from kvlinker.linking.plan import Range
 
 
@@ -29,8 +30,13 @@ class FrozenOracle:
     pass.
     """
 
-    def __init__(self, model: Any, tokens: NDArray[np.int64], last: int) -> None:
+    def __init__(
+        self, model: Any, tokens: NDArray[np.int64], last: int, referee: Referee | None = None
+    ) -> None:
+        """``referee`` is told what indexers pick in each chunk, and in the text, which is None to
+        it."""
         self._model = model
+        self._referee = referee or Referee()
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
         self._last = last
         self._layers = [*decoder_layers(model), *_with_convolution(model)]
@@ -67,14 +73,16 @@ class FrozenOracle:
             return hidden
 
         with self._entering(note):
-            self._computed(self._tokens[begin:end])
+            self._computed(self._tokens[begin:end], text=(begin, end))
         return [found[index] for index in range(len(self._layers))]
 
     @torch.inference_mode()
-    def _computed(self, tokens: Tensor, moved: int = 0) -> Tensor:
+    def _computed(
+        self, tokens: Tensor, moved: int = 0, text: tuple[int, int] | None = None
+    ) -> Tensor:
         """Return the logits [last, vocabulary] of the last of these tokens."""
         positions = torch.arange(moved, moved + len(tokens), device=tokens.device)
-        with attention_of(self._model, "eager"):
+        with attention_of(self._model, "eager"), self._referee.recording(self._model, text):
             output = self._model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvlinker.engines.embedded.model.indexers import is_indexer
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.obstacles import rotary_modules
 from kvlinker.linking.plan import Range
@@ -101,13 +102,15 @@ class Oracle:
 
 @contextmanager
 def tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
-    """Have rotary modules make the tables of positions that are ``moved`` smaller."""
+    """Have rotary modules make the tables of positions that are ``moved`` smaller, and indexers
+    pick for these."""
 
     def back(module: nn.Module, value: Any) -> Any:
-        is_positions = isinstance(value, Tensor) and not value.is_floating_point()
+        is_positions = isinstance(value, Tensor) and value.dtype == torch.long
         return value - moved if is_positions else value
 
-    with _inputs_changed(rotary_modules(model), back):
+    indexers = [part for part in model.modules() if is_indexer(type(part))]
+    with _inputs_changed([*rotary_modules(model), *indexers], back):
         yield
 
 

@@ -1,0 +1,249 @@
+"""Indexers: parts of a layer's attention that pick, for each query, the tokens that it sees.
+
+An indexer keeps something of every token (a small key, mostly), scores all tokens before a query by
+it, and picks those with the highest scores. Which ones, the model's own code says: it is run over
+what is linked, through a cache that hands it what all tokens of a sequence have, where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from kvlinker.engines.embedded.model.rotary import Rotary
+
+MASK, PLACES, CACHE, TABLES = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "position_embeddings",
+)
+"""What indexers call which tokens are seen, where they stand, what is kept, and cos and sin."""
+
+
+PICKED_BEFORE = "skip_topk"
+"""The attribute by which attention says that it sees what the indexer before it has picked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """What one layer's indexer keeps of each token: ``dim`` values, of which those from ``offset``
+    on are rotated by ``rotary``, if it has one."""
+
+    dim: int
+    rotary: Rotary | None = None
+    offset: int = 0
+
+    def rotated(self, kept: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return what is kept of tokens, [tokens, dim], rotated by cos and sin [tokens, columns],
+        as the model would rotate it."""
+        assert self.rotary is not None, "the model rotates it itself"
+        turned = kept.clone()
+        part = slice(self.offset, None)
+        self.rotary.rotate_as_model(kept[None, :, part], cos, sin, out=turned[None, :, part])
+        return turned
+
+
+class LinkedCache:
+    """Takes the place of a model's cache for one call of an indexer."""
+
+    def __init__(self, linked: Callable[[Tensor], Tensor], length: int) -> None:
+        """``linked`` takes what the indexer keeps of new tokens, [new, dim], and returns what is
+        kept of all ``length`` tokens up to the last of them, [length, dim]."""
+        self._linked = linked
+        self._length = length
+        self.keys = torch.empty(0).expand(1, 1, length, 0)
+
+    @property
+    def layers(self) -> Mapping[int, LinkedCache]:
+        """Return this cache for any layer."""
+        return _Everywhere(self)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count the tokens."""
+        return self._length
+
+    def update_indexer(self, kept: Tensor, layer_idx: int = 0) -> Tensor:
+        """Return what is kept of all tokens, [..., length, dim]."""
+        found = self._linked(kept.reshape(-1, kept.shape[-1]))
+        return found.view(*kept.shape[:-2], -1, kept.shape[-1])
+
+    update_index = update_indexer
+
+
+class _Everywhere(dict[int, LinkedCache]):
+    def __init__(self, cache: LinkedCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __missing__(self, layer: int) -> LinkedCache:
+        return self._cache
+
+
+class Queries(NamedTuple):
+    """Tokens of one sequence for which an indexer is to pick."""
+
+    owner: object
+    positions: NDArray[np.int64]
+    """Where they stand in their sequence, ascending: [queries]."""
+
+    rows: Tensor
+    """Which of the tokens that the call was made for they are: [queries]."""
+
+    table_rows: Tensor
+    """Which of the tokens that the pass was made for."""
+
+    @property
+    def length(self) -> int:
+        """The number of positions up to the last of them."""
+        return int(self.positions[-1]) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexerCall:
+    """One call of an indexer by a model, for all tokens that it computes."""
+
+    module: nn.Module
+    function: Callable[..., Tensor]
+    arguments: Mapping[str, Any]
+
+    @property
+    def takes_scattered(self) -> bool:
+        """Tells whether it is told where each query stands; else queries follow one another."""
+        return PLACES in self.arguments
+
+    def nothing(self) -> Tensor:
+        """Return what the model goes on with, until its attention asks what was picked."""
+        return torch.zeros(1, 1, 1, dtype=torch.long, device=self._hidden.device)
+
+    def picked(self, queries: Queries, linked: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return which tokens the indexer picks: [groups of heads, queries, length], booleans.
+
+        Of tokens with the same score, the first ones are picked. ``linked`` is what
+        ``LinkedCache`` takes; rotary functions rotate by the model's own tables.
+        """
+        given = {name: self._part(name, value, queries) for name, value in self._each()}
+        if CACHE in self.arguments:
+            given[CACHE] = LinkedCache(linked, queries.length)
+        with picking(_picks.get() or Picks(), self.module, queries):
+            found = self.function(self.module, **given)
+        return self._mask(found, queries.length)
+
+    @property
+    def _hidden(self) -> Tensor:
+        hidden: Tensor = self.arguments["hidden_states"]
+        return hidden
+
+    def _each(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, value) for name, value in self.arguments.items() if name != CACHE)
+
+    def _part(self, name: str, value: Any, queries: Queries) -> Any:
+        """Return an argument for these queries alone."""
+        device = self._hidden.device
+        if name == MASK:
+            return _seen(value.ndim, queries, device)
+        if name == PLACES:
+            return torch.from_numpy(queries.positions)[None].to(device)
+        if name == TABLES:
+            return tuple(table[:, queries.table_rows] for table in value)
+        return value[:, queries.rows] if isinstance(value, Tensor) else value
+
+    def _mask(self, found: Tensor, length: int) -> Tensor:
+        """Return what the indexer returned, numbers of tokens or of blocks, as booleans: -1 stands
+        for none."""
+        size = int(getattr(self.module, "block_size", 1))
+        blocks = -(-length // size)
+        picks = found.reshape(-1, *found.shape[-2:]).long()
+        mask = torch.zeros(*picks.shape[:2], blocks + 1, dtype=torch.bool, device=picks.device)
+        mask.scatter_(-1, torch.where(picks < 0, blocks, picks), True)
+        return mask[..., :blocks].repeat_interleave(size, dim=-1)[..., :length]
+
+
+def _seen(dimensions: int, queries: Queries, device: torch.device) -> Tensor:
+    """Return the mask that tells which tokens these queries may see; with two dimensions, that none
+    of them is padding."""
+    if dimensions == 2:
+        return torch.ones(1, len(queries.positions), dtype=torch.bool, device=device)
+    positions = torch.from_numpy(queries.positions).to(device)
+    seen = torch.arange(queries.length, device=device) <= positions[:, None]
+    return seen[(None,) * (dimensions - 2)]
+
+
+class Picks:
+    """Says which of the scores that an indexer computed are the highest."""
+
+    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
+        """Return the indices of the ``k`` highest ``scores`` [..., queries, candidates] of each
+        query, the highest first: of equal ones, the first."""
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+_picks: ContextVar[Picks | None] = ContextVar("kvlinker_picks", default=None)
+
+
+@contextmanager
+def picking_by(picks: Picks) -> Iterator[None]:
+    """Have this thread's passes pick by ``picks``."""
+    token = _picks.set(picks)
+    try:
+        yield
+    finally:
+        _picks.reset(token)
+
+
+def picking(
+    picks: Picks, module: nn.Module, queries: Queries | None
+) -> AbstractContextManager[object]:
+    """Have what a module computes in this thread pick by ``picks``."""
+    return _Picking(picks, module, queries)
+
+
+class _Picking(TorchFunctionMode):
+    """Replaces top-k, which leaves open what it returns of equal scores."""
+
+    def __init__(self, picks: Picks, module: nn.Module, queries: Queries | None) -> None:
+        super().__init__()
+        self._picks = picks
+        self._module = module
+        self._queries = queries
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return self._topk(*args, **(kwargs or {}))
+
+    def _topk(self, scores: Tensor, k: int, dim: int = -1) -> torch.return_types.topk:
+        assert dim in (-1, scores.ndim - 1), "candidates are in the last dimension"
+        indices = self._picks.highest(self._module, self._queries, scores, k)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def place_of(part: Tensor, whole: Tensor) -> int | None:
+    """Return from which dimension on ``part`` [tokens, width] is in ``whole`` [tokens, dim]; None
+    where it is not."""
+    width = part.shape[-1]
+    places = range(whole.shape[-1] - width + 1)
+    return next((at for at in places if torch.equal(whole[:, at : at + width], part)), None)
+
+
+def all_visible(tokens: int, device: torch.device) -> Tensor:
+    """Return a mask [1, 1, tokens, tokens] that hides nothing and takes no memory: models with
+    indexers make none themselves for attention that they do not know, and rely on one."""
+    return torch.ones((), dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
+
+
+def is_indexer(kind: type[nn.Module]) -> bool:
+    """Tell whether modules of this class pick tokens."""
+    return "indexer" in kind.__name__.lower()

@@ -1,0 +1,104 @@
+"""Compares which tokens indexers pick in the engine and in the model's own pass, where scores
+differ by rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded.model.indexers import Picks, Queries, is_indexer, picking
+
+MOST_PICKED = 8
+"""The most tokens, or blocks of them, that a query sees in a self-test, so that its short texts are
+long enough for something to be left out."""
+
+
+class Referee(Picks):
+    """Records what a model's own passes pick, and has the engine's passes pick the same.
+
+    Where scores are all but equal, rounding decides which tokens are picked, and another choice is
+    as good, but changes all that follows. So the choice is the model's, and ``error`` says by how
+    much the engine's scores would have chosen otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[object, nn.Module], Tensor] = {}
+        self.error = 0.0
+
+    @contextmanager
+    def recording(self, model: nn.Module, text: object) -> Iterator[None]:
+        """Record what the indexers of ``model`` pick in its own passes over the ``text``, for the
+        engine's passes whose owner that is."""
+        own = _Recording(self._recorded, text)
+        with ExitStack() as stack:
+            for part in model.modules():
+                if is_indexer(type(part)):
+                    stack.enter_context(_inside(part, own))
+            yield
+
+    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
+        assert queries is not None, "passes of the engine alone come here"
+        mine = super().highest(module, queries, scores, min(k, MOST_PICKED))
+        recorded = self._recorded.get((queries.owner, module))
+        if recorded is None:
+            return mine
+        theirs = recorded[..., queries.positions, : mine.shape[-1]].to(mine.device)
+        chosen = torch.where(theirs < 0, mine, theirs.clamp(max=scores.shape[-1] - 1))
+        best, found = (scores.gather(-1, each) for each in (mine, chosen))
+        found = found.sort(dim=-1, descending=True).values
+        self.error = max(self.error, _distance(best, found))
+        return chosen
+
+
+class _Recording(Picks):
+    """Records what a pass picks."""
+
+    def __init__(self, recorded: dict[tuple[object, nn.Module], Tensor], text: object) -> None:
+        self._recorded = recorded
+        self._text = text
+
+    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
+        indices = super().highest(module, queries, scores, min(k, MOST_PICKED))
+        seen = scores.gather(-1, indices) > torch.finfo(scores.dtype).min
+        self._recorded[self._text, module] = indices.masked_fill(~seen, -1)
+        return indices
+
+
+@contextmanager
+def _inside(indexer: nn.Module, picks: Picks) -> Iterator[None]:
+    """Have the indexer pick by ``picks`` in the model's own passes."""
+    entered = ExitStack()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        entered.enter_context(picking(picks, module, None))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.close()
+
+    handles = [
+        indexer.register_forward_pre_hook(enter),
+        indexer.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _distance(best: Tensor, found: Tensor) -> float:
+    """Return how far the scores of what was chosen are from the highest, relative to the largest:
+    infinite where a token that nobody sees takes the place of one that is seen."""
+    lowest = torch.finfo(best.dtype).min
+    seen, differs = best > lowest, (best > lowest) != (found > lowest)
+    if differs.any():
+        return float("inf")
+    inside = seen & best.isfinite() & found.isfinite()
+    if not inside.any():
+        return 0.0
+    apart = (best - found)[inside].abs().max() / best[inside].abs().max().clamp(min=1e-30)
+    return float(apart)
