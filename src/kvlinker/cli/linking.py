@@ -40,11 +40,14 @@ def check(
     from kvlinker.engines.contract.model_files import read_model
     from kvlinker.engines.embedded.model.anatomy import anatomy_of
     from kvlinker.engines.embedded.model.bounds import context_window
+    from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
     from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
+    from kvlinker.engines.embedded.model.weights.arrangement import watch_linears
+    from kvlinker.engines.embedded.model_loading import multiplies_bf16, quicken_model
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():
-        transformer, _ = read_model(settings)
+        transformer, _ = read_model(settings, own_bf16=multiplies_bf16(settings))
         checks = self_test(transformer)
         refusal = refusal_after(transformer, checks)
     table = Table(
@@ -68,7 +71,8 @@ def check(
             "Its configuration says more, but further on it computes something else for the same"
             " text."
         )
-    anatomy, dtype = anatomy_of(transformer), transformer.dtype
+    with watch_linears(transformer) as linear_calls:
+        anatomy, dtype = anatomy_of(transformer), transformer.dtype
     kept = kv_bytes_per_token(anatomy.layers, dtype)
     expanded = sum(layer.expanded_values_per_token for layer in anatomy.layers) * dtype.itemsize
     latents = f" as latents, {expanded:,} as keys and values" if expanded != kept else ""
@@ -90,6 +94,11 @@ def check(
             f" running request. A chunk of 512 tokens takes {whole:,} bytes there, and {maps:,}"
             " with state_inputs off, as does any longer one then."
         )
+    transformer.set_attn_implementation(ATTENTION_NAME)
+    native = settings.native_attention
+    program = quicken_model(transformer, anatomy, linear_calls, settings.weights, native=native)
+    reason = f"the model's modules: {program}" if isinstance(program, str) else "compiled code"
+    typer.echo(f"Steps of few tokens are computed by {reason}.")
 
 
 @settings_options("engine")

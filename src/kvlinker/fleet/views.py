@@ -169,6 +169,7 @@ def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
         kv_bytes_per_token=max((each.kv_bytes_per_token for each in statuses), default=0),
         kv_bytes_per_chunk=max((each.kv_bytes_per_chunk for each in statuses), default=0),
         disk_codec=names(each.disk_codec for each in statuses),
+        steps=names(each.steps for each in statuses),
         tiers=_tiers([tier for each in statuses for tier in each.tiers]),
     )
 

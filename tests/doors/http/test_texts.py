@@ -156,6 +156,7 @@ def test_client(served: Served) -> None:
         status = client.server_status()
         told = status["disk_codec"], status["kv_bytes_per_token"], status["kv_bytes_per_chunk"]
         assert told == ("raw", served.llm.engine.kv_bytes_per_token, 0)
+        assert status["steps"] == served.llm.engine.computes_steps
 
 
 def test_search_in_the_process(served: Served) -> None:

@@ -18,6 +18,7 @@ from kvlinker.engines.contract.contract import Failed, Finished, GenerationReque
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.engine import EmbeddedEngine
+from kvlinker.engines.embedded.execution.compiled_step import step_function
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.norms import native_norm
@@ -226,7 +227,7 @@ def request_for(prompt, policy, tenant="default"):
 def native_anew():
     """Forget before and after the test what native code was loaded and checked, or found
     missing."""
-    loaders = native_attention, native_dots, native_products, native_norm
+    loaders = native_attention, native_dots, native_products, native_norm, step_function
     for loader in loaders:
         loader.cache_clear()
     yield

@@ -224,4 +224,5 @@ def test_check_command_gives_a_verdict(tmp_path):
     result = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert result.output.count("passed") == 6
+    assert "Steps of few tokens are computed by" in result.output
     assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing")]).exit_code == 1

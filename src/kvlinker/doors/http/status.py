@@ -109,6 +109,7 @@ def status(served: ServedModelParam) -> ServerStatus:
         kv_bytes_per_token=size.per_token,
         kv_bytes_per_chunk=size.per_chunk,
         disk_codec=served.settings.disk_codec,
+        steps=llm.engine.computes_steps,
         tiers=[
             TierStatus(
                 name=tier.name,

@@ -167,6 +167,9 @@ class Engine(Protocol):
     kv_bytes_per_token: int
     """The bytes of one token's KV over all layers, as it is computed."""
 
+    computes_steps: str
+    """Says what computes steps of few tokens: ``compiled``; or the model's modules, and why."""
+
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of what is kept of a chunk of so many tokens, as it is computed."""
 

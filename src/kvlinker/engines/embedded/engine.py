@@ -117,6 +117,7 @@ class EmbeddedEngine:
             )
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
+        self.computes_steps = loaded.computes_steps
         self._loaded = loaded
         self._store = store
         self._events = events
@@ -130,7 +131,11 @@ class EmbeddedEngine:
         self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
         self._runner = Runner(
-            loaded.model, loaded.anatomy, pool, native_attention=settings.native_attention
+            loaded.model,
+            loaded.anatomy,
+            pool,
+            native_attention=settings.native_attention,
+            program=None if isinstance(loaded.program, str) else loaded.program,
         )
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(

@@ -16,12 +16,18 @@ from kvlinker.engines.contract.model_files import (
     read_model,
 )
 from kvlinker.engines.embedded.attention.kernels import native_attention
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
+from kvlinker.engines.embedded.execution.compiling import compile_step
+from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.norms import quicken_norms
-from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
+from kvlinker.engines.embedded.model.recording.program import Program
+from kvlinker.engines.embedded.model.weights.arrangement import (
+    LinearCalls,
+    arrange_weights,
+    watch_linears,
+)
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat
@@ -84,9 +90,7 @@ def prepare_model(
     name = fingerprint_with(fingerprint(model) if name is None else name, weights)
     if anatomy.recurrences and not state_inputs:
         name = blake3(f"{name} without state inputs".encode()).hexdigest()
-    arrange_weights(model, linear_calls, weights, native=native)
-    if native:
-        quicken_norms(model)
+    program = quicken_model(model, anatomy, linear_calls, weights, native=native)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -98,7 +102,25 @@ def prepare_model(
         context_window=context_window(model),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         keeps_inner=state_inputs,
+        program=program,
     )
+
+
+def quicken_model(
+    model: Any,
+    anatomy: Anatomy,
+    linear_calls: LinearCalls,
+    weights: WeightFormat,
+    *,
+    native: bool,
+) -> Program | str:
+    """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
+    native code, and return the program of its pass; or why there is none."""
+    arrange_weights(model, linear_calls, weights, native=native)
+    if not native:
+        return "native_attention is off"
+    quicken_norms(model)
+    return compile_step(model, anatomy)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

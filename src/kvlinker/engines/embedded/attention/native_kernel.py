@@ -48,13 +48,18 @@ class NativeAttention:
         )
         self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
 
+    @property
+    def functions(self) -> tuple[native.Function, native.Function]:
+        """The functions of attention.cpp that write new keys and values, and that attend."""
+        return self._write, self._compute
+
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
         seen = AttentionPlan.of(views, positions)
         positions = np.ascontiguousarray(positions)
         return NativePlan(
             seen.views,
             positions,
-            _Table(bundle_views(seen.views), positions),
+            Table(bundle_views(seen.views), positions),
             farthest=max((farthest(view, positions) for view in seen.views), default=0),
             last=int(positions.max(initial=0)),
         )
@@ -122,7 +127,7 @@ class NativeAttention:
 class NativePlan(AttentionPlan):
     """Holds what attention.cpp reads besides keys, values and queries."""
 
-    table: _Table
+    table: Table
     """The bundles and positions, in memory."""
 
     farthest: int
@@ -132,7 +137,7 @@ class NativePlan(AttentionPlan):
     """The last position of a query."""
 
 
-class _Table:
+class Table:
     """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64
     bits.
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from kvlinker.base.profiling import Profile
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
+from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
 from kvlinker.engines.embedded.execution.forward_pass import (
     EmptyStepError,
     ForwardPass,
@@ -25,6 +27,7 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import Anatomy, decoder_layers
 from kvlinker.engines.embedded.model.indexers import all_visible
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
+from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.memory.lane import lane_to
 
@@ -42,10 +45,11 @@ class Runner:
         pool: KVPool,
         *,
         native_attention: bool = True,
+        program: Program | None = None,
     ) -> None:
         """``model`` is a transformers causal language model whose attention is kvlinker's. With
         ``native_attention``, attention is computed by code that is compiled for the CPU, where that
-        can be done for the model."""
+        can be done for the model, and steps of few tokens by the ``program`` of its pass."""
         self._model = model
         self._anatomy = anatomy
         self.pool = pool
@@ -61,6 +65,9 @@ class Runner:
             device=self.device,
             use_native=native_attention,
         )
+        self._compiled: CompiledStep | None = None
+        if program is not None and isinstance(self.kernel, NativeAttention):
+            self._compiled = CompiledStep(program, anatomy.layers, pool, self.kernel, self._ahead)
 
     @cached_property
     def head(self) -> Head:
@@ -79,6 +86,9 @@ class Runner:
 
         If all owners would leave, ``wait`` is called first.
         """
+        compiled = self._compiled
+        if compiled is not None and self.profile is None and compiled.takes(batch):
+            return compiled.compute(batch)
         forward = ForwardPass(
             self._anatomy,
             self.pool,

@@ -10,7 +10,7 @@ from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
 from kvlinker.engines.embedded.execution.batch import Batch, VisibleKV
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
-from kvlinker.engines.embedded.kv_cache.pool import KVPool
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV
@@ -58,6 +58,16 @@ class BatchSegments:
             ]
             self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
         return self._plans[epochs]
+
+    @property
+    def chunks(self) -> tuple[KV, ...]:
+        """The chunks of which each is a segment, before all others."""
+        return tuple(self._chunks.values())
+
+    @property
+    def spans(self) -> tuple[SlotSpan, ...]:
+        """The spans of the pool that are the segments behind the chunks."""
+        return self._spans
 
     def layer(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return key and value of all segments in this layer. Latents are part of both, behind the

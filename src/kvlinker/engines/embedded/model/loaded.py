@@ -12,6 +12,7 @@ from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
+from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes
 from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import LayerKV
@@ -67,6 +68,15 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     keeps_inner: bool = True
     """Tells whether layers with a state keep the inner tokens of chunks one by one, too."""
+
+    program: Program | str = "nobody has asked for it"
+    """What native code computes steps by; or why the model's modules compute them."""
+
+    @property
+    def computes_steps(self) -> str:
+        """Says what computes steps of few tokens."""
+        reason = self.program
+        return f"by the model's modules: {reason}" if isinstance(reason, str) else "compiled"
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:

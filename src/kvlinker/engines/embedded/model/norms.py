@@ -43,8 +43,8 @@ class NativeNorm:
     def __init__(self, norm: nn.Module, form: NormForm, epsilon: float) -> None:
         """``norm`` has a weight [width] in bf16, and no other parameters."""
         self._norm = norm
-        self._form = form
-        self._epsilon = epsilon
+        self.form = form
+        self.epsilon = epsilon
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return ``hidden`` [..., width], normed and scaled."""
@@ -64,9 +64,9 @@ class NativeNorm:
                 output=output.data_ptr(),
                 rows=hidden.numel() // width,
                 width=width,
-                epsilon=self._epsilon,
-                offset=self._form.offset,
-                rounds_first=self._form.rounds_first,
+                epsilon=self.epsilon,
+                offset=self.form.offset,
+                rounds_first=self.form.rounds_first,
                 threads=torch.get_num_threads(),
             )
         )

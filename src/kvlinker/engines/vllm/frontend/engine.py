@@ -70,6 +70,7 @@ class VLLMEngine:
     ) -> None:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
+        self.computes_steps = "by vLLM"
         capacity = client.capacity
         self.max_model_len = capacity.max_model_len
         self._slots = capacity.slots

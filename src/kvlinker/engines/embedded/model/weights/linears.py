@@ -77,6 +77,11 @@ class SharedMatrix(nn.Module):
             self._held[0] = None
         return output
 
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of all layers together."""
+        return sum(self._sizes)
+
     def weight_of(self, index: int) -> Tensor:
         """Return a plain copy of the weight of the layer with this index: [out_features,
         in_features]."""

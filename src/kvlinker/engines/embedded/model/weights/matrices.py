@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks
-from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.embedded.native.targets import this_target
 
 PADDED_ROWS = 4
@@ -19,6 +20,24 @@ for one."""
 
 ROWS_AT_ONCE = 1024
 """The rows of a weight that are put in blocks at a time: whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeights:
+    """Says how native code multiplies by a matrix."""
+
+    form: Form
+    address: int
+    """Where its blocks lie, as long as there is the matrix."""
+
+    outputs: int
+    width: int
+    group: int
+    rounds_before_bias: bool
+    """True if products are rounded before the bias is added."""
+
+    most_rows: int | None = None
+    """The most rows that are multiplied so; None: any number."""
 
 
 class Matrix(nn.Module):
@@ -33,6 +52,10 @@ class Matrix(nn.Module):
     @abstractmethod
     def dense(self) -> Tensor:
         """Return a plain copy of the weight, [outputs, inputs]."""
+
+    def native(self) -> NativeWeights | None:
+        """Return how native code does what ``multiply`` does; None where something else does it."""
+        return None
 
     def _save_to_state_dict(self, *args: object) -> None:
         """Write nothing: the linear layers that use the matrix write it as their weights."""
@@ -78,6 +101,13 @@ class PackedMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.packed.to_dense()
 
+    def native(self) -> NativeWeights | None:
+        if not self._native_up_to:
+            return None
+        outputs, width = self.packed.shape
+        address = torch.ops.mkldnn.data_ptr(self.packed)
+        return NativeWeights("bf16", address, outputs, width, width, False, self._native_up_to)
+
 
 class BlockedMatrix(Matrix):
     """Holds a weight in bf16 in native code's own blocks, by which it multiplies any number of
@@ -113,6 +143,10 @@ class BlockedMatrix(Matrix):
     def dense(self) -> Tensor:
         blocks = self.blocks.view(-1, self.inputs // 2, BLOCK, 2)
         return blocks.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs]
+
+    def native(self) -> NativeWeights:
+        width = self.inputs
+        return NativeWeights("bf16", self.blocks.data_ptr(), self.outputs, width, width, False)
 
 
 def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ class NativeProducts:
     def __init__(self) -> None:
         """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
         names: dict[Form, str] = {form: f"kvlinker_multiply_{form}" for form in get_args(Form)}
-        functions = native.functions("products.cpp", dict.fromkeys(names.values(), _Product))
+        functions = native.functions("products.cpp", dict.fromkeys(names.values(), Product))
         self._functions = {form: functions[name] for form, name in names.items()}
         self._check()
 
@@ -51,7 +51,7 @@ class NativeProducts:
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()), bias
         width = inputs.shape[-1]
         output = torch.empty((*inputs.shape[:-1], outputs), dtype=torch.bfloat16)
-        product = _Product(
+        product = Product(
             inputs=inputs.data_ptr(),
             rows=inputs.numel() // width,
             width=width,
@@ -64,6 +64,10 @@ class NativeProducts:
         )
         self._functions[form](product)
         return output
+
+    def function(self, form: Form) -> native.Function:
+        """Return the function that multiplies by weights in this form: it takes a ``Product``."""
+        return self._functions[form]
 
     def _check(self) -> None:
         """Compare each form with PyTorch, on two blocks of which the last one is not full. Raises
@@ -110,7 +114,7 @@ def native_products() -> NativeProducts | None:
     return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     """Describes the product of rows and a matrix: ``Product`` of products.cpp."""
 
     _fields_ = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, code_blocks, codes_of, padded
-from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix
+from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix, NativeWeights
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.embedded.model.weights.quantized import (
     finished,
@@ -54,6 +54,12 @@ class CodesMatrix(Matrix):
                 self.FORM, rows, self.blocks.data_ptr(), self.outputs, group=self.group, bias=None
             )
         return finished(output, inputs, bias)
+
+    def native(self) -> NativeWeights | None:
+        if self._dense_from is not None:
+            return None
+        address = self.blocks.data_ptr()
+        return NativeWeights(self.FORM, address, self.outputs, self.inputs, self.group, True)
 
 
 class NativeInt8Matrix(CodesMatrix):

@@ -1,0 +1,319 @@
+"""Computes steps by the program of a model's pass: in native code, without the model's modules."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.native_call import (
+    Heads,
+    NativeCall,
+    Rotation,
+    Write,
+    heads,
+)
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
+from kvlinker.engines.embedded.execution.batch import Batch, StepResult
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
+from kvlinker.engines.embedded.execution.segment_table import SegmentTable
+from kvlinker.engines.embedded.execution.segments import BatchSegments
+from kvlinker.engines.embedded.execution.step_structures import (
+    NativeStep,
+    StepAttention,
+    StepOperand,
+    StepOperation,
+    StepSight,
+)
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
+from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
+from kvlinker.engines.embedded.model.norms import NormForm
+from kvlinker.engines.embedded.model.recording.program import (
+    Calculation,
+    HeadsPlace,
+    Kind,
+    Place,
+    Product,
+    Program,
+    RecordedAttention,
+)
+from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.model.weights import native_products
+from kvlinker.store.loading.arriving import ArrivingKV
+
+MOST_ROWS = 256
+"""The most tokens of a step that is computed so. Of longer ones Python's part is small."""
+
+FEWEST_ROWS = 16
+"""The tokens that there is memory for at first."""
+
+
+@cache
+def step_function() -> native.Function:
+    """Return ``kvlinker_step`` of step.cpp, compiled when first asked for. Raises
+    NativeUnavailableError."""
+    return native.functions("step.cpp", {"kvlinker_step": NativeStep})["kvlinker_step"]
+
+
+class CompiledStep:
+    """Computes the steps of one pool. It is not thread safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        program: Program,
+        layers: Sequence[LayerShape],
+        pool: KVPool,
+        kernel: NativeAttention,
+        ahead: LayersAhead,
+    ) -> None:
+        self._program = program
+        self._layers = layers
+        self._pool = pool
+        self._kernel = kernel
+        self._ahead = ahead
+        self._compute = step_function()
+        self._table = SegmentTable(layers, pool)
+        rotaries = dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None)
+        self._rotaries: list[Rotary] = list(rotaries)
+        most = [
+            each.weights.most_rows
+            for each in program.operations
+            if isinstance(each, Product) and not isinstance(each.weights, nn.Linear)
+        ]
+        self._most_rows = min((each for each in most if each is not None), default=MOST_ROWS)
+        self._bound = _Bound(program, layers, self._rotaries, pool, FEWEST_ROWS)
+
+    def takes(self, batch: Batch) -> bool:
+        """Tell whether the batch is nothing but tokens to compute: nobody watches or drops any, and
+        all chunks are there."""
+        return (
+            sum(len(run.tokens) for run in batch.runs) <= min(self._most_rows, MOST_ROWS)
+            and all(
+                run.capture is None
+                and run.refinement is None
+                and run.observer is None
+                and run.logprobs is None
+                for run in batch.runs
+            )
+            and all(
+                chunk.kv.complete for _, chunk in batch.shared() if isinstance(chunk.kv, ArrivingKV)
+            )
+        )
+
+    def compute(self, batch: Batch) -> StepResult:
+        """Compute all runs of a batch that ``takes`` says can be computed."""
+        ids, positions, slots = (
+            np.ascontiguousarray(each, np.int64)
+            for each in (batch.tokens, batch.positions, batch.slots)
+        )
+        wanted = np.array(batch.logit_rows, np.int64)
+        if len(ids) > self._bound.rows:
+            rows = 1 << (len(ids) - 1).bit_length()
+            self._bound = _Bound(self._program, self._layers, self._rotaries, self._pool, rows)
+        segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
+        plans = [segments.plan(index)[1] for index in range(len(self._layers))]
+        distinct = {id(plan): plan for plan in plans}
+        numbers = {name: number for number, name in enumerate(distinct)}
+        sights, longest = (StepSight * len(distinct))(), 0
+        for number, plan in enumerate(distinct.values()):
+            assert isinstance(plan, NativePlan), plan
+            table = plan.table
+            sights[number] = StepSight(
+                table.views, table.visits, table.members, table.bundles, table.bundle_count
+            )
+            longest = max(longest, plan.farthest, plan.last)
+        sight_of = np.array([numbers[id(plan)] for plan in plans], np.int64)
+        rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
+        layers = self._table.of(segments.chunks, segments.spans)
+        write, attend = self._kernel.functions
+        step = NativeStep(
+            layers=ctypes.addressof(self._bound.layers),
+            write=_address(write),
+            attend=_address(attend),
+            rows=len(ids),
+            wanted=len(wanted),
+            ids=ids.ctypes.data,
+            positions=positions.ctypes.data,
+            slots=slots.ctypes.data,
+            wanted_rows=wanted.ctypes.data,
+            rotations=(Rotation * len(rotations))(*rotations),
+            segments=layers.ctypes.data,
+            segment_count=layers.shape[1],
+            sights=sights,
+            sight_of=sight_of.ctypes.data,
+            threads=torch.get_num_threads(),
+        )
+        self._bound.run(step, self._compute)
+        owners = batch.logit_owners
+        logits = self._bound.logits(len(owners))
+        return StepResult(dict(zip(owners, logits, strict=True)), {}, {})
+
+
+class _Bound:
+    """A program with the memory for so many rows, as step.cpp takes it."""
+
+    def __init__(
+        self,
+        program: Program,
+        layers: Sequence[LayerShape],
+        rotaries: Sequence[Rotary],
+        pool: KVPool,
+        rows: int,
+    ) -> None:
+        self.rows = rows
+        self._program = program
+        self._shapes = layers
+        self._kept_by = kept_by(layers)
+        self._rotaries = rotaries
+        self._pool = pool
+        self._memory = [
+            torch.empty(rows * buffer.row_bytes, dtype=torch.uint8) for buffer in program.buffers
+        ]
+        self._held: list[Any] = []
+        self.layers = (StepAttention * len(layers))()
+        self._operations = (StepOperation * len(program.operations))()
+        plain = []
+        for index, operation in enumerate(program.operations):
+            if isinstance(operation, Calculation):
+                self._operations[index] = self._calculation(operation)
+            elif isinstance(operation, RecordedAttention):
+                self._operations[index] = StepOperation(kind=Kind.ATTENTION, layer=operation.layer)
+                self.layers[operation.layer] = self._attention(operation)
+            elif isinstance(operation.weights, nn.Linear):
+                plain.append(index)
+            else:
+                self._operations[index] = self._product(operation)
+        self._pieces: list[tuple[int, int]] = [
+            (begin + 1, end) for begin, end in pairwise([-1, *plain, len(program.operations)])
+        ]
+
+    def run(self, step: NativeStep, compute: native.Function) -> None:
+        """Compute the step, whose operations are filled in here."""
+        size, begin = ctypes.sizeof(StepOperation), ctypes.addressof(self._operations)
+        for first, last in self._pieces:
+            step.operations, step.count = begin + first * size, last - first
+            compute(step)
+            if last < len(self._operations):
+                operation = self._program.operations[last]
+                assert isinstance(operation, Product), operation
+                self._multiply(operation, step.wanted if operation.wanted else step.rows)
+
+    def logits(self, rows: int) -> Tensor:
+        """Return the logits of so many rows, in fp32: [rows, vocabulary]."""
+        return self._numbers(self._program.logits, rows).to(torch.float32, copy=True)
+
+    def _multiply(self, product: Product, rows: int) -> None:
+        """Have a linear layer multiply whose weight is plain."""
+        assert isinstance(product.weights, nn.Linear), product
+        if rows:
+            with torch.inference_mode():
+                output = product.weights(self._numbers(product.input, rows))
+                self._numbers(product.output, rows).copy_(output)
+
+    def _numbers(self, place: Place, rows: int) -> Tensor:
+        """Return the tensor [rows, width] at a place without anything in between."""
+        assert isinstance(place.memory, int), place
+        dtype = torch.float32 if place.wide else torch.bfloat16
+        memory = self._memory[place.memory].view(dtype)
+        return memory[: rows * place.row].view(rows, place.row)
+
+    def _product(self, product: Product) -> StepOperation:
+        weights = product.weights
+        assert not isinstance(weights, nn.Linear), weights
+        products = native_products.native_products()
+        assert products is not None, "weights were packed for a processor with native code"
+        argument = native_products.Product(
+            inputs=self._at(product.input),
+            width=weights.width,
+            weights=weights.address,
+            outputs=weights.outputs,
+            group=weights.group,
+            bias=None if product.bias is None else self._held_at(product.bias),
+            output=self._at(product.output),
+        )
+        self._held.append(argument)
+        begin = ctypes.addressof(argument)
+        return StepOperation(
+            kind=Kind.PRODUCT,
+            behind_gather=product.wanted,
+            function=_address(products.function(weights.form)),
+            argument=begin,
+            argument_rows=begin + native_products.Product.rows.offset,
+            argument_threads=begin + native_products.Product.threads.offset,
+        )
+
+    def _calculation(self, calculation: Calculation) -> StepOperation:
+        operands = {
+            name: StepOperand(self._at(place), place.row, place.outer, place.inner, place.wide)
+            for name, place in (
+                ("one", calculation.one),
+                ("other", calculation.other),
+                ("output", calculation.output),
+            )
+            if place is not None
+        }
+        form = calculation.form or NormForm(0.0, False)
+        return StepOperation(
+            kind=calculation.kind,
+            behind_gather=calculation.wanted,
+            outer=calculation.outer,
+            inner=calculation.inner,
+            weight=None if calculation.weight is None else self._held_at(calculation.weight),
+            bias=None if calculation.bias is None else self._held_at(calculation.bias),
+            epsilon=calculation.epsilon,
+            offset=form.offset,
+            rounds_first=form.rounds_first,
+            by_tokens=calculation.by_tokens,
+            **operands,
+        )
+
+    def _attention(self, attention: RecordedAttention) -> StepAttention:
+        shape, kept = self._shapes[attention.layer], self._kept_by[attention.layer]
+        options = attention.options
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        return StepAttention(
+            write=Write(
+                key=self._heads(attention.key),
+                value=self._heads(attention.value),
+                pool_key=Heads(*heads(self._pool.keys[kept])),
+                pool_value=Heads(*heads(self._pool.values[kept])),
+            ),
+            call=NativeCall(
+                query=self._heads(attention.query),
+                output=self._heads(attention.output),
+                sinks=None if sinks is None else self._held_at(sinks),
+                scale=options.scale,
+                softcap=options.softcap or 0.0,
+                window=options.window or 0,
+            ),
+            writes=shape.source is None,
+            rotary=-1 if shape.rotary is None else self._rotaries.index(shape.rotary),
+        )
+
+    def _heads(self, place: HeadsPlace) -> Heads:
+        begin = self._memory[place.memory].data_ptr()
+        at = begin + place.offset * torch.bfloat16.itemsize
+        return Heads(at, place.heads, 0, place.dim, place.head, place.row)
+
+    def _at(self, place: Place) -> int:
+        """Return the address of a place."""
+        offset = place.offset * (4 if place.wide else 2)
+        if isinstance(place.memory, Tensor):
+            return self._held_at(place.memory) + offset
+        return self._memory[place.memory].data_ptr() + offset
+
+    def _held_at(self, tensor: Tensor) -> int:
+        """Return the address of a tensor, which is held."""
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+
+def _address(function: native.Function) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]

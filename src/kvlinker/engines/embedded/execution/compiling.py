@@ -1,0 +1,155 @@
+"""Makes the program of a loaded model's pass, and compares what it computes with the model's own
+modules before it is used."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlinker.engines.embedded.attention.kernels import choose_kernel
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.execution.batch import (
+    Batch,
+    OwnTokens,
+    Run,
+    SharedChunk,
+    VisibleKV,
+)
+from kvlinker.engines.embedded.execution.compiled_step import step_function
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
+from kvlinker.engines.embedded.model.obstacles import EXHAUSTED
+from kvlinker.engines.embedded.model.recording.lowering import record_program
+from kvlinker.engines.embedded.model.recording.program import Program
+from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
+from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+
+LARGEST_ERROR = 1e-2
+"""‖compiled − the modules'‖ / ‖the modules'‖ beyond which a program is not used. Both round to bf16
+in the same places; what they differ by is the order of sums."""
+
+SHARED = 30
+"""The tokens of the chunk that the compared step attends to."""
+
+RUNS = (("prompt", 0, 24), ("decoding", 40, 1), ("linking", 33, 3), ("linking", 50, 6))
+"""The runs of the compared step: their sequence, first position and length."""
+
+SLOTS = 64
+"""The slots of the pool of each sequence there."""
+
+logger = logging.getLogger(__name__)
+
+
+def compile_step(model: Any, anatomy: Anatomy) -> Program | str:
+    """Return the program of the pass of ``model``, whose weights are arranged; or why there is
+    none, as the end of a sentence, which the log says, too."""
+    try:
+        program = _checked_program(model, anatomy)
+    except EXHAUSTED:
+        raise
+    except (UnrecordableError, NativeUnavailableError) as error:
+        reason = str(error)
+    except Exception as error:  # whatever the model's code raises
+        reason = f"it cannot be recorded ({type(error).__name__}: {error})"
+    else:
+        return program
+    logger.info("Steps are computed by the model's modules: %s.", reason)
+    return reason
+
+
+def _checked_program(model: Any, anatomy: Anatomy) -> Program:
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu":
+        raise UnrecordableError("it is not in the CPU's memory")
+    if parameter.dtype != torch.bfloat16:
+        name = str(parameter.dtype).removeprefix("torch.")
+        raise UnrecordableError(f"native code attends in bf16, and it is in {name}")
+    if anatomy.recurrences:
+        raise UnrecordableError("layers keep a state")
+    if anatomy.picks:
+        raise UnrecordableError("indexers pick the tokens that are seen")
+    if any(layer.latents is not None for layer in anatomy.layers):
+        raise UnrecordableError("layers keep latents")
+    kernel = choose_kernel(anatomy.layers, dtype=parameter.dtype, device=parameter.device)
+    if not isinstance(kernel, NativeAttention):
+        raise UnrecordableError("native code does not attend for it here")
+    step_function()
+    program = record_program(model)
+    error = program_error(model, anatomy, program)
+    if not error <= LARGEST_ERROR:
+        raise UnrecordableError(
+            f"what was recorded computes something else, with a relative error of {error:.1e}"
+        )
+    return program
+
+
+def program_error(model: Any, anatomy: Anatomy, program: Program) -> float:
+    """Return the largest relative error of a step by the program from one by the modules: of its
+    logits, and of the keys and values that it writes."""
+    batch = _batch(model, anatomy)
+    found = [_computed(model, anatomy, batch, each) for each in (program, None)]
+    return max(_error(*pair) for pair in zip(*found, strict=True))
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm())
+
+
+def _batch(model: Any, anatomy: Anatomy) -> Batch:
+    """Return a step of a prompt from its beginning, a sequence that decodes, and one that computes
+    scattered tokens, the latter two behind a chunk that they share."""
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocabulary, SLOTS)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    layers = tuple(
+        LayerKV(
+            random(layer.kv_heads, SHARED, layer.key_dim),
+            random(layer.kv_heads, SHARED, layer.value_dim),
+        )
+        for layer in keeping(anatomy.layers)
+    )
+    chunk = ChunkKV(layers)
+    runs = []
+    visible_kv: dict[object, VisibleKV] = {}
+    for number, owner in enumerate(dict.fromkeys(owner for owner, _, _ in RUNS)):
+        mine = [(begin, size) for name, begin, size in RUNS if name == owner]
+        end = mine[-1][0] + mine[-1][1]
+        first = 0 if mine[0][0] == 0 else SHARED
+        shared = (SharedChunk(chunk, 0, 0, 0, SHARED),) if first else ()
+        own = np.arange(first, end)
+        spans = (SlotSpan(number * SLOTS, len(own)),)
+        visible_kv[owner] = VisibleKV(shared, spans, own, OwnTokens(own, shared))
+        for begin, size in mine:
+            slots = number * SLOTS + np.arange(begin, begin + size) - first
+            ids = tokens[begin : begin + size]
+            wants_logits = begin + size == end
+            runs.append(Run(slots, begin, ids, wants_logits, owner=owner))
+    return Batch(tuple(runs), visible_kv)
+
+
+def _computed(
+    model: Any, anatomy: Anatomy, batch: Batch, program: Program | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of the step, and the keys and values of the pool behind it."""
+    owners = len(batch.owners)
+    pool = KVPool(anatomy.layers, owners * SLOTS, dtype=torch.bfloat16, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    result = Runner(model, anatomy, pool, program=program).step(batch)
+    logits = torch.stack(list(result.logits.values()))
+    keys, values = (
+        torch.cat([each.flatten() for each in tensors]).float()
+        for tensors in (pool.keys, pool.values)
+    )
+    return logits, keys, values

@@ -1,0 +1,334 @@
+"""Makes a program of a model's pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded.model.norms import NativeNorm
+from kvlinker.engines.embedded.model.recording.layouts import (
+    Layout,
+    Layouts,
+    Memory,
+    by_last_axis,
+    go_together,
+    heads_place,
+    scalar,
+)
+from kvlinker.engines.embedded.model.recording.program import (
+    Buffer,
+    Calculation,
+    Kind,
+    Operation,
+    Place,
+    Product,
+    Program,
+    RecordedAttention,
+    with_shared_buffers,
+)
+from kvlinker.engines.embedded.model.recording.trace import (
+    ATTENTION,
+    INPUT,
+    LINEAR,
+    NORM,
+    Node,
+    Numbers,
+    Trace,
+    UnrecordableError,
+    trace_pass,
+)
+from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
+from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
+
+LENGTHS = ((11, 5), (13, 7))
+"""The tokens, and of them those whose logits are wanted, of the two passes that are recorded: sizes
+that no model has."""
+
+OF_ONE = {
+    "silu": Kind.SILU,
+    "relu": Kind.RELU,
+    "tanh": Kind.TANH,
+    "sigmoid": Kind.SIGMOID,
+    "rsqrt": Kind.RSQRT,
+    "neg": Kind.NEGATE,
+    "to": Kind.COPY,
+    "_to_copy": Kind.COPY,
+    "clone": Kind.COPY,
+}
+OF_TWO = {"add": Kind.ADD, "sub": Kind.SUBTRACT, "mul": Kind.MULTIPLY, "div": Kind.DIVIDE}
+POWERS = {2: Kind.SQUARE, 3: Kind.CUBE}
+GELUS = {"none": Kind.GELU, "tanh": Kind.GELU_TANH}
+
+
+def record_program(model: Any) -> Program:
+    """Return the program of a loaded model's pass, whose weights are arranged.
+
+    Raises UnrecordableError where it has operations that are not known.
+    """
+    one, other = (trace_pass(model, *lengths) for lengths in LENGTHS)
+    if [node.name for node in one.nodes] != [node.name for node in other.nodes]:
+        raise UnrecordableError("it computes otherwise for other numbers of tokens")
+    return _Lowering(one, other).program()
+
+
+class _Lowering:
+    """Turns pairs of nodes into operations."""
+
+    def __init__(self, one: Trace, other: Trace) -> None:
+        self._traces = one, other
+        self._layouts = Layouts(one, other)
+        self._operations: list[Operation] = []
+        self._held: list[nn.Module] = []
+        self._inputs: dict[int, str] = {}
+        self._attended = 0
+        self._lower: dict[str, Callable[[Node, Node], None]] = {
+            INPUT: self._input,
+            NORM: self._norm,
+            LINEAR: self._linear,
+            ATTENTION: self._attention,
+            "aten.embedding.default": self._embedding,
+            "aten.index.Tensor": self._wanted_rows,
+            "aten.layer_norm.default": self._layer_norm,
+            "aten.mean.dim": self._mean,
+            "aten.gelu.default": self._gelu,
+            "aten.pow.Tensor_Scalar": self._power,
+            "aten.cat.default": self._join,
+        }
+
+    def program(self) -> Program:
+        for one, other in zip(*(trace.nodes for trace in self._traces), strict=True):
+            lower = self._lower.get(one.name) or self._of_numbers(one.name)
+            lower(one, other)
+        layout = self._layouts.of(*(trace.logits for trace in self._traces))
+        if not layout.wanted or not isinstance(layout.memory, Memory) or layout.offset:
+            raise UnrecordableError("its logits are not those of the wanted tokens")
+        vocabulary = layout.axes[-1].size
+        if layout.row != vocabulary:
+            raise UnrecordableError("its logits are a part of what it computes")
+        buffers = [Buffer(*each) for each in self._layouts.made]
+        number = layout.memory.number
+        operations, shared, numbers = with_shared_buffers(self._operations, buffers, number)
+        logits = Place(numbers[number], 0, vocabulary, 0, 1, layout.wide)
+        return Program(operations, shared, logits, vocabulary, tuple(self._held))
+
+    def _of_numbers(self, name: str) -> Callable[[Node, Node], None]:
+        """Return what lowers an operation on each number by itself."""
+        short = _short(name)
+        if short in OF_ONE:
+            kind = OF_ONE[short]
+            return lambda one, other: self._map(kind, one, other, "self")
+        if short in OF_TWO:
+            return self._combine
+        raise UnrecordableError(f"no native code computes {name}")
+
+    def _layout(self, one: Node, other: Node, name: str) -> Layout:
+        """Return the layout of an argument: a tensor, or a number."""
+        first, second = one.arguments[name], other.arguments[name]
+        if isinstance(first, Numbers):
+            if first.memory in self._inputs:
+                raise UnrecordableError(f"it computes with {self._inputs[first.memory]}")
+            return self._layouts.of(first, second)
+        if first != second or not isinstance(first, int | float):
+            raise UnrecordableError("it computes with numbers that depend on the tokens' number")
+        return scalar(first)
+
+    def _output(self, one: Node, other: Node) -> Layout:
+        return self._layouts.output(one.output, other.output)
+
+    def _add(self, kind: Kind, output: Layout, *inputs: Layout) -> None:
+        """Add an operation on each number by itself."""
+        together = go_together(output, inputs)
+        into, one, *behind = together.places
+        other = behind[0] if behind else None
+        self._operations.append(
+            Calculation(kind, output.wanted, together.outer, together.inner, into, one, other)
+        )
+
+    def _map(self, kind: Kind, one: Node, other: Node, *names: str) -> None:
+        inputs = [self._layout(one, other, name) for name in names]
+        self._add(kind, self._output(one, other), *inputs)
+
+    def _combine(self, one: Node, other: Node) -> None:
+        _require(one, other, {"alpha": 1, "rounding_mode": None})
+        self._map(OF_TWO[_short(one.name)], one, other, "self", "other")
+
+    def _gelu(self, one: Node, other: Node) -> None:
+        self._map(GELUS[one.arguments["approximate"]], one, other, "self")
+
+    def _power(self, one: Node, other: Node) -> None:
+        kind = POWERS.get(one.arguments["exponent"])
+        if kind is None:
+            raise UnrecordableError(
+                f"no native code computes powers of {one.arguments['exponent']}"
+            )
+        self._map(kind, one, other, "self")
+
+    def _join(self, one: Node, other: Node) -> None:
+        output = self._output(one, other)
+        axis = one.arguments["dim"] % len(output.axes)
+        if output.axes[axis].is_tokens:
+            raise UnrecordableError("tokens are mixed outside attention")
+        offset = 0
+        parts = zip(one.arguments["tensors"], other.arguments["tensors"], strict=True)
+        for part in (self._layouts.of(*each) for each in parts):
+            size = part.axes[axis].size
+            axes = list(output.axes)
+            axes[axis] = axes[axis]._replace(size=size)
+            into = Layout(output.memory, offset, tuple(axes), output.wide)
+            self._add(Kind.COPY, into, part)
+            offset += size * output.axes[axis].stride
+
+    def _input(self, one: Node, other: Node) -> None:
+        self._inputs[one.output.memory] = one.arguments["name"]
+
+    def _embedding(self, one: Node, other: Node) -> None:
+        indices, weight = (
+            one.arguments["indices"],
+            self._layouts.of(one.arguments["weight"], other.arguments["weight"]),
+        )
+        if self._inputs.get(indices.memory) != "ids" or not isinstance(weight.memory, Tensor):
+            raise UnrecordableError("it embeds other numbers than the tokens' ids")
+        self._gather(weight, self._output(one, other), by_tokens=True)
+
+    def _wanted_rows(self, one: Node, other: Node) -> None:
+        source, chosen = self._layout(one, other, "self"), one.arguments["indices"]
+        is_by_row = (
+            len(source.axes) == 3
+            and source.axes[1].is_tokens
+            and len(chosen) == 2
+            and chosen[0] is None
+            and self._inputs.get(chosen[1].memory) == "rows"
+        )
+        if not is_by_row or source.wanted:
+            raise UnrecordableError("it chooses among tokens")
+        self._gather(source, self._output(one, other), by_tokens=False)
+
+    def _gather(self, source: Layout, output: Layout, *, by_tokens: bool) -> None:
+        last = source.axes[-1]
+        row = source.row if isinstance(source.memory, Memory) else source.axes[0].stride
+        if last.stride != 1 or source.wide != output.wide or output.row != last.size:
+            raise UnrecordableError("rows are chosen that do not lie as they should")
+        self._operations.append(
+            Calculation(
+                Kind.GATHER,
+                output.wanted,
+                1,
+                last.size,
+                Place(output.name, 0, output.row, 0, 1, output.wide),
+                Place(source.name, source.offset, row, 0, 1, source.wide),
+                by_tokens=by_tokens,
+            )
+        )
+
+    def _norm(self, one: Node, other: Node) -> None:
+        assert one.module is not None
+        norm: Any = one.module.forward
+        assert isinstance(norm, NativeNorm), norm
+        weight: Any = one.module.weight
+        self._by_rows(
+            Kind.RMS_NORM, one, other, "input", weight=weight, epsilon=norm.epsilon, form=norm.form
+        )
+        self._held.append(one.module)
+
+    def _layer_norm(self, one: Node, other: Node) -> None:
+        parts: dict[str, Tensor | None] = {}
+        for name in ("weight", "bias"):
+            given = one.arguments[name]
+            parts[name] = None if given is None else given.tensor
+        if len(one.arguments["normalized_shape"]) != 1:
+            raise UnrecordableError("a norm goes over several dimensions")
+        self._by_rows(Kind.LAYER_NORM, one, other, "input", epsilon=one.arguments["eps"], **parts)
+
+    def _mean(self, one: Node, other: Node) -> None:
+        _require(one, other, {"keepdim": True})
+        depth = one.arguments["self"].tensor.ndim
+        if [axis % depth for axis in one.arguments["dim"]] != [depth - 1]:
+            raise UnrecordableError("a mean goes over several dimensions")
+        self._by_rows(Kind.MEAN, one, other, "self")
+
+    def _by_rows(self, kind: Kind, one: Node, other: Node, name: str, **others: Any) -> None:
+        """Add an operation on the last dimension of everything before it."""
+        source, output = self._layout(one, other, name), self._output(one, other)
+        outer, inner, place = by_last_axis(source)
+        _, _, into = by_last_axis(output)
+        for tensor in (others.get("weight"), others.get("bias")):
+            fits = tensor is None or (tensor.dtype == torch.bfloat16 and tensor.is_contiguous())
+            if not fits:
+                raise UnrecordableError("the weights of its norms are not in bf16")
+        if kind is Kind.RMS_NORM and (source.wide or output.wide):
+            raise UnrecordableError("its norms are not in bf16")
+        self._operations.append(
+            Calculation(kind, output.wanted, outer, inner, into, place, **others)
+        )
+
+    def _linear(self, one: Node, other: Node) -> None:
+        module, source = one.module, self._layout(one, other, "input")
+        output = self._output(one, other)
+        if source.wide or output.wide:
+            raise UnrecordableError("its linear layers are not in bf16")
+        source = self._dense(source)
+        weights, bias = _weights(module)
+        later = None
+        if isinstance(weights, NativeWeights) and weights.rounds_before_bias:
+            later, bias = bias, None
+        into = Place(output.name, 0, output.row, 0, 1, False)
+        given = Place(source.name, source.offset, source.row, 0, 1, False)
+        self._operations.append(Product(output.wanted, given, into, weights, bias))
+        if later is not None:
+            added = self._layouts.of(Numbers(later), Numbers(later))
+            self._add(Kind.ADD, output, output, added)
+        assert module is not None
+        self._held.append(module)
+
+    def _dense(self, source: Layout) -> Layout:
+        """Return the layout of the same numbers with nothing in between."""
+        width = source.axes[-1].size
+        if source.row == width:
+            return source
+        memory = self._layouts.fresh(width, wanted=source.wanted, wide=False)
+        axes = [axis._replace(stride=width) if axis.is_tokens else axis for axis in source.axes]
+        copied = Layout(memory, 0, tuple(axes), False)
+        self._add(Kind.COPY, copied, source)
+        return copied
+
+    def _attention(self, one: Node, other: Node) -> None:
+        query, key, value = (
+            heads_place(self._layout(one, other, name), heads=1, tokens=2)
+            for name in ("query", "key", "value")
+        )
+        output = heads_place(self._output(one, other), heads=2, tokens=1)
+        assert one.options is not None
+        self._operations.append(
+            RecordedAttention(self._attended, query, key, value, output, one.options)
+        )
+        self._attended += 1
+
+
+def _short(name: str) -> str:
+    """Return an operation's name without its variants; one in place has the same."""
+    return name.split(".")[1].removesuffix("_")
+
+
+def _weights(module: nn.Module | None) -> tuple[NativeWeights | nn.Linear, Tensor | None]:
+    """Return what a linear layer multiplies by, and the bias where native code adds it."""
+    if isinstance(module, SharedLinear):
+        matrix, bias = module.shared.matrix, module.shared.bias
+    elif isinstance(module, MatrixLinear):
+        matrix, bias = module.matrix, module.bias
+    else:
+        assert isinstance(module, nn.Linear), module
+        return module, None
+    weights = matrix.native()
+    if weights is None:
+        raise UnrecordableError(f"no native code multiplies by a {type(matrix).__name__}")
+    return weights, bias
+
+
+def _require(one: Node, other: Node, expected: Mapping[str, Any]) -> None:
+    """Raises UnrecordableError where an argument is there that is not the expected one."""
+    for name, value in expected.items():
+        if one.arguments.get(name, value) != value:
+            raise UnrecordableError(f"no native code computes {one.name} with {name}")

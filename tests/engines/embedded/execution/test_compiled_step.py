@@ -1,0 +1,169 @@
+"""Steps by native code are those of the model's modules, whoever else is in them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from kvlinker.engines.embedded.attention.kernels import native_attention
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
+from kvlinker.engines.embedded.execution.compiled_step import (
+    FEWEST_ROWS,
+    MOST_ROWS,
+    CompiledStep,
+    _Bound,
+    step_function,
+)
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.execution.step_structures import NativeStep
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.model.recording.program import (
+    Buffer,
+    Calculation,
+    Kind,
+    Place,
+    Program,
+)
+from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from tests.engines.embedded.conftest import linked_prompt
+from tests.toy_models import tiny_model
+
+pytestmark = pytest.mark.skipif(native_attention() is None, reason="no native attention")
+
+FUNCTIONS = {
+    Kind.COPY: lambda x: x.clone(),
+    Kind.SILU: F.silu,
+    Kind.GELU: F.gelu,
+    Kind.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Kind.RELU: F.relu,
+    Kind.TANH: torch.tanh,
+    Kind.SIGMOID: torch.sigmoid,
+    Kind.RSQRT: lambda x: x.abs().rsqrt(),
+    Kind.SQUARE: lambda x: x**2,
+    Kind.CUBE: lambda x: x**3,
+    Kind.NEGATE: torch.neg,
+    Kind.MEAN: lambda x: x.mean(-1, keepdim=True),
+    Kind.LAYER_NORM: lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [5, 64, 100])
+@pytest.mark.parametrize("kind", FUNCTIONS, ids=lambda kind: kind.name)
+def test_operations_are_pytorchs(kind, width, dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = 3
+    given = (3 * torch.randn(rows, width, generator=generator)).to(dtype)
+    given[0] *= 1e-3
+    if kind is Kind.RSQRT:
+        given = given.abs()
+    expected = FUNCTIONS[kind](given)
+    size = expected.shape[1]
+    wide = dtype is torch.float32
+    output = Place(0, 0, size, 0, 1, wide)
+    one = Place(given, 0, width, 0, 1, wide)
+    operation = Calculation(kind, True, 1, width, output, one, epsilon=1e-5)
+    buffers = (Buffer(size * dtype.itemsize, True),)
+    bound = _Bound(Program((operation,), buffers, output, size, ()), [], [], _pool(), rows)
+    bound.run(NativeStep(rows=rows, wanted=rows, threads=1), step_function())
+    relative = 1e-5 if wide else 2**-7
+    torch.testing.assert_close(bound.logits(rows), expected.float(), rtol=relative, atol=1e-6)
+
+
+def _pool():
+    return KVPool((), 1, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
+
+
+def runner_of(loaded, *, compiled=True, slots=2048):
+    pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
+    return Runner(loaded.model, loaded.anatomy, pool, program=loaded.program if compiled else None)
+
+
+def prompt_batch(*sizes):
+    """A prompt of each size from its beginning, in slots behind each other."""
+    runs, begin = [], 0
+    visible: dict[object, VisibleKV] = {}
+    for owner, size in enumerate(sizes):
+        own = np.arange(size)
+        ids = np.random.default_rng(owner).integers(3, 256, size)
+        visible[owner] = VisibleKV((), (SlotSpan(begin, size),), own, OwnTokens(own, ()))
+        runs.append(Run(begin + own, 0, ids, True, owner=owner))
+        begin += size
+    return Batch(tuple(runs), visible)
+
+
+def test_logits_are_near_the_models_own_in_fp32(llama):
+    (logits,) = runner_of(llama).step(prompt_batch(40)).logits.values()
+    ids = torch.from_numpy(prompt_batch(40).tokens)[None]
+    with torch.inference_mode():
+        expected = tiny_model("llama")(input_ids=ids).logits[0, -1]
+    assert (logits - expected).norm() <= 3e-2 * expected.norm()
+
+
+def test_more_rows_than_there_is_memory_for_get_more(llama):
+    runner, modules = runner_of(llama), runner_of(llama, compiled=False)
+    for size in (3, FEWEST_ROWS + 1, MOST_ROWS, 2):
+        batch = prompt_batch(size)
+        (ours,), (expected,) = (each.step(batch).logits.values() for each in (runner, modules))
+        assert (ours - expected).norm() <= 5e-3 * expected.norm(), size
+
+
+def test_company_changes_nothing_but_last_bits(llama):
+    alone = runner_of(llama).step(prompt_batch(30)).logits[0]
+    beside = runner_of(llama).step(prompt_batch(30, 50, 1, 7)).logits[0]
+    assert (alone - beside).norm() <= 5e-3 * alone.norm()
+
+
+def test_no_logits_are_wanted(llama):
+    batch = prompt_batch(20)
+    silent = Batch(tuple(replace(run, wants_logits=False) for run in batch.runs), batch.visible_kv)
+    runner, modules = runner_of(llama), runner_of(llama, compiled=False)
+    assert runner.step(silent).logits == {}
+    modules.step(silent)
+    for ours, expected in zip(runner.pool.keys, modules.pool.keys, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
+    taken = []
+    monkeypatch.setattr(CompiledStep, "compute", lambda self, batch: taken.append(batch))
+    runner = runner_of(llama)
+    runner.step(prompt_batch(5))
+    assert len(taken) == 1
+    batch = prompt_batch(5)
+    for changes in ({"capture": object()}, {"observer": object()}, {"logprobs": object()}):
+        watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
+        assert not runner._compiled.takes(watched)
+    assert not runner._compiled.takes(prompt_batch(MOST_ROWS, 1))
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_answers_are_the_same(bench, weights):
+    """Several policies at once, forks, and so few slots that some are preempted."""
+    loaded = prepare_model(tiny_model("qwen3").bfloat16(), byte_tokenizer(), weights=weights)
+    assert loaded.computes_steps == "compiled"
+    prompt, short = linked_prompt(30, 25, header=5), linked_prompt(20, seed=1)
+    policies = ["naive", "legolink-4", "full", "query-10", "cacheblend-20"]
+
+    def answers(model):
+        made = bench(model=model, kv_slots=256, max_step_tokens=512)
+        made.cache(prompt)
+        with made.held():
+            asked = [made.submit(prompt, policy, max_tokens=12)[0] for policy in policies]
+            asked += made.submit_choices(short, 2, temperature=0, max_tokens=12)[0]
+            cancelled, handle = made.submit(short, "naive", max_tokens=40)
+        handle.cancel()
+        assert cancelled.wait().finished.reason == "cancelled"
+        return [each.wait().logprobs[0] for each in asked], made
+
+    compiled, _ = answers(loaded)
+    modules, _ = answers(replace(loaded, program="for comparison"))
+    assert compiled == pytest.approx(modules, abs=0.05)
