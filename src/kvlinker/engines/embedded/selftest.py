@@ -218,7 +218,8 @@ class _Subject:
             runs.append(
                 Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk)
             )
-        runner.step(Batch(tuple(runs), visible_kv))
+        with picking_by(self.referee):
+            runner.step(Batch(tuple(runs), visible_kv))
         return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
 
     def computed_in_steps(self, runner: Runner, ends: Sequence[int]) -> Tensor:
