@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from tests.toy_tokenizers import byte_level
 
@@ -107,6 +112,29 @@ JAMBA = (
     "{{ '<|' + m.role + '|> ' + m.content + '<|endofmessage|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|> ' }}{% endif %}"
 )
+GLM5 = (
+    "[gMASK]<sop>{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+DEEPSEEK: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "rope_parameters": DEEPSEEK_V3_ROPE,
+    "max_position_embeddings": 163_840,
+}
+DEEPSEEK_TOKENS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+INDEX = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 16, "head_dim": 16}
 
 
 @dataclass(frozen=True)
@@ -128,6 +156,9 @@ class FieldModel:
     reasons: bool = False
     """True if its chat template has reasoning."""
 
+    with_images: bool = False
+    """True if it has a part for images, which is small here."""
+
     def save(self, folder: Path) -> None:
         """Write configuration, random weights, tokenizer and chat template as a published model's
         files."""
@@ -142,10 +173,13 @@ class FieldModel:
             "initializer_range": 0.1,
         }
         torch.manual_seed(0)
-        config = AutoConfig.for_model(
-            self.kind, **(width | {"num_hidden_layers": 4, "rms_norm_eps": 1e-6} | self.config)
-        )
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        sizes: dict[str, Any] = width | {"num_hidden_layers": 4, "rms_norm_eps": 1e-6} | self.config
+        made: Any = AutoModelForCausalLM
+        if self.with_images:
+            made, seen = AutoModelForImageTextToText, {"depth": 1, "hidden_size": 32}
+            sizes = {"text_config": sizes, "vision_config": seen | {"intermediate_size": 32}}
+        config = AutoConfig.for_model(self.kind, **sizes)
+        made.from_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
@@ -253,27 +287,28 @@ FIELD_MODELS = {
         OLMO2,
         ("<|endoftext|>",),
     ),
-    "DeepSeek V3": FieldModel(
-        "deepseek_v3",
-        {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "q_lora_rank": 48,
-            "kv_lora_rank": 64,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "rope_parameters": DEEPSEEK_V3_ROPE,
-            "max_position_embeddings": 163_840,
+    "DeepSeek V3": FieldModel("deepseek_v3", DEEPSEEK, DEEPSEEK_V3, DEEPSEEK_TOKENS),
+    "DeepSeek V3.2": FieldModel("deepseek_v32", DEEPSEEK | INDEX, DEEPSEEK_V3, DEEPSEEK_TOKENS),
+    "GLM-5.3-Flash": FieldModel(
+        "glm5_next",
+        DEEPSEEK
+        | INDEX
+        | {
+            "qk_rope_head_dim": 0,
+            "qk_head_dim": 32,
+            "head_dim": 0,
+            "rope_parameters": None,
+            "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+            "indexer_types": ["full"] * 4,
+            "index_kpool": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "max_position_embeddings": 1_048_576,
         },
-        DEEPSEEK_V3,
-        ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        GLM5,
+        ("<|user|>", "<|assistant|>", "<|endoftext|>"),
+        with_images=True,
     ),
     "Qwen3.5 0.8B": FieldModel(
         "qwen3_5_text",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import prepare_model
@@ -238,7 +238,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """The families whose layers keep states, which remember for hundreds of tokens."""
 
 
-INDEX = LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 7, "head_dim": 8}
+INDEX = LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 9, "head_dim": 8}
 SHARED_PICKS = {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4}
 INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32-picks": ("deepseek_v32", INDEX | {"rope_parameters": MSCALE_ROPE}),
@@ -256,6 +256,27 @@ INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The families whose indexers pick the tokens that queries see: far fewer than chunks have."""
 
+TEXT = BASE | LATENT | {"qk_rope_head_dim": 0, "head_dim": 0, "qk_head_dim": 16}
+NO_IMAGES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "depth": 1}
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm5_next-pools-states": (
+        "glm5_next",
+        {
+            "text_config": TEXT
+            | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "indexed_attention"] * 2}
+            | {"mlp_layer_types": ["dense", "sparse"] * 2, "hc_mult": 2, "hc_sinkhorn_iters": 3}
+            | {"linear_head_dim": 8, "linear_num_heads": 4, "indexer_types": ["full"] * 4}
+            | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 12, "index_kpool": 3},
+            "vision_config": NO_IMAGES,
+        },
+    ),
+    "kimi_k25-latents": (
+        "kimi_k25",
+        {"text_config": BASE | LATENT | {"head_dim": 8}, "vision_config": NO_IMAGES},
+    ),
+}
+"""Families that transformers has with a part for images alone: here they read text."""
+
 
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
@@ -269,17 +290,21 @@ WIDE: dict[str, dict[str, Any]] = {
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
     0."""
-    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS | INDEXED)[family]
+    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS | INDEXED | WITH_IMAGES)[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
-    config = AutoConfig.for_model(kind, **(BASE | own | changes))
+    sizes = own if family in WITH_IMAGES else BASE | own | changes
+    config = AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    made = AutoModelForImageTextToText if family in WITH_IMAGES else AutoModelForCausalLM
+    model = made.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):  # a state fades by a thousandth to a tenth a token
                 weight.uniform_(-6, -2, generator=generator)
+            elif "compress" in name:  # pools are no plain means
+                weight.normal_(generator=generator)
             elif weight.ndim == 1:
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
             elif "embed" in name or "lm_head" in name:

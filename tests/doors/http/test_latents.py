@@ -1,5 +1,5 @@
-"""Models with latent attention, and whose layers keep a state, over HTTP: from their files, with
-linked chunks, through a restart and damage."""
+"""Models with latent attention and indexers, and whose layers keep a state, over HTTP: from their
+files, with linked chunks, through a restart and damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.field_models import FIELD_MODELS
 
 TEXTS = ["The kettle stands on the stove, which is cold. ", "Nobody has been in the kitchen. " * 3]
 
-NAMES = ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B", "LFM2 1.2B", "Jamba Mini 1.7"]
+NAMES = [
+    *("DeepSeek V3", "DeepSeek V3.2", "GLM-5.3-Flash"),
+    *("Qwen3.5 0.8B", "Granite 4.0 H 1B", "LFM2 1.2B", "Jamba Mini 1.7"),
+]
 
 
 @contextmanager
@@ -54,9 +57,7 @@ def ask(served: Served, content: list[Any] | str, policy: str) -> tuple[str, dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["DeepSeek V3", "Qwen3.5 0.8B", "Granite 4.0 H 1B", "LFM2 1.2B", "Jamba Mini 1.7"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_server_of_a_model_in_another_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,17 @@ from torch import nn
 from tests.engines.embedded.reference import reference_model
 
 
+def decoder(model):
+    """The decoder layers of a model, or of the part of it that reads text."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
 def places(model):
     """Where hidden states enter: decoder layers, and what keeps a state in them, which attention
     may come before. Each with its decoder layer's index."""
     return [
         (index, part)
-        for index, layer in enumerate(model.model.layers)
+        for index, layer in enumerate(decoder(model))
         for part in layer.modules()
         if part is layer or any(isinstance(child, nn.Conv1d) for child in part.children())
     ]
@@ -69,7 +74,7 @@ def frozen_answer(family, prompt, masks, steps):
     masks = [~prompt.cached | mask for mask in masks]
     for mask in masks:
         mask[-1] = True
-    masks += [masks[-1]] * (len(model.model.layers) - len(masks))
+    masks += [masks[-1]] * (len(decoder(model)) - len(masks))
     kept = [np.flatnonzero(~masks[index]) for index in layers]
     frozen = [torch.empty(0)] * len(layers)
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):

@@ -17,6 +17,7 @@ REFUSED = {
         "rwkv",
         "zaya",
     },
+    Obstacle.COMPRESSION: {"deepseek_v4"},
     Obstacle.ONLY_STATES: {"mamba", "mamba2", "falcon_mamba"},
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},

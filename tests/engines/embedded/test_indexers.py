@@ -22,10 +22,10 @@ from tests.waiting import wait_until
 TOLERANCE = 3e-5
 PROMPT = linked_prompt(50, 36, 3, 90, 1, header=5, middle=2, fresh=9)
 SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
-TOKENS, SHARED, BLOCKS = "deepseek_v32-picks", "hy_v4-picks-streams-sinks", "minimax_m3-blocks"
-SOME = (TOKENS, SHARED, BLOCKS)
+TOKENS, BLOCKS, POOLS = "deepseek_v32-picks", "minimax_m3-blocks", "glm5_next-pools-states"
 EACH = [
-    pytest.param(family, marks=() if family in SOME else pytest.mark.slow) for family in INDEXED
+    pytest.param(family, marks=() if family in (TOKENS, POOLS) else pytest.mark.slow)
+    for family in (*INDEXED, POOLS)
 ]
 
 
@@ -75,14 +75,17 @@ def test_indexers_pick_of_what_is_linked(bench, family):
 def test_every_policy_by_what_it_says_that_it_computes(bench, family):
     made = bench(family)
     made.cache(SHORT)
+    places = [layer.block for layer in made.loaded.layers]
+    layers = range(made.loaded.anatomy.blocks)
     for policy in (each for each in EVERY_POLICY if each != "naive-unpositioned"):
-        masks = [*computed_layers(made.explain(SHORT, policy), len(made.loaded.layers))]
+        computed = computed_layers(made.explain(SHORT, policy), len(places))
+        masks = [computed[max(0, np.searchsorted(places, index, "right") - 1)] for index in layers]
         with FirstOfEqual():
             expected = frozen_answer(family, SHORT, masks, 2)
         check(made.answer(SHORT, policy, max_tokens=2), expected)
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", EACH)
 def test_requests_beside_one_another_pick_of_their_own(bench, family):
     """Different prompts and policies in the same steps, few slots, so that some are preempted, and
     one is cancelled."""
@@ -120,7 +123,7 @@ def test_choices_see_their_prompts_tokens(bench, family, slots):
     wait_until(lambda: made.engine.scheduler.idle)
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", EACH)
 @pytest.mark.parametrize("policy", ["naive", "legolink-6"])
 def test_prefixes_are_picked_from(bench, family, policy):
     """The same prompt again, and the next turn of its conversation."""
@@ -137,7 +140,7 @@ def test_prefixes_are_picked_from(bench, family, policy):
     assert found[0][-1].finished.usage.exact_cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", EACH)
 def test_in_bf16_the_first_answer_is_near_that_of_fp32(bench, family):
     """What indexers keep is rounded as KV is. Another token may be picked then."""
     made = bench(model=prepare_model(tiny_model(family).bfloat16(), byte_tokenizer()))
@@ -148,7 +151,7 @@ def test_in_bf16_the_first_answer_is_near_that_of_fp32(bench, family):
         np.testing.assert_allclose(found, expected, atol=0.5)
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", EACH)
 def test_what_is_kept_is_counted_and_picked_by(bench, family):
     """A chunk takes the bytes that the engine says, and other index keys pick other tokens."""
     made = bench(family)
@@ -168,7 +171,7 @@ def test_what_is_kept_is_counted_and_picked_by(bench, family):
             for each in kv.layers
         )
         made.store.delete(key)
-        made.store.put(key, ChunkKV(other, kv.scores))
+        made.store.put(key, ChunkKV(other, kv.scores, kv.states))
     after = made.answer(SHORT, "naive", max_tokens=1).logprobs
     assert abs(after[0] - before[0]) > 20 * TOLERANCE
 

@@ -12,7 +12,14 @@ import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -48,11 +55,22 @@ def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]
     """
     set_threads(settings.threads)
     device = choose_device(settings.device)
-    own_bf16 = own_bf16 and not expert_counts(_read(AutoConfig, settings))
+    config = _read(AutoConfig, settings)
+    own_bf16 = own_bf16 and not expert_counts(config)
     dtype = choose_dtype(settings.dtype, device, settings.weights, own_bf16=own_bf16)
     tokenizer = read_tokenizer(settings)
-    model = _read(AutoModelForCausalLM, settings, dtype=dtype)
+    model = _read(_model_class(config), settings, dtype=dtype)
     return model.to(device).eval(), tokenizer
+
+
+def _model_class(config: Any) -> Any:
+    """Return what reads a model of this configuration: one of text, or of images and text where
+    transformers has no other, as of Kimi K2.5."""
+    only_with_images = (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
 def read_tokenizer(settings: Settings, **options: Any) -> Any:

@@ -170,6 +170,9 @@ class ForwardPass:
         options: dict[str, Any],
     ) -> Tensor:
         """Write and attend one layer; see ``Interceptor.attend``."""
+        latents = self._layers[self._attended].latents
+        if latents is not None:
+            key, value = latents.kept(key, value)
         if self._peeking:
             raise _Peeked(key[0], value[0])
         index = self._attended

@@ -54,7 +54,8 @@ from kvlinker.engines.embedded.model.states.rules import RuleCall
 class LayerShape(AttentionShape):
     """Describes one layer's attention.
 
-    Where it keeps latents, its key is the one that all heads share, its value the latent.
+    Where it keeps latents, its key is the one that all heads share, its value the latent
+    (``Latents.kept``).
     """
 
     rotary: Rotary | None
@@ -171,7 +172,7 @@ def anatomy_of(model: Any) -> Anatomy:
     if states != sum(each.tensors_held for each in tracer.recurrences) or (
         states and not tracer.layers
     ):
-        raise refusal(model, Obstacle.STATE)
+        raise refusal(model, obstacle_of(model, Obstacle.STATE))
     if has_indexer(model) and all(layer.picker is None for layer in tracer.layers):
         raise refusal(model, Obstacle.SELECTION)
     with_attention = {layer.block for layer in tracer.layers}
@@ -324,6 +325,9 @@ class _Tracer:
         if self._pending is None and same_key:
             self._pending = self.layers[same_key[0]].rotary
         self._seen.append((key, value))
+        width = value.shape[-1] if latents is None else latents.value_dim
+        if latents is not None:
+            key, value = latents.kept(key, value)
         self.layers.append(
             LayerShape(
                 query_heads=query.shape[1],
@@ -339,7 +343,6 @@ class _Tracer:
             )
         )
         self._pending = self._indexer = None
-        width = value.shape[-1] if latents is None else latents.value_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], width)
 
     def convolve(self, call: ConvolutionCall) -> Tensor:

@@ -44,6 +44,14 @@ class Latents:
         shared_dim = shared.shape[-1]
         return cls(projection, query.shape[1], query.shape[-1] - shared_dim, shared_dim)
 
+    def kept(self, shared: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is kept as a token's key and value, of the ``shared`` key and the ``latent``
+        [..., dim]: these. Without any shared key, they are the two halves of the latent."""
+        if self.shared_dim:
+            return shared, latent
+        first, second = latent.tensor_split(2, dim=-1)
+        return first, second
+
     @property
     def value_dim(self) -> int:
         """The dimensions of a head's value."""

@@ -35,6 +35,14 @@ class Obstacle(StrEnum):
         " linear attention, recurrence or convolution)"
     )
     ONLY_STATES = "all of its layers keep a state, and none has keys and values"
+    COMPRESSION = (
+        "its compressors pool tokens, so many at a time from the start of the text, into keys and"
+        " values, and chunks begin and end between"
+    )
+    NGRAMS = (
+        "its layers take in n-grams of the text, by the tokens before each, and convolve them in a"
+        " form of its own"
+    )
     SELECTION = "an indexer of its own picks the tokens that its queries see (sparse attention)"
     LEARNED = (
         "its positions are learned embeddings that are added to the tokens', so that KV cannot be"
@@ -52,6 +60,10 @@ class Obstacle(StrEnum):
     )
     PLACE = "it computes something else where the same text stands further on"
     INEXACT = "linked KV and its own forward pass do not agree"
+
+
+NAMED = {"compressor": Obstacle.COMPRESSION, "ngram": Obstacle.NGRAMS}
+"""What is told by the names of a model's parts: short texts show some of it, as states."""
 
 
 def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedModelError:
@@ -78,6 +90,9 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
         return Obstacle.INPUT
     if (first - again).norm() > ROUNDING * first.norm():
         return Obstacle.BIDIRECTIONAL
+    for part, obstacle in NAMED.items():
+        if any(part in type(each).__name__.lower() for each in model.modules()):
+            return obstacle
     if holds:
         return Obstacle.STATE if _has_attention(model) else Obstacle.ONLY_STATES
     if has_indexer(model):
