@@ -10,14 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.toy_models import BASE, HYBRIDS, LATENT, YARN_ROPE
 
 
-def checked(folder: Path, kind: str, **changes: Any) -> Result:
+def checked(folder: Path, kind: str, *options: str, **changes: Any) -> Result:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    return CliRunner().invoke(app, ["check", str(folder)])
+    return CliRunner().invoke(app, ["check", str(folder), *options])
 
 
 def test_a_model_without_rotary_embedding_and_window(tmp_path: Path) -> None:
@@ -40,6 +41,19 @@ def test_a_model_whose_context_is_bounded(tmp_path: Path) -> None:
     assert "can be linked, in contexts of up to 512 tokens." in result.output
     assert "further on" in result.output
     assert re.search(r"A token's KV takes [\d,]+ bytes \(\w+\)\.", result.output)
+
+
+def test_how_many_matrices_are_multiplied_in_8_bits(tmp_path: Path) -> None:
+    result = checked(tmp_path, "llama", "--weights", "int8", **BASE)
+    assert result.exit_code == 0, result.output
+    said = r"\d+ of 12 matrices in 8 bits are" if native_products() else "No matrix in 8 bits is"
+    assert re.search(f"{said} multiplied by", result.output)
+
+
+def test_a_format_of_weights_that_there_is_not(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(tmp_path), "--weights", "int5"])
+    assert result.exit_code == 2
+    assert "int5" in result.stderr
 
 
 def test_a_model_with_latents(tmp_path: Path) -> None:

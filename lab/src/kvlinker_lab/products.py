@@ -31,9 +31,13 @@ OUTPUTS, INPUTS = 2816, 1024
 
 FORMATS: Mapping[str, Callable[[Tensor], Matrix]] = {
     "bf16": BlockedMatrix,
-    "int8": NativeInt8Matrix,
+    "int8": lambda weight: NativeInt8Matrix(weight, sampled=torch.randn(8, INPUTS).bfloat16()),
+    "int8, inputs in 16": NativeInt8Matrix,
     "int4": NativeInt4Matrix,
 }
+
+IN_BYTES = ("int8", "int4")
+"""The formats whose products are of integers of 8 bits."""
 
 ROWS = "1,2,4,8,16,33,64,128,256"
 
@@ -51,7 +55,7 @@ def products(
     repeat: Repeat = 9,
 ) -> Report:
     """Measure products of rows and weights in bf16, 8 and 4 bits: the share of the processor's peak
-    that they reach."""
+    that they reach. Inputs in 8 bits meet weights in 8 and 4 bits, or those of 16 weights in 8."""
     set_threads(setup.settings.threads)
     numbers = [int(count) for count in rows.split(",")]
     measured = run_products(numbers, mib=mib, repeat=repeat, progress=setup.progress)
@@ -89,6 +93,7 @@ def run_products(
         rows += [_row(name, number, each, _bytes(weights[name][0]), most) for name in FORMATS]
     facts = {
         "peak_tflop_per_s": round(most.operations_per_s / 1e12, 3),
+        "peak_int8_top_per_s": round(most.byte_operations_per_s / 1e12, 3),
         "read_gb_per_s": round(most.bytes_per_s / 1e9, 1),
     }
     return Report(
@@ -114,7 +119,8 @@ def _bytes(matrix: Matrix) -> int:
 
 def _row(name: str, number: int, seconds: Mapping[str, float], size: int, most: Peaks) -> Row:
     operations = 2 * number * OUTPUTS * INPUTS
-    floor = max(size / most.bytes_per_s, operations / most.operations_per_s)
+    rate = most.byte_operations_per_s if name in IN_BYTES else most.operations_per_s
+    floor = max(size / most.bytes_per_s, operations / rate)
     return {
         "weights": name,
         "rows": number,

@@ -26,13 +26,17 @@ def check(
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code that comes with the model.")
     ] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="int8: say how many matrices are multiplied by inputs in 8 bits, too."),
+    ] = None,
 ) -> None:
     """Compare kvlinker's computation with the model's own, a verdict per check."""
     from rich.console import Console
     from rich.table import Table
 
     with failures(BAD_USAGE):
-        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
+        settings = load_settings(model=model, trust_remote_code=trust_remote_code, weights=weights)
     with failures():
         check_model(settings)
 
@@ -43,12 +47,15 @@ def check(
     from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
     from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
     from kvlinker.engines.embedded.model.weights.arrangement import watch_linears
+    from kvlinker.engines.embedded.model.weights.native_quantized import multiplied_in_int8
+    from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
     from kvlinker.engines.embedded.model_loading import multiplies_bf16, quicken_model
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():
         transformer, _ = read_model(settings, own_bf16=multiplies_bf16(settings))
-        checks = self_test(transformer)
+        with sampled_inputs(transformer) as sampled:
+            checks = self_test(transformer)
         refusal = refusal_after(transformer, checks)
     table = Table(
         "check",
@@ -96,9 +103,13 @@ def check(
         )
     transformer.set_attn_implementation(ATTENTION_NAME)
     native = settings.native_attention
-    program = quicken_model(transformer, anatomy, linear_calls, settings.weights, native=native)
+    program = quicken_model(
+        transformer, anatomy, linear_calls, settings.weights, sampled, native=native
+    )
     reason = f"the model's modules: {program}" if isinstance(program, str) else "compiled code"
     typer.echo(f"Steps of few tokens are computed by {reason}.")
+    if settings.weights == "int8":
+        typer.echo(f"{multiplied_in_int8(transformer)}.")
 
 
 @settings_options("engine")

@@ -14,6 +14,7 @@ void kvlinker_write(const void*);
 void kvlinker_dots(const void*);
 void kvlinker_multiply_bf16(const void*);
 void kvlinker_multiply_int8(const void*);
+void kvlinker_multiply_int8_int8(const void*);
 void kvlinker_multiply_int4(const void*);
 void kvlinker_norm(const void*);
 void kvlinker_delta_step(const void*);
@@ -28,6 +29,7 @@ const struct {
     {"kvlinker_dots", kvlinker_dots},
     {"kvlinker_multiply_bf16", kvlinker_multiply_bf16},
     {"kvlinker_multiply_int8", kvlinker_multiply_int8},
+    {"kvlinker_multiply_int8_int8", kvlinker_multiply_int8_int8},
     {"kvlinker_multiply_int4", kvlinker_multiply_int4},
     {"kvlinker_norm", kvlinker_norm},
     {"kvlinker_delta_step", kvlinker_delta_step},

@@ -12,18 +12,12 @@ import pytest
 from kvlinker.engines.embedded.native import targets
 from kvlinker.engines.embedded.native.targets import TARGETS, Target
 
-_AVX512 = next(target for target in TARGETS if target.name == "avx512")
-
-SOFTWARE_BF16 = replace(
-    _AVX512,
-    name="avx512-bf16 in software",
-    options=f"{_AVX512.options} -include {Path(__file__).with_name('software_bf16.h')}",
-)
-"""What runs on processors with AVX512-BF16, for those that have but the rest of AVX-512."""
-
 HERE = [target for target in TARGETS if target.is_here]
-if HERE and HERE[0] == _AVX512:
-    HERE.append(SOFTWARE_BF16)
+if HERE and HERE[0].name.startswith("avx512") and not HERE[0].multiplies_bf16:
+    # What runs on processors with AVX512-BF16, for one that has but the rest of AVX-512.
+    header = Path(__file__).with_name("software_bf16.h")
+    options = f"{HERE[0].options} -include {header}"
+    HERE.append(replace(HERE[0], name="avx512-bf16 in software", options=options))
 EACH = [
     pytest.param(target, id=target.name, marks=[pytest.mark.slow] if index else [])
     for index, target in enumerate(HERE)

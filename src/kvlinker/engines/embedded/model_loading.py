@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from blake3 import blake3
+from torch import Tensor, nn
 
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
@@ -29,6 +32,7 @@ from kvlinker.engines.embedded.model.weights.arrangement import (
     watch_linears,
 )
 from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat
 
@@ -83,14 +87,17 @@ def prepare_model(
     """
     with watch_linears(model) as linear_calls:
         anatomy = anatomy_of(model)
-    require_exact(model)
+    sampling: AbstractContextManager[Mapping[nn.Module, Tensor]]
+    sampling = sampled_inputs(model) if weights == "int8" else nullcontext({})
+    with sampling as sampled:
+        require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
     cost = CostModel(count_weights(model), anatomy.layers)
     name = fingerprint_with(fingerprint(model) if name is None else name, weights)
     if anatomy.recurrences and not state_inputs:
         name = blake3(f"{name} without state inputs".encode()).hexdigest()
-    program = quicken_model(model, anatomy, linear_calls, weights, native=native)
+    program = quicken_model(model, anatomy, linear_calls, weights, sampled, native=native)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -111,12 +118,14 @@ def quicken_model(
     anatomy: Anatomy,
     linear_calls: LinearCalls,
     weights: WeightFormat,
+    sampled: Mapping[nn.Module, Tensor],
     *,
     native: bool,
 ) -> Program | str:
     """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
-    native code, and return the program of its pass; or why there is none."""
-    arrange_weights(model, linear_calls, weights, native=native)
+    native code, and return the program of its pass; or why there is none. By the inputs ``sampled``
+    of its layers it is decided which of them are rounded to 8 bits."""
+    arrange_weights(model, linear_calls, weights, sampled, native=native)
     if not native:
         return "native_attention is off"
     quicken_norms(model)

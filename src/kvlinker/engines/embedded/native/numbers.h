@@ -15,6 +15,7 @@ inline Words broadcast_number(const bf16* from) { return broadcast_pair(from); }
 inline Floats broadcast_number(const float* from) { return floats(*from); }
 
 inline Floats add_product(Floats sum, Words one, Words other) { return add_dot(sum, one, other); }
+inline Words add_product(Words sum, Words one, Words other) { return add_dot(sum, one, other); }
 inline Floats add_product(Floats sum, Floats one, Floats other) { return sum + one * other; }
 
 inline void copy_parts(bf16* to, const bf16* from, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }

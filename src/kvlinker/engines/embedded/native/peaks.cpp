@@ -14,22 +14,28 @@ struct Peak {
     int64_t operations;    // that each step has: written
 };
 
-}  // namespace
-
-extern "C" void kvlinker_peak_products(Peak* peak) {
-    peak->operations = int64_t{2} * IN_NUMBER * LANES * SUMS;
+// Each thread adds products of vectors, of so many numbers in a lane, to as many sums as registers hold.
+template <typename Sum, typename Factors>
+void multiply(Peak* peak, int in_lane) {
+    peak->operations = int64_t{2} * in_lane * LANES * SUMS;
 #pragma omp parallel for num_threads(static_cast<int>(peak->threads))
     for (int64_t thread = 0; thread < peak->threads; ++thread) {
-        Floats sums[SUMS] = {};
-        const Numbers one = load<Numbers>(peak->numbers), other = load<Numbers>(peak->numbers + LANES);
+        Sum sums[SUMS] = {};
+        const auto one = load<Factors>(peak->numbers), other = load<Factors>(peak->numbers + LANES);
         for (int64_t step = 0; step < peak->steps; ++step)
 #pragma GCC unroll 24
             for (int i = 0; i < SUMS; ++i) sums[i] = add_product(sums[i], one, other);
         float total = 0.0f;
-        for (const Floats& sum : sums) total += sum_of(sum);
+        for (const Sum& sum : sums) total += sum_of(sum);
         peak->sums[thread] = total;
     }
 }
+
+}  // namespace
+
+extern "C" void kvlinker_peak_products(Peak* peak) { multiply<Floats, Numbers>(peak, IN_NUMBER); }
+
+extern "C" void kvlinker_peak_bytes(Peak* peak) { multiply<Words, Words>(peak, 4); }
 
 extern "C" void kvlinker_peak_reading(Peak* peak) {
     const int64_t share = peak->count / peak->threads;

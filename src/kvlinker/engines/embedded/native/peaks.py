@@ -29,6 +29,9 @@ class Peaks:
     operations_per_s: float
     """Of products of numbers in bf16, as kernels multiply them here, in registers alone."""
 
+    byte_operations_per_s: float
+    """Of products of integers of 8 bits."""
+
     bytes_per_s: float
     """Of memory that is read once."""
 
@@ -41,18 +44,18 @@ def peaks() -> Peaks | None:
 
 
 def _measure() -> Peaks:
-    functions = native.functions(
-        "peaks.cpp", dict.fromkeys(("kvlinker_peak_products", "kvlinker_peak_reading"), _Peak)
-    )
+    names = [f"kvlinker_peak_{what}" for what in ("products", "bytes", "reading")]
+    functions = native.functions("peaks.cpp", dict.fromkeys(names, _Peak))
     threads = torch.get_num_threads()
     numbers, sums = torch.rand(READ_BYTES // 4), torch.empty(threads)
     count = len(numbers) // (1024 * threads) * 1024 * threads
     peak = _Peak(threads, STEPS, numbers.data_ptr(), count, sums.data_ptr())
-    seconds = {name: _median_seconds(functions[name], peak) for name in functions}
-    return Peaks(
-        threads * STEPS * peak.operations / seconds["kvlinker_peak_products"],
-        4 * count / seconds["kvlinker_peak_reading"],
-    )
+    seconds, operations = {}, {}
+    for name in names:
+        seconds[name] = _median_seconds(functions[name], peak)
+        operations[name] = threads * STEPS * peak.operations / seconds[name]
+    products, of_bytes, reading = names
+    return Peaks(operations[products], operations[of_bytes], 4 * count / seconds[reading])
 
 
 def _median_seconds(function: native.Function, peak: _Peak) -> float:

@@ -1,4 +1,5 @@
-// Forms of weights, and the steps by which rows are multiplied by them: see products.cpp.
+// Forms of weights, and the steps by which rows are multiplied by them: see products.cpp. Inputs are bf16 or fp32 here;
+// product_bytes.h has bytes.
 #pragma once
 
 #include <type_traits>
@@ -14,11 +15,12 @@ inline Floats header_at(const uint8_t* header, int vector) {
     return load_bf16(reinterpret_cast<const bf16*>(header) + vector * LANES);
 }
 
-// Forms of weights: how words become numbers, and what a group's header does to the sum of its products.
+// Forms of weights: how words become numbers or bytes, and what a group's header does to the sum of its products. Bytes
+// are codes plus OFFSET.
 struct InBf16 {
     static constexpr int PAIRS = 1;  // of inputs in a word
     static constexpr int HEADER = 0;
-    static constexpr int WIDENED_FROM = MULTIPLIES_BF16 ? INT32_MAX : 24;  // rows
+    static constexpr int WIDENED_FROM = MULTIPLIES_BF16 ? INT32_MAX : 96;  // rows
 
     static Floats numbers_of(Words words, int, int input) { return input == 0 ? low_of(words) : high_of(words); }
     static Floats scaled(Floats, Floats sum, const uint8_t*, int, float) { return sum; }
@@ -28,10 +30,13 @@ struct InBf16 {
 struct In8Bits {
     static constexpr int PAIRS = 2, HEADER = BLOCK * sizeof(bf16);
     static constexpr int WIDENED_FROM = 20;
+    static constexpr int OFFSET = SIGNED_BYTES ? 0 : 128;
+    static constexpr int32_t SIGNS = static_cast<int32_t>(0x80808080);
 
     static Floats numbers_of(Words words, int pair, int input) {
-        return __builtin_convertvector(words << (24 - 16 * input - 8 * pair) >> 24, Floats);
+        return __builtin_convertvector((words ^ SIGNS) << (24 - 16 * input - 8 * pair) >> 24, Floats);
     }
+    static Words bytes_of(Words words, int) { return SIGNED_BYTES ? words ^ SIGNS : words; }
     static Floats scaled(Floats, Floats sum, const uint8_t* header, int vector, float) {
         return sum * header_at(header, vector);
     }
@@ -40,35 +45,45 @@ struct In8Bits {
 // Header: the scale of each output, then what code 8 means.
 struct In4Bits {
     static constexpr int PAIRS = 4, HEADER = 2 * BLOCK * sizeof(bf16);
-    static constexpr int WIDENED_FROM = MULTIPLIES_BF16 ? 48 : 20;
+    static constexpr int OFFSET = 8;
 
-    static Floats numbers_of(Words words, int pair, int input) {
-        const Words with_sign = words ^ static_cast<int32_t>(0x88888888);  // code - 8
-        return __builtin_convertvector(with_sign << (28 - 16 * input - 4 * pair) >> 28, Floats);
-    }
+    static Words bytes_of(Words words, int part) { return words >> 4 * part & 0x0f0f0f0f; }
     static Floats scaled(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
         return total + sum * header_at(header, vector) + inputs * header_at(header, VECTORS + vector);
     }
 };
 
-// Steps: each has the `Number` that inputs are, how many of them it takes, and `add`, which adds to the sums what the
-// vectors of weights from `at` on make of each row's inputs.
+// Inputs of all rows.
+template <typename Number>
+struct Inputs {
+    const Number* numbers;  // [rows, stride]
+    int64_t stride;
+
+    // What a row's sum over a group begins with, what it becomes, and the sum of the group's inputs: by the number of both.
+    Floats start(int64_t) const { return Floats{}; }
+    Floats product(Floats sum, int64_t) const { return sum; }
+    float sum(int64_t) const { return 0.0f; }
+};
+
+// Steps: each has the `Number` that inputs are, the `Sum` that it adds to, how many inputs it takes, and `add`, which adds
+// to the sums what the vectors of weights from `at` on make of each row's inputs.
 
 // Weights that are pairs of bf16. Six rows have 24 sums, which leaves eight registers: weights are all loaded, and a row's
 // pair is used up before the next is read.
 struct PairsStep {
     using Number = bf16;
+    using Sum = Floats;
     static constexpr int INPUTS = 2;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,
-                                           int64_t width) {
+                                           int64_t stride) {
         Words weights[PANEL];
 #pragma GCC unroll 16
         for (int v = 0; v < PANEL; ++v) weights[v] = load<Words>(at + v * VECTOR);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
-            const Words pair = broadcast_pair(inputs + row * width);
+            const Words pair = broadcast_pair(inputs + row * stride);
 #pragma GCC unroll 16
             for (int v = 0; v < PANEL; ++v) sums[row][v] = add_dot(sums[row][v], weights[v], pair);
         }
@@ -78,23 +93,24 @@ struct PairsStep {
 // Weights that are fp32.
 struct FloatsStep {
     using Number = float;
+    using Sum = Floats;
     static constexpr int INPUTS = 1;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
-                                           int64_t width) {
+                                           int64_t stride) {
         Floats weights[PANEL];
 #pragma GCC unroll 16
         for (int v = 0; v < PANEL; ++v) weights[v] = load<Floats>(at + v * VECTOR);
-        add<ROWS, PANEL>(sums, weights, inputs, width);
+        add<ROWS, PANEL>(sums, weights, inputs, stride);
     }
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const Floats (&weights)[PANEL],
-                                           const float* inputs, int64_t width) {
+                                           const float* inputs, int64_t stride) {
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
-            const Floats input = floats(inputs[row * width]);
+            const Floats input = floats(inputs[row * stride]);
 #pragma GCC unroll 16
             for (int v = 0; v < PANEL; ++v) sums[row][v] += weights[v] * input;
         }
@@ -105,69 +121,48 @@ struct FloatsStep {
 template <typename Form>
 struct WideningStep {
     using Number = float;
+    using Sum = Floats;
     static constexpr int INPUTS = 2 * Form::PAIRS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
-                                           int64_t width) {
+                                           int64_t stride) {
 #pragma GCC unroll 8
         for (int i = 0; i < INPUTS; ++i) {
             Floats weights[PANEL];
 #pragma GCC unroll 16
             for (int v = 0; v < PANEL; ++v) weights[v] = Form::numbers_of(load<Words>(at + v * VECTOR), i / 2, i % 2);
-            FloatsStep::add<ROWS, PANEL>(sums, weights, inputs + i, width);
+            FloatsStep::add<ROWS, PANEL>(sums, weights, inputs + i, stride);
         }
     }
 };
 
 #if defined(__AVX512BF16__)
 
-// Codes of each kind made bf16 by looking up four bits of each half of a word at a time.
-template <typename Form>
-struct Parts;
-
-template <>
-struct Parts<In8Bits> {
-    static int pair_of(int part) { return part / 2; }
-    static const float* values(int part) {
-        static constexpr float LOW[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        static constexpr float HIGH[16] = {0,    16,   32,  48,  64,  80,  96,  112,
-                                           -128, -112, -96, -80, -64, -48, -32, -16};
-        return part % 2 == 0 ? LOW : HIGH;
-    }
-};
-
-template <>
-struct Parts<In4Bits> {
-    static int pair_of(int part) { return part; }
-    static const float* values(int) {
-        static constexpr float CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-        return CODES;
-    }
-};
-
-// Codes whose parts become pairs of bf16 in registers, one vector after the other: the barrier keeps the compiler from
-// holding the pairs of all rows meanwhile.
-template <typename Form>
+// Codes of 8 bits, made bf16 by looking up four bits of each half of a word at a time, in registers, one vector after the
+// other: the barrier keeps the compiler from holding the pairs of all rows meanwhile.
 struct LookingUpStep {
     using Number = bf16;
-    static constexpr int INPUTS = 2 * Form::PAIRS;
+    using Sum = Floats;
+    static constexpr int INPUTS = 2 * In8Bits::PAIRS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,
-                                           int64_t width) {
+                                           int64_t stride) {
+        static constexpr float LOW[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        static constexpr float HIGH[16] = {-128, -112, -96, -80, -64, -48, -32, -16, 0, 16, 32, 48, 64, 80, 96, 112};
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL; ++v) {
             const Words words = load<Words>(at + v * VECTOR);
 #pragma GCC unroll 4
             for (int part = 0; part < 4; ++part) {
-                const auto table = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(Parts<Form>::values(part)));
+                const auto table = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(part % 2 == 0 ? LOW : HIGH));
                 const __m512i shifted = _mm512_srli_epi16((__m512i)words, 4 * part);  // other bits are ignored
                 const auto pairs = (Words)_mm512_permutexvar_epi16(shifted, _mm512_broadcast_i64x4(table));
-                const bf16* its = inputs + 2 * Parts<Form>::pair_of(part);
+                const bf16* its = inputs + part / 2 * 2;
 #pragma GCC unroll 8
                 for (int row = 0; row < ROWS; ++row)
-                    sums[row][v] = add_dot(sums[row][v], pairs, broadcast_pair(its + row * width));
+                    sums[row][v] = add_dot(sums[row][v], pairs, broadcast_pair(its + row * stride));
             }
             asm volatile("" ::: "memory");
         }
@@ -175,7 +170,7 @@ struct LookingUpStep {
 };
 
 template <typename Form>
-using StepOf = std::conditional_t<std::is_same_v<Form, InBf16>, PairsStep, LookingUpStep<Form>>;
+using StepOf = std::conditional_t<std::is_same_v<Form, InBf16>, PairsStep, LookingUpStep>;
 
 #else
 

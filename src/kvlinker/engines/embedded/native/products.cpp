@@ -5,16 +5,17 @@
 // block is what oneDNN makes of it; in 8 bits the codes of that input of two pairs, in 4 bits those of four, the first
 // pair's lowest.
 //
-// Where the processor multiplies bf16, weights and inputs meet in pairs of bf16; elsewhere in fp32. For few rows weights
+// Codes meet inputs that are rounded to bytes, by products of integers. Weights in bf16, and codes of 8 bits where inputs
+// have to keep 16, meet them in pairs of bf16 where the processor multiplies these, elsewhere in fp32: for few rows weights
 // are widened in registers, each time; for more rows a block is widened once for all of them.
-#include "product_steps.h"
+#include "product_bytes.h"
 
 namespace {
 
-constexpr int CACHE_LINE = 64;                         // bytes
+constexpr int CACHE_LINE = 64;                   // bytes
 constexpr int ROWS_TOGETHER = 6;
-constexpr int SUMS = REGISTERS == 32 ? 24 : 12;        // vectors that are added to at once
-constexpr int FETCHES_AHEAD_FROM = 4 * ROWS_TOGETHER;  // rows
+constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
+constexpr int FETCHED_AHEAD = 4096;              // bytes, where a block is read once
 
 struct Product {
     const bf16* inputs;  // [rows, width]
@@ -35,11 +36,14 @@ struct OutputBlock {
     int64_t weight_stride, header_stride;
 };
 
-// Inputs of all rows, and what is needed beside them.
-template <typename Number>
-struct Inputs {
-    const Number* numbers;  // [rows, width]
-    const float* sums;      // [rows, groups], or null where they do not matter
+// What is brought to the cache meanwhile: so many lines from `at` on in each step.
+struct Fetch {
+    const uint8_t* at;
+    int64_t lines;
+
+    void step() {
+        for (int64_t line = 0; line < lines; ++line, at += CACHE_LINE) __builtin_prefetch(at, 0, 3);
+    }
 };
 
 // The vectors of a block's outputs that are added to at once for so many rows.
@@ -49,36 +53,37 @@ constexpr int panel_of(int rows) {
     return vectors;
 }
 
-// Computes a block's outputs of ROWS rows. The line that is so many bytes ahead of each step's weights is fetched
-// meanwhile.
+// Computes a block's outputs of ROWS rows.
 template <typename Step, typename Form, int ROWS>
 void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
-              int64_t first_row, int64_t ahead) {
+              int64_t first_row, Fetch fetch) {
     constexpr int PANEL = panel_of(ROWS);
     const int64_t groups = product.groups();
     for (int first = 0; first < VECTORS; first += PANEL) {
-        const auto* numbers = inputs.numbers + first_row * product.width;
+        const auto* numbers = inputs.numbers + first_row * inputs.stride;
         Floats totals[ROWS][PANEL] = {};
         for (int64_t group = 0; group < groups; ++group) {
             const uint8_t* at = block.weights + group * block.weight_stride;
             const uint8_t* header = block.headers + group * block.header_stride;
-            Floats sums[ROWS][PANEL];
+            typename Step::Sum sums[ROWS][PANEL];
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 16
-                for (int v = 0; v < PANEL; ++v) sums[row][v] = Floats{};
+                for (int v = 0; v < PANEL; ++v) sums[row][v] = inputs.start((first_row + row) * groups + group);
             for (int64_t step = 0; step < product.group / Step::INPUTS; ++step) {
-                __builtin_prefetch(at + ahead, 0, 2);
-                Step::template add<ROWS, PANEL>(sums, at + first * VECTOR, numbers, product.width);
+                fetch.step();
+                Step::template add<ROWS, PANEL>(sums, at + first * VECTOR, numbers, inputs.stride);
                 at += STEP;
                 numbers += Step::INPUTS;
             }
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row)
+            for (int row = 0; row < ROWS; ++row) {
+                const int64_t index = (first_row + row) * groups + group;
 #pragma GCC unroll 16
                 for (int v = 0; v < PANEL; ++v)
-                    totals[row][v] = Form::scaled(totals[row][v], sums[row][v], header, first + v,
-                                                  inputs.sums ? inputs.sums[(first_row + row) * groups + group] : 0.0f);
+                    totals[row][v] = Form::scaled(totals[row][v], inputs.product(sums[row][v], index), header,
+                                                  first + v, inputs.sum(index));
+            }
         }
         for (int v = 0; v < PANEL; ++v) {
             const int64_t output = block.first + (first + v) * LANES, left = product.outputs - output;
@@ -86,31 +91,31 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
             for (int row = 0; row < ROWS; ++row)
                 store_bf16(product.output + (first_row + row) * product.outputs + output, totals[row][v] + bias, left);
         }
+        fetch.lines = 0;  // has all that it was to fetch
     }
 }
 
-// The rows of a pass over a block's weights find these in the cache, but for those of the first pass. So the passes behind
-// it, where there are enough of them, fetch the next block, whose weights follow: each a quarter of its lines.
-template <typename Form>
-int64_t bytes_ahead(const Product& product, const OutputBlock& block, int64_t pass) {
-    constexpr int LINES = STEP / CACHE_LINE;
-    if (Form::HEADER || block.weights != block.headers || product.rows < FETCHES_AHEAD_FROM || pass < 1 || pass > LINES)
-        return 0;
-    return product.groups() * block.weight_stride + (pass - 1) * CACHE_LINE;
-}
-
+// Multiplies all rows, by as few passes over the block's weights as there can be, of equal heights. The first pass finds
+// these in memory, the others in the cache: so all passes together fetch the weights of the block that comes next, whose
+// bytes are [next, end). A single one fetches what is a little ahead of it.
 template <typename Step, typename Form>
-void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs) {
-    for (int64_t row = 0; row < product.rows; row += ROWS_TOGETHER) {
-        const int64_t ahead = bytes_ahead<Form>(product, block, row / ROWS_TOGETHER);
-        switch (product.rows - row) {
-            case 1: multiply<Step, Form, 1>(product, block, inputs, row, ahead); break;
-            case 2: multiply<Step, Form, 2>(product, block, inputs, row, ahead); break;
-            case 3: multiply<Step, Form, 3>(product, block, inputs, row, ahead); break;
-            case 4: multiply<Step, Form, 4>(product, block, inputs, row, ahead); break;
-            case 5: multiply<Step, Form, 5>(product, block, inputs, row, ahead); break;
-            default: multiply<Step, Form, ROWS_TOGETHER>(product, block, inputs, row, ahead);
+void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
+              const uint8_t* next, const uint8_t* end) {
+    const int64_t passes = round_up(product.rows, ROWS_TOGETHER) / ROWS_TOGETHER, steps = product.width / Step::INPUTS;
+    const int64_t lines = round_up(end - next, passes * steps * CACHE_LINE) / (passes * steps * CACHE_LINE);
+    for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
+        const int64_t rows = (product.rows - row) / (passes - pass);
+        const uint8_t* at = next + pass * lines * steps * CACHE_LINE;
+        const Fetch fetch{at, at < end ? lines : 0};
+        switch (rows) {
+            case 1: multiply<Step, Form, 1>(product, block, inputs, row, fetch); break;
+            case 2: multiply<Step, Form, 2>(product, block, inputs, row, fetch); break;
+            case 3: multiply<Step, Form, 3>(product, block, inputs, row, fetch); break;
+            case 4: multiply<Step, Form, 4>(product, block, inputs, row, fetch); break;
+            case 5: multiply<Step, Form, 5>(product, block, inputs, row, fetch); break;
+            default: multiply<Step, Form, ROWS_TOGETHER>(product, block, inputs, row, fetch);
         }
+        row += rows;
     }
 }
 
@@ -119,41 +124,62 @@ template <typename Form>
 OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wide) {
     OutputBlock widened = block;
     widened.weights = wide;
-    widened.weight_stride = product.group / WideStep::INPUTS * STEP;
-    for (int64_t group = 0; group < product.groups(); ++group) {
-        const uint8_t* at = block.weights + group * block.weight_stride;
-        const uint8_t* header = block.headers + group * block.header_stride;
-        for (int64_t step = 0; step < product.group / (2 * Form::PAIRS); ++step, at += STEP)
+    const uint8_t* at = block.weights;
+    Fetch fetch{at + FETCHED_AHEAD, STEP / CACHE_LINE};
+    for (int64_t step = 0; step < product.width / (2 * Form::PAIRS); ++step, at += STEP, fetch.step())
 #pragma GCC unroll 4
-            for (int pair = 0; pair < Form::PAIRS; ++pair, wide += 2 / WideStep::INPUTS * STEP)
-                for (int v = 0; v < VECTORS; ++v) {
-                    const Words words = load<Words>(at + v * VECTOR);
-                    const Floats first = Form::numbers_of(words, pair, 0), second = Form::numbers_of(words, pair, 1);
-                    if constexpr (MULTIPLIES_BF16) {
-                        store(wide + v * VECTOR, pairs_of(first, second));
-                    } else {
-                        store(wide + v * VECTOR, Form::scaled(Floats{}, first, header, v, 1.0f));
-                        store(wide + STEP + v * VECTOR, Form::scaled(Floats{}, second, header, v, 1.0f));
-                    }
+        for (int pair = 0; pair < Form::PAIRS; ++pair, wide += 2 / WideStep::INPUTS * STEP)
+            for (int v = 0; v < VECTORS; ++v) {
+                const Words words = load<Words>(at + v * VECTOR);
+                const Floats first = Form::numbers_of(words, pair, 0), second = Form::numbers_of(words, pair, 1);
+                if constexpr (MULTIPLIES_BF16) {
+                    store(wide + v * VECTOR, pairs_of(first, second));
+                } else {
+                    store(wide + v * VECTOR, Form::scaled(Floats{}, first, block.headers, v, 0.0f));
+                    store(wide + STEP + v * VECTOR, Form::scaled(Floats{}, second, block.headers, v, 0.0f));
                 }
-    }
+            }
     return widened;
+}
+
+// The bytes of a block.
+template <typename Form>
+int64_t block_bytes(const Product& product) {
+    return product.groups() * (Form::HEADER + product.group / (2 * Form::PAIRS) * STEP);
 }
 
 template <typename Form>
 OutputBlock block_at(const Product& product, int64_t index) {
-    const int64_t stride = Form::HEADER + product.group / (2 * Form::PAIRS) * STEP;
-    const uint8_t* headers = product.weights + index * product.groups() * stride;
+    const uint8_t* headers = product.weights + index * block_bytes<Form>(product);
+    const int64_t stride = block_bytes<Form>(product) / product.groups();
     return {index * BLOCK, headers + Form::HEADER, headers, stride, stride};
+}
+
+// Calls `multiply` with each block of outputs, with the bytes that are to be fetched meanwhile, and with its thread's own
+// memory, of so many bytes; each thread has neighbouring blocks.
+template <typename Form, typename Multiply>
+void for_each_block(const Product& product, int64_t own, const Multiply& multiply) {
+    if (product.rows == 0) return;
+    const int64_t blocks = round_up(product.outputs, BLOCK) / BLOCK, size = block_bytes<Form>(product);
+#pragma omp parallel for num_threads(static_cast<int>(product.threads)) schedule(static, 1)
+    for (int64_t thread = 0; thread < product.threads; ++thread) {
+        const int64_t end = blocks * (thread + 1) / product.threads;
+        const auto memory = allocate<uint8_t>(own);
+        for (int64_t index = blocks * thread / product.threads; index < end; ++index) {
+            const uint8_t* next = product.weights + (index + 1) * size;
+            if (product.rows <= ROWS_TOGETHER) next += FETCHED_AHEAD - size;
+            const bool fetches = product.rows <= ROWS_TOGETHER || index + 1 < end;
+            multiply(block_at<Form>(product, index), next, fetches ? next + size : next, memory.get());
+        }
+    }
 }
 
 // The inputs as a step takes them; memory for those that are widened.
 template <typename Number>
-const Number* inputs_as(const Product& product, std::unique_ptr<float, Free>& memory) {
+Inputs<Number> inputs_as(const Product& product, std::unique_ptr<float, Free>& memory) {
     if constexpr (std::is_same_v<Number, bf16>) {
-        return product.inputs;
+        return {product.inputs, product.width};
     } else {
-        if (memory) return memory.get();
         memory = allocate<float>(product.rows * product.width);
 #pragma omp parallel for num_threads(static_cast<int>(product.threads)) if (product.rows > ROWS_TOGETHER)
         for (int64_t row = 0; row < product.rows; ++row)
@@ -161,58 +187,54 @@ const Number* inputs_as(const Product& product, std::unique_ptr<float, Free>& me
                 const int64_t at = row * product.width + input, left = product.width - input;
                 store_some(memory.get() + at, load_bf16(product.inputs + at, left), left);
             }
-        return memory.get();
+        return {memory.get(), product.width};
     }
 }
 
+// Multiplies by weights of 16 bits, or by codes that are widened to as many. They have one group.
 template <typename Form>
-void multiply(const Product& product, const float* sums) {
+void multiply(const Product& product) {
     using Step = StepOf<Form>;
     std::unique_ptr<float, Free> memory;
     const bool widens = product.rows >= Form::WIDENED_FROM;
-    Product whole = product;
-    if (!MULTIPLIES_BF16) whole.group = product.width;
-    Inputs<typename Step::Number> few{nullptr, sums};
-    Inputs<WideStep::Number> many{nullptr, sums};
+    Inputs<typename Step::Number> few{};
+    Inputs<WideStep::Number> many{};
     if (widens)
-        many.numbers = inputs_as<WideStep::Number>(product, memory);
+        many = inputs_as<WideStep::Number>(product, memory);
     else
-        few.numbers = inputs_as<typename Step::Number>(product, memory);
-    const int64_t blocks = round_up(product.outputs, BLOCK) / BLOCK;
-#pragma omp parallel num_threads(static_cast<int>(product.threads))
-    {
-        const auto wide = allocate<uint8_t>(widens ? product.width / WideStep::INPUTS * STEP : 1);
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < blocks; ++index) {
-            const OutputBlock block = block_at<Form>(product, index);
-            if (widens)
-                multiply<WideStep, WideForm<Form>>(whole, widen<Form>(product, block, wide.get()), many);
-            else
-                multiply<Step, Form>(product, block, few);
-        }
-    }
+        few = inputs_as<typename Step::Number>(product, memory);
+    const int64_t wide = widens ? product.width / WideStep::INPUTS * STEP : 0;
+    for_each_block<Form>(product, wide, [&](const OutputBlock& block, const uint8_t* next, const uint8_t* end,
+                                            uint8_t* memory) {
+        if (widens)
+            multiply<WideStep, WideForm<Form>>(product, widen<Form>(product, block, memory), many, next, end);
+        else
+            multiply<Step, Form>(product, block, few, next, end);
+    });
 }
 
-// The sum of each group of each row's inputs: [rows, groups].
-std::unique_ptr<float, Free> sums_of_inputs(const Product& product) {
-    auto sums = allocate<float>(product.rows * product.groups());
-    for (int64_t i = 0; i < product.rows * product.groups(); ++i) {
-        Floats sum{};
-        for (int64_t input = 0; input < product.group; input += LANES)
-            sum += load_bf16(product.inputs + i * product.group + input);
-        sums.get()[i] = sum_of(sum);
-    }
-    return sums;
+// Multiplies codes by inputs that are rounded to bytes.
+template <typename Form>
+void multiply_bytes(const Product& product) {
+    RoundedInputs rounded(product.rows, product.width, product.group);
+#pragma omp parallel for num_threads(static_cast<int>(product.threads)) if (product.rows > ROWS_TOGETHER)
+    for (int64_t row = 0; row < product.rows; ++row)
+        rounded.round<Form>(product.inputs + row * product.width, row);
+    const Inputs<int8_t> inputs = rounded.inputs();
+    for_each_block<Form>(product, 0, [&](const OutputBlock& block, const uint8_t* next, const uint8_t* end, uint8_t*) {
+        multiply<BytesStep<Form>, Form>(product, block, inputs, next, end);
+    });
 }
 
 }  // namespace
 
 extern "C" {
 
-void kvlinker_multiply_bf16(const Product* product) { multiply<InBf16>(*product, nullptr); }
+void kvlinker_multiply_bf16(const Product* product) { multiply<InBf16>(*product); }
 
-void kvlinker_multiply_int8(const Product* product) { multiply<In8Bits>(*product, nullptr); }
+void kvlinker_multiply_int8(const Product* product) { multiply<In8Bits>(*product); }
 
-// The group is a multiple of 16.
-void kvlinker_multiply_int4(const Product* product) { multiply<In4Bits>(*product, sums_of_inputs(*product).get()); }
+void kvlinker_multiply_int8_int8(const Product* product) { multiply_bytes<In8Bits>(*product); }
+
+void kvlinker_multiply_int4(const Product* product) { multiply_bytes<In4Bits>(*product); }
 }

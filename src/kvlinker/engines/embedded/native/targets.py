@@ -31,12 +31,16 @@ class Target:
 
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3")
 _AVX512_OPTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
+_VNNI, _VNNI_OPTIONS = (*_AVX512, "avx512_vnni"), f"{_AVX512_OPTIONS} -mavx512vnni"
 
 TARGETS = (
-    Target("avx512-bf16", (*_AVX512, "avx512_bf16"), f"{_AVX512_OPTIONS} -mavx512bf16", True),
+    Target("avx512-bf16", (*_VNNI, "avx512_bf16"), f"{_VNNI_OPTIONS} -mavx512bf16", True),
+    Target("avx512-vnni", _VNNI, _VNNI_OPTIONS),
     Target("avx512", _AVX512, _AVX512_OPTIONS),
+    Target("avx2-vnni", ("avx2", "fma3", "avx_vnni"), "-mavx2 -mfma -mavxvnni"),
     Target("avx2", ("avx2", "fma3"), "-mavx2 -mfma"),
-    Target("neon-bf16", ("neon", "bf16"), "-march=armv8.2-a+bf16", True),
+    Target("neon-bf16", ("neon", "bf16", "dot"), "-march=armv8.2-a+bf16+dotprod", True),
+    Target("neon-dot", ("neon", "dot"), "-march=armv8.2-a+dotprod"),
     Target("neon", ("neon",), "-march=armv8-a"),
 )
 """All kinds; a processor that is of several is treated as the first of them."""

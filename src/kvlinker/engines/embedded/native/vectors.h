@@ -46,6 +46,7 @@ using Floats = VectorOf<float, VECTOR>::type;
 using Words = VectorOf<int32_t, VECTOR>::type;     // integers, masks (all bits or none), or pairs of bf16: the first one low
 using Halves = VectorOf<uint16_t, VECTOR>::type;   // a row of bf16, twice as many as there are lanes
 using Rounded = VectorOf<uint16_t, VECTOR / 2>::type;  // bf16
+using Bytes = VectorOf<int8_t, VECTOR>::type;
 
 inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -142,6 +143,39 @@ inline Floats add_dot(Floats sum, Words pairs, Words others) {
 
 #endif
 
+// sum + the products of the bytes of each word, four, exactly. The bytes are unsigned, but where SIGNED_BYTES; the others
+// are signed, and none is -128.
+#if defined(__aarch64__)
+constexpr bool SIGNED_BYTES = true;
+#else
+constexpr bool SIGNED_BYTES = false;
+#endif
+
+inline Words add_dot(Words sum, Words bytes, Words others) {
+#if defined(__AVX512VNNI__)
+    return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)others);
+#elif defined(__AVXVNNI__)
+    return (Words)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes, (__m256i)others);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)bytes, (int8x16_t)others);
+#elif defined(__aarch64__)
+    const auto one = (int8x16_t)bytes, other = (int8x16_t)others;
+    const int16x8_t low = vmull_s8(vget_low_s8(one), vget_low_s8(other)), high = vmull_high_s8(one, other);
+    return (Words)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#else
+    using Numbers = VectorOf<int16_t, VECTOR>::type;
+    const auto even = (Numbers)(bytes & 0xff00ff), odd = (Numbers)(bytes >> 8 & 0xff00ff);
+    const auto other_even = (Numbers)(others << 8) >> 8, other_odd = (Numbers)others >> 8;
+#if defined(__AVX512F__)
+    sum += (Words)_mm512_madd_epi16((__m512i)even, (__m512i)other_even);
+    return sum + (Words)_mm512_madd_epi16((__m512i)odd, (__m512i)other_odd);
+#else
+    sum += (Words)_mm256_madd_epi16((__m256i)even, (__m256i)other_even);
+    return sum + (Words)_mm256_madd_epi16((__m256i)odd, (__m256i)other_odd);
+#endif
+#endif
+}
+
 inline void store_bf16(bf16* to, Floats numbers, int64_t count = LANES) { store_some(to, rounded(numbers), count); }
 
 // Rounds two vectors to bf16, and makes them pairs.
@@ -198,11 +232,15 @@ inline Words mask_of(uint32_t bits) {
     return (words(static_cast<int32_t>(bits)) & lane) != 0;
 }
 
-inline Words broadcast_pair(const bf16* two) {
+// What is in memory, in each lane.
+template <typename T>
+Words broadcast_word(const T* from) {
     int32_t bits;
-    std::memcpy(&bits, two, sizeof bits);
+    std::memcpy(&bits, from, sizeof bits);
     return words(bits);
 }
+
+inline Words broadcast_pair(const bf16* two) { return broadcast_word(two); }
 
 // The first, or the second, half of what two vectors are that take turns: one[0], other[0], one[1], other[1], ...
 template <typename Vector>
@@ -240,6 +278,16 @@ inline Floats sums_of(Floats (&vectors)[LANES]) {
             vectors[i] =
                 alternated(vectors[i], vectors[i + left], false) + alternated(vectors[i], vectors[i + left], true);
     return vectors[0];
+}
+
+inline int32_t sum_of(Words numbers) {
+    int32_t sum = 0;
+#if defined(__AVX512F__)
+    sum = _mm512_reduce_add_epi32((__m512i)numbers);
+#else
+    for (int i = 0; i < LANES; ++i) sum += numbers[i];
+#endif
+    return sum;
 }
 
 inline float sum_of(Floats numbers) {

@@ -4,6 +4,7 @@ inputs."""
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,7 +44,7 @@ KINDS: list[type[Matrix]] = [PackedMatrix, BlockedMatrix, NativeInt8Matrix, Nati
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    rows=st.integers(1, 60),
+    rows=st.integers(1, 120),
     outputs=st.integers(1, 150),
     inputs=st.integers(1, 6).map(lambda count: 32 * count),
 )
@@ -60,7 +61,8 @@ def test_products_are_those_of_the_dense_weight(
     expected = hidden.float() @ matrix.dense().float().T + bias.float()
     output = matrix.multiply(hidden[None], bias)
     assert output.shape == (1, rows, outputs)
-    torch.testing.assert_close(output[0].float(), expected, rtol=0.02, atol=0.02 * inputs**0.5)
+    atol = (0.04 if kind is NativeInt4Matrix else 0.02) * inputs**0.5  # it rounds inputs, too
+    torch.testing.assert_close(output[0].float(), expected, rtol=0.02, atol=atol)
 
 
 @needs_blocks
@@ -118,9 +120,12 @@ def test_no_rows_and_as_many_as_native_code_takes(
 @pytest.mark.parametrize(
     ("target", "step", "instruction", "count"),
     [
-        ("avx512-bf16", "9PairsStep", "vdpbf16ps", 24),
-        ("avx512", "10FloatsStep", "vfmadd231ps", 24),
-        ("avx2", "10FloatsStep", "vfmadd231ps", 12),
+        ("avx512-bf16", "9PairsStep6InBf16", "vdpbf16ps", 24),
+        ("avx512", "10FloatsStep6InBf16", "vfmadd231ps", 24),
+        ("avx2", "10FloatsStep6InBf16", "vfmadd231ps", 12),
+        ("avx512-vnni", "9BytesStepI7In8BitsE", "vpdpbusd", 24),
+        ("avx512-vnni", "9BytesStepI7In4BitsE", "vpdpbusd", 48),
+        ("avx2-vnni", "9BytesStepI7In8BitsE", "vpdpbusd", 12),
     ],
 )
 def test_six_rows_keep_their_sums_in_registers(
@@ -138,7 +143,7 @@ def test_six_rows_keep_their_sums_in_registers(
     (function,) = (
         part.splitlines()
         for part in code.split("\n\n")
-        if f"8multiplyI{step}6InBf16Li6E" in part[:120]
+        if re.search(rf"8multiplyI{step}\w*Li6E", part[:120])
     )
     products = [line for line, text in enumerate(function) if instruction in text]
     assert len(products) == count
@@ -190,7 +195,7 @@ def test_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("native_anew")
-@pytest.mark.parametrize("wrong", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("wrong", ["bf16", "int8", "int8_int8", "int4"])
 def test_wrong_products_are_not_trusted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:

@@ -8,11 +8,13 @@ values, are multiplied by one matrix. Weights in fewer bits are read in less tim
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from kvlinker.engines.embedded.model.weights.native_products import native_produ
 from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
     NativeInt8Matrix,
+    multiplied_in_int8,
 )
 from kvlinker.engines.embedded.model.weights.quantized import (
     Int4Matrix,
@@ -39,6 +42,10 @@ from kvlinker.engines.embedded.model.weights.quantized import (
     quantise_by_torchao,
 )
 from kvlinker.settings import WeightFormat
+
+logger = logging.getLogger(__name__)
+
+NOTHING: Mapping[nn.Module, Tensor] = MappingProxyType({})
 
 SPARE_SHARE = 0.18
 """The most bytes that there may be beside the model while its weights are packed, as a share of the
@@ -104,7 +111,12 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 
 @torch.no_grad()
 def arrange_weights(
-    model: Any, seen: LinearCalls, weights: WeightFormat = "auto", *, native: bool = True
+    model: Any,
+    seen: LinearCalls,
+    weights: WeightFormat = "auto",
+    sampled: Mapping[nn.Module, Tensor] = NOTHING,
+    *,
+    native: bool = True,
 ) -> None:
     """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them
     where packed ones are faster; layers that took the same input in the forward pass ``seen`` get
@@ -113,8 +125,9 @@ def arrange_weights(
     Each plain weight is freed as soon as there is another. A layer is left as it is where it was
     not called although the module around it ran, for that may read the weight by itself; and where
     packing would take too much memory, as with the tied embeddings of a small model. In 8 and 4
-    bits are the decoder layers' weights, except routers; the head and embeddings are not. Without
-    ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
+    bits are the decoder layers' weights, except routers; the head and embeddings are not. By
+    weights in 8 bits, inputs in 8 bits are multiplied where those ``sampled`` of a layer can be
+    rounded so. Without ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
@@ -142,7 +155,11 @@ def arrange_weights(
             ]
             groups += [group for group in chosen if group not in taken]
             for group in taken:
-                _replace(model, group, kind)
+                rows = sampled.get(group[0].linear)
+                chooses = kind is NativeInt8Matrix
+                _replace(model, group, partial(NativeInt8Matrix, sampled=rows) if chooses else kind)
+            if (count := multiplied_in_int8(model)).matrices:
+                logger.info("%s.", count)
     in_blocks = [
         group
         for group in groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from functools import cache
 from typing import Literal, get_args
 
@@ -12,11 +13,27 @@ from torch import Tensor
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
 
-Form = Literal["bf16", "int8", "int4"]
-"""Names the form in which weights are stored."""
+Form = Literal["bf16", "int8", "int8_int8", "int4"]
+"""Names the form in which weights are stored; by those in 8 bits, inputs of 16 bits are multiplied,
+or in ``int8_int8`` ones that are rounded to 8."""
 
-CHECKED_ROWS = (5, 50)
-"""The numbers of rows that are checked: in 8 and 4 bits, few rows and many take different ways."""
+ROUNDING: Collection[Form] = ("int8_int8", "int4")
+"""The forms in which inputs are rounded to 8 bits."""
+
+CHECKED_ROWS = (5, 100)
+"""The numbers of rows that are checked: weights are widened otherwise for few than for many."""
+
+MOST_BYTE = 127
+"""The largest magnitude of an input that is rounded to 8 bits."""
+
+
+def rounded_to_bytes(inputs: Tensor, group: int) -> Tensor:
+    """Return ``inputs`` [rows, width] as native code rounds them where it multiplies by codes:
+    fp32. Of each ``group`` of neighbours in a row, the one of the largest magnitude becomes 127."""
+    groups = inputs.float().view(len(inputs), -1, group)
+    most = groups.abs().amax(dim=2, keepdim=True)
+    codes = (groups * (MOST_BYTE / most).nan_to_num(posinf=0.0)).round()
+    return (codes * (most / MOST_BYTE)).view(inputs.shape)
 
 
 class NativeProducts:
@@ -91,9 +108,12 @@ class NativeProducts:
             part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1)
             for part in grids.unbind(2)
         )
+        bytes_blocks = code_blocks(scales, signed + 128, 8)
+        bytes_dense = signed * scales.view(-1, 1)
         cases: dict[Form, tuple[Tensor, Tensor, int]] = {
             "bf16": (bf16_blocks(weight), weight, width),
-            "int8": (code_blocks(scales, signed & 255, 8), signed * scales.view(-1, 1), width),
+            "int8": (bytes_blocks, bytes_dense, width),
+            "int8_int8": (bytes_blocks, bytes_dense, width),
             "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
         }
         bias = random(outputs)
@@ -103,7 +123,8 @@ class NativeProducts:
                 ours = self.multiply(
                     form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias
                 )
-                expected = inputs.float() @ dense[:outputs].float().T + bias.float()
+                met = rounded_to_bytes(inputs, shared) if form in ROUNDING else inputs.float()
+                expected = met @ dense[:outputs].float().T + bias.float()
                 native.require_close(ours, expected, f"the product with weights in {form}")
 
 

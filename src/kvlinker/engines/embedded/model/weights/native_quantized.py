@@ -1,8 +1,14 @@
 """Weights in 8 and 4 bits in the blocks of ``native/products.cpp``: faster than PyTorch's kernels
-for any rows."""
+for any rows.
+
+By codes of 4 bits, inputs are multiplied that are rounded to 8 bits, each group of them by a scale
+of its own. Those of 8 bits have one scale for all inputs of a row, so that an input that is far
+larger than the others leaves few bits to these; where that does harm, inputs keep 16 bits.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,7 +16,11 @@ from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, code_blocks, codes_of, padded
 from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix, NativeWeights
-from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
+from kvlinker.engines.embedded.model.weights.native_products import (
+    Form,
+    native_products,
+    rounded_to_bytes,
+)
 from kvlinker.engines.embedded.model.weights.quantized import (
     finished,
     int4_codes,
@@ -23,9 +33,6 @@ class CodesMatrix(Matrix):
     """Holds a weight whose codes lie in blocks of 64 outputs; each block has groups of inputs, each
     with a header."""
 
-    FORM: ClassVar[Form]
-    """The name of the product that native code computes."""
-
     BITS: ClassVar[int]
     """The bits of a code."""
 
@@ -33,10 +40,11 @@ class CodesMatrix(Matrix):
     """The number of rows from which on, where there is AMX, oneDNN by the whole matrix in bf16 is
     faster."""
 
-    def __init__(self, blocks: Tensor, shape: torch.Size, group: int) -> None:
+    def __init__(self, form: Form, blocks: Tensor, shape: torch.Size, group: int) -> None:
         """``blocks`` [blocks, groups, bytes of a group] hold a weight of this shape, [outputs,
-        inputs]."""
+        inputs], by which native code multiplies as ``form`` says."""
         super().__init__()
+        self.form = form
         self.outputs, self.inputs = shape
         self.group = group
         self.register_buffer("blocks", blocks)
@@ -48,33 +56,65 @@ class CodesMatrix(Matrix):
         if self._dense_from is not None and len(rows) >= self._dense_from:
             output = nn.functional.linear(rows, self.dense())
         else:
-            products = native_products()
-            assert products is not None, "weights were packed for a processor with native code"
-            output = products.multiply(
-                self.FORM, rows, self.blocks.data_ptr(), self.outputs, group=self.group, bias=None
-            )
+            output = self.product(self.form, rows)
         return finished(output, inputs, bias)
 
     def native(self) -> NativeWeights | None:
         if self._dense_from is not None:
             return None
         address = self.blocks.data_ptr()
-        return NativeWeights(self.FORM, address, self.outputs, self.inputs, self.group, True)
+        return NativeWeights(self.form, address, self.outputs, self.inputs, self.group, True)
+
+    def product(self, form: Form, rows: Tensor) -> Tensor:
+        """Return ``rows`` [rows, inputs], bf16, times the weight transposed: [rows, outputs]."""
+        products = native_products()
+        assert products is not None, "weights were packed for a processor with native code"
+        return products.multiply(
+            form, rows, self.blocks.data_ptr(), self.outputs, group=self.group, bias=None
+        )
 
 
 class NativeInt8Matrix(CodesMatrix):
     """Holds a weight in 8 bits, with a scale per output."""
 
-    FORM = "int8"
     BITS = 8
 
-    def __init__(self, weight: Tensor) -> None:
+    LARGEST_ERROR = 0.03
+    """The most by which rounding inputs to 8 bits may move outputs, beside how far these are apart
+    for different tokens; weights in 8 bits move them by 0.01."""
+
+    MOST_INPUTS = 1 << 17
+    """The most inputs whose products with codes fit in 32 bits together."""
+
+    def __init__(self, weight: Tensor, sampled: Tensor | None = None) -> None:
+        """``sampled`` [rows, inputs], bf16, are inputs that the layer gets: by them it is decided
+        whether inputs may be rounded to 8 bits. Without them, they keep 16."""
         blocks = []
         for rows in torch.split(weight.detach(), ROWS_AT_ONCE):
             codes, scales = int8_codes(padded(rows))
             headers = scales.view(-1, 1, BLOCK)
-            blocks.append(code_blocks(headers, codes.int() & 255, self.BITS))
-        super().__init__(torch.cat(blocks), weight.shape, weight.shape[1])
+            blocks.append(code_blocks(headers, codes.int() + 128, self.BITS))
+        super().__init__("int8", torch.cat(blocks), weight.shape, weight.shape[1])
+        self.rounding_error = float("inf") if sampled is None else self._rounding_error(sampled)
+        if self.rounding_error <= self.LARGEST_ERROR and self.inputs <= self.MOST_INPUTS:
+            self.form = "int8_int8"
+
+    def _rounding_error(self, sampled: Tensor) -> float:
+        """Return how far rounding inputs to 8 bits moves outputs, beside how far these are from the
+        output for a token in the middle, or as far as half of the tokens' are: the root mean square
+        over tokens.
+
+        What all tokens have in common, such as channels that are always large, tells none from
+        another, and would hide what rounding does to the rest; so would a token that is far larger
+        than others.
+        """
+        rounding = rounded_to_bytes(sampled, self.inputs) - sampled.float()
+        apart = sampled.float() - sampled.float().median(dim=0).values
+        moved, distance = (
+            self.product("int8", part.bfloat16()).float().norm(dim=1) for part in (rounding, apart)
+        )
+        errors = moved / distance.clamp_min(float(distance.median()))
+        return float(errors.nan_to_num(0.0).square().mean().sqrt())
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -84,9 +124,7 @@ class NativeInt8Matrix(CodesMatrix):
     def dense(self) -> Tensor:
         headers = BLOCK * torch.bfloat16.itemsize
         scales = self.blocks[:, :, :headers].contiguous().view(torch.bfloat16).view(-1, 1)
-        codes = (
-            codes_of(self.blocks, self.BITS, header_bytes=headers).to(torch.uint8).view(torch.int8)
-        )
+        codes = codes_of(self.blocks, self.BITS, header_bytes=headers) - 128
         return (codes.bfloat16() * scales)[: self.outputs]
 
 
@@ -94,7 +132,6 @@ class NativeInt4Matrix(CodesMatrix):
     """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32
     inputs."""
 
-    FORM = "int4"
     BITS = 4
 
     def __init__(self, weight: Tensor) -> None:
@@ -104,7 +141,7 @@ class NativeInt4Matrix(CodesMatrix):
             codes, grids = int4_codes(padded(rows), group)  # grids: [groups, outputs, 2]
             headers = grids.view(len(grids), -1, BLOCK, 2).permute(1, 0, 3, 2)
             blocks.append(code_blocks(headers.flatten(2), codes, self.BITS))
-        super().__init__(torch.cat(blocks), weight.shape, group)
+        super().__init__("int4", torch.cat(blocks), weight.shape, group)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -125,3 +162,33 @@ class NativeInt4Matrix(CodesMatrix):
             middles[..., None], codes.view(len(scales), -1, self.group), scales[..., None]
         )
         return widened.flatten(1)[: self.outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Count:
+    """Counts a model's matrices of weights in 8 bits."""
+
+    matrices: int
+    multiplied: int
+    """Those by which inputs in 8 bits are multiplied."""
+
+    largest_error: float
+    """The largest error that rounding inputs to 8 bits makes with one of these."""
+
+    def __str__(self) -> str:
+        if not self.matrices:
+            return "No matrix in 8 bits is multiplied by native code"
+        others = self.matrices - self.multiplied
+        most = f", which moves outputs by up to {self.largest_error:.1%}" if self.multiplied else ""
+        rest = f"; the other {others} by inputs in 16" if others else ""
+        return (
+            f"{self.multiplied} of {self.matrices} matrices in 8 bits are multiplied by inputs in 8"
+            f" bits{most}{rest}"
+        )
+
+
+def multiplied_in_int8(model: nn.Module) -> Int8Count:
+    """Count the matrices of weights in 8 bits that native code multiplies by."""
+    matrices = [each for each in model.modules() if isinstance(each, NativeInt8Matrix)]
+    errors = [each.rounding_error for each in matrices if each.form == "int8_int8"]
+    return Int8Count(len(matrices), len(errors), max(errors, default=0.0))

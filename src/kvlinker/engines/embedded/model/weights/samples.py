@@ -1,0 +1,46 @@
+"""Inputs of a model's linear layers, by which it is chosen how each of them is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLED_ROWS = 32
+"""The most rows of a layer's inputs that are kept: one in so many of a pass."""
+
+
+@contextmanager
+def sampled_inputs(model: nn.Module) -> Iterator[Mapping[nn.Module, Tensor]]:
+    """Keep inputs [rows, in_features], bf16, of each linear layer of ``model`` that runs in the
+    block: some of its call with the most rows."""
+    sampled: dict[nn.Module, Tensor] = {}
+    most: dict[nn.Module, int] = {}
+    handles = [
+        module.register_forward_pre_hook(partial(_sample, sampled, most))
+        for module in model.modules()
+        if type(module) is nn.Linear
+    ]
+    try:
+        yield sampled
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sample(
+    sampled: dict[nn.Module, Tensor],
+    most: dict[nn.Module, int],
+    module: nn.Module,
+    args: tuple[Any, ...],
+) -> None:
+    if not args:
+        return
+    rows = args[0].detach().reshape(-1, args[0].shape[-1])
+    if len(rows) > most.get(module, 0):
+        most[module] = len(rows)
+        sampled[module] = rows[:: -(-len(rows) // SAMPLED_ROWS)].to("cpu", torch.bfloat16)
