@@ -23,6 +23,7 @@ from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.plain_products import plain_products
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.settings import load_settings
@@ -227,7 +228,14 @@ def request_for(prompt, policy, tenant="default"):
 def native_anew():
     """Forget before and after the test what native code was loaded and checked, or found
     missing."""
-    loaders = native_attention, native_dots, native_products, native_norm, step_function
+    loaders = (
+        native_attention,
+        native_dots,
+        native_products,
+        native_norm,
+        step_function,
+        plain_products,
+    )
     for loader in loaders:
         loader.cache_clear()
     yield

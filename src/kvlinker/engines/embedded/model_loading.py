@@ -32,6 +32,7 @@ from kvlinker.engines.embedded.model.weights.arrangement import (
     watch_linears,
 )
 from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.plain_products import quicken_linears
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat
@@ -129,6 +130,7 @@ def quicken_model(
     if not native:
         return "native_attention is off"
     quicken_norms(model)
+    quicken_linears(model)
     return compile_step(model, anatomy)
 
 

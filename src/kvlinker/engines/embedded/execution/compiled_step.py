@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.native_call import (
@@ -45,7 +44,9 @@ from kvlinker.engines.embedded.model.recording.program import (
     RecordedAttention,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.weights import native_products
+from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
+from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
+from kvlinker.engines.embedded.model.weights.plain_products import plain_products
 from kvlinker.store.loading.arriving import ArrivingKV
 
 MOST_ROWS = 256
@@ -82,11 +83,8 @@ class CompiledStep:
         self._table = SegmentTable(layers, pool)
         rotaries = dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None)
         self._rotaries: list[Rotary] = list(rotaries)
-        most = [
-            each.weights.most_rows
-            for each in program.operations
-            if isinstance(each, Product) and not isinstance(each.weights, nn.Linear)
-        ]
+        products = (each for each in program.operations if isinstance(each, Product))
+        most = [each.weights.most_rows for each in products]
         self._most_rows = min((each for each in most if each is not None), default=MOST_ROWS)
         self._bound = _Bound(program, layers, self._rotaries, pool, FEWEST_ROWS)
 
@@ -134,6 +132,8 @@ class CompiledStep:
         layers = self._table.of(segments.chunks, segments.spans)
         write, attend = self._kernel.functions
         step = NativeStep(
+            operations=ctypes.addressof(self._bound.operations),
+            count=len(self._bound.operations),
             layers=ctypes.addressof(self._bound.layers),
             write=_address(write),
             attend=_address(attend),
@@ -150,7 +150,7 @@ class CompiledStep:
             sight_of=sight_of.ctypes.data,
             threads=torch.get_num_threads(),
         )
-        self._bound.run(step, self._compute)
+        self._compute(step)
         owners = batch.logit_owners
         logits = self._bound.logits(len(owners))
         return StepResult(dict(zip(owners, logits, strict=True)), {}, {})
@@ -178,58 +178,27 @@ class _Bound:
         ]
         self._held: list[Any] = []
         self.layers = (StepAttention * len(layers))()
-        self._operations = (StepOperation * len(program.operations))()
-        plain = []
+        self.operations = (StepOperation * len(program.operations))()
         for index, operation in enumerate(program.operations):
             if isinstance(operation, Calculation):
-                self._operations[index] = self._calculation(operation)
-            elif isinstance(operation, RecordedAttention):
-                self._operations[index] = StepOperation(kind=Kind.ATTENTION, layer=operation.layer)
-                self.layers[operation.layer] = self._attention(operation)
-            elif isinstance(operation.weights, nn.Linear):
-                plain.append(index)
+                self.operations[index] = self._calculation(operation)
+            elif isinstance(operation, Product):
+                self.operations[index] = self._product(operation)
             else:
-                self._operations[index] = self._product(operation)
-        self._pieces: list[tuple[int, int]] = [
-            (begin + 1, end) for begin, end in pairwise([-1, *plain, len(program.operations)])
-        ]
-
-    def run(self, step: NativeStep, compute: native.Function) -> None:
-        """Compute the step, whose operations are filled in here."""
-        size, begin = ctypes.sizeof(StepOperation), ctypes.addressof(self._operations)
-        for first, last in self._pieces:
-            step.operations, step.count = begin + first * size, last - first
-            compute(step)
-            if last < len(self._operations):
-                operation = self._program.operations[last]
-                assert isinstance(operation, Product), operation
-                self._multiply(operation, step.wanted if operation.wanted else step.rows)
+                self.operations[index] = StepOperation(kind=Kind.ATTENTION, layer=operation.layer)
+                self.layers[operation.layer] = self._attention(operation)
 
     def logits(self, rows: int) -> Tensor:
         """Return the logits of so many rows, in fp32: [rows, vocabulary]."""
-        return self._numbers(self._program.logits, rows).to(torch.float32, copy=True)
-
-    def _multiply(self, product: Product, rows: int) -> None:
-        """Have a linear layer multiply whose weight is plain."""
-        assert isinstance(product.weights, nn.Linear), product
-        if rows:
-            with torch.inference_mode():
-                output = product.weights(self._numbers(product.input, rows))
-                self._numbers(product.output, rows).copy_(output)
-
-    def _numbers(self, place: Place, rows: int) -> Tensor:
-        """Return the tensor [rows, width] at a place without anything in between."""
+        place = self._program.logits
         assert isinstance(place.memory, int), place
         dtype = torch.float32 if place.wide else torch.bfloat16
-        memory = self._memory[place.memory].view(dtype)
-        return memory[: rows * place.row].view(rows, place.row)
+        memory = self._memory[place.memory].view(dtype)[: rows * place.row]
+        return memory.view(rows, place.row).to(torch.float32, copy=True)
 
     def _product(self, product: Product) -> StepOperation:
         weights = product.weights
-        assert not isinstance(weights, nn.Linear), weights
-        products = native_products.native_products()
-        assert products is not None, "weights were packed for a processor with native code"
-        argument = native_products.Product(
+        argument = NativeProduct(
             inputs=self._at(product.input),
             width=weights.width,
             weights=weights.address,
@@ -243,10 +212,10 @@ class _Bound:
         return StepOperation(
             kind=Kind.PRODUCT,
             behind_gather=product.wanted,
-            function=_address(products.function(weights.form)),
+            function=_address(_product_function(weights.form)),
             argument=begin,
-            argument_rows=begin + native_products.Product.rows.offset,
-            argument_threads=begin + native_products.Product.threads.offset,
+            argument_rows=begin + NativeProduct.rows.offset,
+            argument_threads=begin + NativeProduct.threads.offset,
         )
 
     def _calculation(self, calculation: Calculation) -> StepOperation:
@@ -313,6 +282,16 @@ class _Bound:
         """Return the address of a tensor, which is held."""
         self._held.append(tensor)
         return tensor.data_ptr()
+
+
+def _product_function(form: Form | Literal["plain"]) -> native.Function:
+    if form == "plain":
+        plain = plain_products()
+        assert plain is not None, "the weight was found to be multiplied by native code"
+        return plain.function
+    products = native_products()
+    assert products is not None, "weights were packed for a processor with native code"
+    return products.function(form)
 
 
 def _address(function: native.Function) -> int | None:

@@ -42,6 +42,7 @@ from kvlinker.engines.embedded.model.recording.trace import (
 )
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
 from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
+from kvlinker.engines.embedded.model.weights.plain_products import multiplies_plain
 
 LENGTHS = ((11, 5), (13, 7))
 """The tokens, and of them those whose logits are wanted, of the two passes that are recorded: sizes
@@ -272,7 +273,7 @@ class _Lowering:
         source = self._dense(source)
         weights, bias = _weights(module)
         later = None
-        if isinstance(weights, NativeWeights) and weights.rounds_before_bias:
+        if weights.rounds_before_bias:
             later, bias = bias, None
         into = Place(output.name, 0, output.row, 0, 1, False)
         given = Place(source.name, source.offset, source.row, 0, 1, False)
@@ -312,15 +313,19 @@ def _short(name: str) -> str:
     return name.split(".")[1].removesuffix("_")
 
 
-def _weights(module: nn.Module | None) -> tuple[NativeWeights | nn.Linear, Tensor | None]:
-    """Return what a linear layer multiplies by, and the bias where native code adds it."""
+def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:
+    """Return what a linear layer multiplies by, and its bias."""
     if isinstance(module, SharedLinear):
         matrix, bias = module.shared.matrix, module.shared.bias
     elif isinstance(module, MatrixLinear):
         matrix, bias = module.matrix, module.bias
     else:
         assert isinstance(module, nn.Linear), module
-        return module, None
+        if not multiplies_plain(module):
+            raise UnrecordableError("no native code multiplies by a plain weight that it has")
+        outputs, width = module.weight.shape
+        address = module.weight.data_ptr()
+        return NativeWeights("plain", address, outputs, width, width, False), module.bias
     weights = matrix.native()
     if weights is None:
         raise UnrecordableError(f"no native code multiplies by a {type(matrix).__name__}")

@@ -120,12 +120,12 @@ class Calculation:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Rows times a matrix: by native code, or by a linear layer whose weight is plain."""
+    """Rows times a matrix."""
 
     wanted: bool
     input: Place
     output: Place
-    weights: NativeWeights | nn.Linear
+    weights: NativeWeights
     bias: Tensor | None
 
     @property

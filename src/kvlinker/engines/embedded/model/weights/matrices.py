@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,11 @@ ROWS_AT_ONCE = 1024
 class NativeWeights:
     """Says how native code multiplies by a matrix."""
 
-    form: Form
+    form: Form | Literal["plain"]
+    """How the weights lie; ``plain`` is as PyTorch has them."""
+
     address: int
-    """Where its blocks lie, as long as there is the matrix."""
+    """Where they lie, as long as there is the matrix."""
 
     outputs: int
     width: int
