@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t FEW_NUMBERS = 1 << 14;  // that one thread computes
 
 enum Kind : int64_t { COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, RSQRT, SQUARE,
-                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION };
+                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION, ROOT };
 
 // Numbers of each token: [tokens, outer, inner]. Strides count numbers; that of `inner` is 1, or 0 where all are one.
 struct Operand {
@@ -167,10 +167,9 @@ inline Floats gelu_tanh(Floats x) {
     return 0.5f * x * (1.0f + precise_tanh(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-inline Floats rsqrt(Floats x) {
-    Floats root;
-    for (int i = 0; i < LANES; ++i) root[i] = std::sqrt(x[i]);
-    return 1.0f / root;
+inline Floats square_root(Floats x) {
+    for (int i = 0; i < LANES; ++i) x[i] = std::sqrt(x[i]);
+    return x;
 }
 
 template <typename Function>
@@ -268,7 +267,8 @@ void compute(const Step& step, const Operation& operation) {
         case RELU: return one([](Floats x) { return larger(x, Floats{}); });
         case TANH: return one(precise_tanh);
         case SIGMOID: return one(sigmoid);
-        case RSQRT: return one(rsqrt);
+        case ROOT: return one(square_root);
+        case RSQRT: return one([](Floats x) { return 1.0f / square_root(x); });
         case SQUARE: return one([](Floats x) { return x * x; });
         case CUBE:  // as PyTorch does it, which rounds twice
             return one([&](Floats x) { return (operation.output.wide ? x * x : widened(rounded(x * x))) * x; });

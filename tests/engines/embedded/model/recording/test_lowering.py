@@ -33,6 +33,7 @@ RECORDED = [
     "phi-partial",
     "smollm3",
     "starcoder2",
+    "gemma4-shared-two-sizes",
 ]
 
 

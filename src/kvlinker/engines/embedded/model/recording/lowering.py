@@ -58,9 +58,11 @@ OF_ONE = {
     "to": Kind.COPY,
     "_to_copy": Kind.COPY,
     "clone": Kind.COPY,
+    "type_as": Kind.COPY,
+    "sqrt": Kind.ROOT,
 }
 OF_TWO = {"add": Kind.ADD, "sub": Kind.SUBTRACT, "mul": Kind.MULTIPLY, "div": Kind.DIVIDE}
-POWERS = {2: Kind.SQUARE, 3: Kind.CUBE}
+POWERS = {2: Kind.SQUARE, 3: Kind.CUBE, 0.5: Kind.ROOT, -0.5: Kind.RSQRT}
 GELUS = {"none": Kind.GELU, "tanh": Kind.GELU_TANH}
 
 

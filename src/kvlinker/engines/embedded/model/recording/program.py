@@ -37,6 +37,7 @@ class Kind(IntEnum):
     GATHER = 18
     PRODUCT = 19
     ATTENTION = 20
+    ROOT = 21
 
 
 @dataclass(frozen=True, slots=True)
