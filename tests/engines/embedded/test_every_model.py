@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.embedded.model.obstacles import Obstacle
 from kvlinker.engines.embedded.selftest import self_test
-from kvlinker_lab.models.small_models import KINDS, small_model
+from kvlinker_lab.models.small_models import KINDS, small_config, small_model
 from kvlinker_lab.models.verdicts import NEWLY_SEEN, read_linked, verdict
 
 REFUSED = {
@@ -18,6 +20,7 @@ REFUSED = {
         "zaya",
     },
     Obstacle.COMPRESSION: {"deepseek_v4"},
+    Obstacle.SELECTION: {"qwen4_exp", "qwen4_exp_text"},
     Obstacle.ONLY_STATES: {"mamba", "mamba2", "falcon_mamba"},
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},
@@ -34,6 +37,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 def test_a_refusal_says_what_kind_of_model_it_is(obstacle):
     found = {kind: verdict(kind).reason for kind in REFUSED[obstacle]}
     assert found == dict.fromkeys(REFUSED[obstacle], obstacle)
+
+
+def test_layers_that_take_in_n_grams_are_refused_for_that():
+    config = small_config("qwen4_exp_text")
+    config.ple_layer_ids = [1]
+    config.number_of_conv_states = 3
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(UnsupportedModelError, match="n-grams of the text"):
+        self_test(model)
 
 
 @pytest.mark.slow

@@ -274,6 +274,8 @@ class _Tracer:
 
     def index(self, call: IndexerCall) -> Tensor:
         """Note what the indexer keeps of tokens, and what of that it rotates."""
+        if not call.is_known:
+            raise LookupError("an indexer is called in another form")
         before, self._pending, self._turned = self._pending, None, None
 
         def linked(kept: Tensor) -> Tensor:

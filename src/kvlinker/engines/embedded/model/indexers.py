@@ -122,6 +122,13 @@ class IndexerCall:
         """Tells whether it is told where each query stands; else queries follow one another."""
         return PLACES in self.arguments
 
+    @property
+    def is_known(self) -> bool:
+        """Tells whether it is called in a form that is known: with a mask for all heads at once,
+        of which tokens are seen or which are no padding, if with any."""
+        mask = self.arguments.get(MASK)
+        return mask is None or mask.ndim in (2, 3)
+
     def nothing(self) -> Tensor:
         """Return what the model goes on with, until its attention asks what was picked."""
         return torch.zeros(1, 1, 1, dtype=torch.long, device=self._hidden.device)
@@ -176,7 +183,7 @@ def _seen(dimensions: int, queries: Queries, device: torch.device) -> Tensor:
         return torch.ones(1, len(queries.positions), dtype=torch.bool, device=device)
     positions = torch.from_numpy(queries.positions).to(device)
     seen = torch.arange(queries.length, device=device) <= positions[:, None]
-    return seen[(None,) * (dimensions - 2)]
+    return seen[None]
 
 
 class Picks:

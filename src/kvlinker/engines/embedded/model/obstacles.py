@@ -43,7 +43,9 @@ class Obstacle(StrEnum):
         "its layers take in n-grams of the text, by the tokens before each, and convolve them in a"
         " form of its own"
     )
-    SELECTION = "an indexer of its own picks the tokens that its queries see (sparse attention)"
+    SELECTION = (
+        "its indexer picks the tokens that its queries see in a form of its own (sparse attention)"
+    )
     LEARNED = (
         "its positions are learned embeddings that are added to the tokens', so that KV cannot be"
         " moved"
@@ -93,10 +95,10 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     for part, obstacle in NAMED.items():
         if any(part in type(each).__name__.lower() for each in model.modules()):
             return obstacle
-    if holds:
-        return Obstacle.STATE if _has_attention(model) else Obstacle.ONLY_STATES
     if has_indexer(model):
         return Obstacle.SELECTION
+    if holds:
+        return Obstacle.STATE if _has_attention(model) else Obstacle.ONLY_STATES
     config = model.config.get_text_config()
     if _has_rotary(model) and not getattr(config, "alibi", False):
         return otherwise
