@@ -164,7 +164,7 @@ class FieldModel:
         files."""
         tokenizer = self._tokenizer()
         width = {
-            "hidden_size": 16 * self.config["num_attention_heads"],
+            "hidden_size": 16 * self.config.get("num_attention_heads", 4),
             "intermediate_size": 96,
             "vocab_size": len(tokenizer),
             "bos_token_id": tokenizer.bos_token_id,
@@ -375,6 +375,12 @@ FIELD_MODELS = {
         },
         JAMBA,
         ("<|system|>", "<|user|>", "<|assistant|>", "<|endofmessage|>"),
+    ),
+    "Falcon Mamba 7B": FieldModel(
+        "falcon_mamba",
+        {"state_size": 16, "conv_kernel": 4, "tie_word_embeddings": False},
+        CHATML,
+        ("<|im_start|>", "<|im_end|>"),
     ),
 }
 """Of each model, what linking depends on; ``docs/models.md`` lists them."""

@@ -229,13 +229,39 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"head_dim": 16, "block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "recurrent_gemma-states": (
+        "recurrent_gemma",
+        {"num_hidden_layers": 4, "lru_width": 64, "head_dim": 16, "attention_window_size": WINDOW},
+    ),
+    "zamba-states-of-heads": (
+        "zamba",
+        {"num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32}
+        | {"num_key_value_heads": 4, "mamba_d_state": 12, "n_mamba_heads": 2}
+        | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    ),
     "zamba2-states-behind": (
         "zamba2",
         {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2}
         | {"hybrid_layer_ids": [1, 3], "mamba_d_state": 12, "n_mamba_heads": 8},
     ),
 }
-"""The families whose layers keep states, which remember for hundreds of tokens."""
+"""The families whose layers keep states, which remember for hundreds of tokens, and attend."""
+
+STATES_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba-alone": ("mamba", {"state_size": 12}),
+    "falcon_mamba-alone": ("falcon_mamba", {"state_size": 12}),
+    "mamba2-alone": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 12, "chunk_size": 16},
+    ),
+    "rwkv-alone": ("rwkv", {"context_length": 2048, "rescale_every": 2}),
+    "xlstm-alone": (
+        "xlstm",
+        {"num_heads": 4, "embedding_dim": 64, "num_blocks": 3, "chunk_size": 16}
+        | {"qk_dim_factor": 1.0},
+    ),
+}
+"""The families all of whose layers keep states."""
 
 
 INDEX = LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 9, "head_dim": 8}
@@ -287,10 +313,21 @@ WIDE: dict[str, dict[str, Any]] = {
 """The families whose heads are as wide as other sizes say: these sizes for heads of 32."""
 
 
+SLOW = {
+    "A_log": (-6, -2),
+    "recurrent_param": (-8, -4),
+    "time_decay": (-7, -4),
+    "fgate_preact.bias": (3, 6),
+    "igate_preact.bias": (-2, 1),
+}
+"""Ranges of the weights by which a state fades by a thousandth to a tenth a token."""
+
+
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or
     0."""
-    kind, own = (FAMILIES | FOR_VLLM | HYBRIDS | INDEXED | WITH_IMAGES)[family]
+    families = FAMILIES | FOR_VLLM | HYBRIDS | STATES_ALONE | INDEXED | WITH_IMAGES
+    kind, own = families[family]
     if changes.get("head_dim") == 32:
         own = own | WIDE.get(family, {})
     sizes = own if family in WITH_IMAGES else BASE | own | changes
@@ -301,8 +338,11 @@ def tiny_model(family: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("A_log"):  # a state fades by a thousandth to a tenth a token
-                weight.uniform_(-6, -2, generator=generator)
+            slow = next((low for part, low in SLOW.items() if name.endswith(part)), None)
+            if slow is not None:
+                weight.uniform_(*slow, generator=generator)
+            elif "gate_preact.weight" in name:  # which are zeros at first
+                weight.normal_(0, 0.1, generator=generator)
             elif "compress" in name:  # pools are no plain means
                 weight.normal_(generator=generator)
             elif weight.ndim == 1:

@@ -33,7 +33,7 @@ from kvlinker.service.answer import (
     ChoiceSink,
     wait_for_answer,
 )
-from kvlinker.service.audit.policy_manager import PolicyManager
+from kvlinker.service.audit.policy_manager import PolicyManager, with_usable_policy
 from kvlinker.service.builders import BuilderClient
 from kvlinker.service.content import CompletionContent, ContentPart, Message, parse_tools
 from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
@@ -179,6 +179,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         self.preloading = Preloading(self.catalog, self.store, self.engine)
         started.callback(self.preloading.close)
         self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
+        settings = with_usable_policy(settings, self.engine)
         self.policy_manager = PolicyManager(
             settings, self.engine, self.events, model=self.model_name, decode=self.decode_ids
         )

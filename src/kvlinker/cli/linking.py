@@ -43,7 +43,7 @@ def check(
     from kvlinker.engines.contract.cost import kv_bytes_per_token
     from kvlinker.engines.contract.model_files import read_model
     from kvlinker.engines.embedded.model.anatomy import anatomy_of
-    from kvlinker.engines.embedded.model.bounds import context_window
+    from kvlinker.engines.embedded.model.bounds import context_window, said_window
     from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
     from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
     from kvlinker.engines.embedded.model.weights.arrangement import watch_linears
@@ -73,17 +73,23 @@ def check(
         raise typer.Exit(FAILURE)
     window = context_window(transformer)
     typer.echo(f"{model} can be linked, in contexts of up to {window:,} tokens.")
-    if window < transformer.config.get_text_config().max_position_embeddings:
+    said = said_window(transformer)
+    if said is None:
+        typer.echo("Its configuration says no length, and nothing in it depends on one.")
+    elif window < said:
         typer.echo(
             "Its configuration says more, but further on it computes something else for the same"
             " text."
         )
     with watch_linears(transformer) as linear_calls:
         anatomy, dtype = anatomy_of(transformer), transformer.dtype
-    kept = kv_bytes_per_token(anatomy.layers, dtype)
+    kept, name = kv_bytes_per_token(anatomy.layers, dtype), str(dtype).removeprefix("torch.")
     expanded = sum(layer.expanded_values_per_token for layer in anatomy.layers) * dtype.itemsize
     latents = f" as latents, {expanded:,} as keys and values" if expanded != kept else ""
-    typer.echo(f"A token's KV takes {kept:,} bytes{latents} ({str(dtype).removeprefix('torch.')}).")
+    if kept:
+        typer.echo(f"A token's KV takes {kept:,} bytes{latents} ({name}).")
+    else:
+        typer.echo(f"It has no attention, and tokens no KV ({name}).")
     if anatomy.picks:
         picking = [layer.indexer for layer in anatomy.layers if layer.picker is not None]
         index = sum(each.dim for each in picking if each is not None) * dtype.itemsize

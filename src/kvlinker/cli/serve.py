@@ -77,11 +77,10 @@ def _serve_until_failure(
 
     app = create_server(llm, settings, provider)
     listener.listen()  # whoever reads the address and connects at once is not refused
-    console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
+    policy = llm.default_policy().name
+    console.print(_summary(settings, llm.model_name, llm.max_model_len, policy, url_of(listener)))
     if settings.log_format == "json":
-        logger.info(
-            "Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener)
-        )
+        logger.info("Serving %s with policy %s at %s", llm.model_name, policy, url_of(listener))
     config = server_config(app, request_timeout=settings.request_timeout)
     server = EngineServer(
         config, listener, healthy=lambda: llm.healthy, drain=app.state.served.drain
@@ -91,13 +90,13 @@ def _serve_until_failure(
     return time.monotonic() - began if server.engine_failed else None
 
 
-def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
+def _summary(settings: Settings, name: str, window: int, policy: str, address: str) -> Table:
     keys = len(settings.accepted_keys)
     table = Table.grid(padding=(0, 2))
     for title, value in (
         ("model", f"{name} ({window:,} tokens)"),
         *([("weights", settings.weights)] if settings.weights != "auto" else []),
-        ("policy", settings.policy),
+        ("policy", policy),
         ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
         ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
         *(("shared", place) for place in _shared_places(settings)),

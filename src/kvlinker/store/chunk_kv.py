@@ -119,6 +119,11 @@ class ChunkState:
         """All tensors, in order."""
         return (self.mixed, *self.gates, *(self.effect or ()), *self.inner)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
@@ -133,16 +138,21 @@ class ChunkKV:
     scores: ChunkScores | None = None
     states: tuple[ChunkState, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the chunk."""
-        return int(self.layers[0].key.shape[1])
+    tokens: int = 0
+    """The number of tokens of the chunk. It has to be given where no layer has KV."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where neither layers nor ``tokens`` say how many tokens there are."""
+        if self.layers:
+            object.__setattr__(self, "tokens", int(self.layers[0].key.shape[1]))
+        elif not self.tokens:
+            raise ValueError("a chunk without KV says how many tokens it has")
 
     @property
     def nbytes(self) -> int:
         """The bytes of all layers, of the scores and of the states."""
         scores = 0 if self.scores is None else self.scores.nbytes
-        states = sum(tensor.nbytes for state in self.states for tensor in state.tensors)
+        states = sum(state.nbytes for state in self.states)
         layers = sum(layer.nbytes for layer in self.layers)
         return scores + states + layers
 

@@ -12,18 +12,21 @@ from tests.engines.embedded.reference import reference_model
 
 
 def decoder(model):
-    """The decoder layers of a model, or of the part of it that reads text."""
-    return getattr(model.model, "language_model", model.model).layers
+    """The decoder layers of a model, or of the part of it that reads text: the first modules that
+    are listed there."""
+    text = getattr(getattr(model, "model", None), "language_model", model)
+    return next(part for part in text.modules() if isinstance(part, nn.ModuleList))
 
 
 def places(model):
-    """Where hidden states enter: decoder layers, and what keeps a state in them, which attention
-    may come before. Each with its decoder layer's index."""
+    """Where hidden states enter: decoder layers, and what sees the tokens before in them, which
+    attention or another of its kind may come before. Each with its decoder layer's index."""
+    seeing = nn.Conv1d | nn.ZeroPad2d
     return [
         (index, part)
         for index, layer in enumerate(decoder(model))
         for part in layer.modules()
-        if part is layer or any(isinstance(child, nn.Conv1d) for child in part.children())
+        if part is layer or any(isinstance(child, seeing) for child in part.children())
     ]
 
 

@@ -14,14 +14,9 @@ from kvlinker_lab.models.small_models import KINDS, small_config, small_model
 from kvlinker_lab.models.verdicts import NEWLY_SEEN, read_linked, verdict
 
 REFUSED = {
-    Obstacle.STATE: {
-        "recurrent_gemma",
-        "rwkv",
-        "zaya",
-    },
+    Obstacle.STATE: {"reformer", "zaya"},
     Obstacle.COMPRESSION: {"deepseek_v4"},
     Obstacle.SELECTION: {"qwen4_exp", "qwen4_exp_text"},
-    Obstacle.ONLY_STATES: {"mamba", "mamba2", "falcon_mamba"},
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},
     Obstacle.ALIBI: {"bloom", "mpt"},
@@ -93,6 +88,13 @@ def test_what_is_linked_is_exact_by_a_wide_margin():
         "nemotron_h",
         "phimoe",
         "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "xlstm",
+        "zamba",
         "zamba2",
     ):
         checks = self_test(small_model(kind))

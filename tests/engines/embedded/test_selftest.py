@@ -14,7 +14,6 @@ from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.selftest import require_exact, self_test
-from kvlinker_lab.models.small_models import small_model
 from tests.toy_models import BASE, FAMILIES, YARN_ROPE, tiny_model
 
 
@@ -162,16 +161,7 @@ def test_large_attention_scores_are_linked_as_the_model_computes_them():
 
 
 def test_layers_that_keep_a_state_are_seen_however_little_it_does():
-    """Mamba 1 of several heads that adds nothing to what attention gives, and a state beside those
-    of a known kind: no figure could tell."""
-    model = small_model("zamba")
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "mamba.out_proj" in name:
-                weight.zero_()
-    with pytest.raises(UnsupportedModelError, match="keep a state"):
-        require_exact(model)
-
+    """A state beside those of a known kind that adds nothing: no figure could tell."""
     model = tiny_model("qwen3_5-states")
     forward = model.forward
 
@@ -209,7 +199,7 @@ def test_memory_that_is_exhausted_is_no_kind_of_model(monkeypatch):
         require_exact(random_model("llama"))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "deepseek_v3"])
 def test_models_that_cannot_be_linked_are_refused_clearly(kind):
     config = AutoConfig.for_model(kind, **BASE)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -168,6 +168,42 @@ def test_an_index_without_a_value_is_refused(path: Path) -> None:
         read_chunk_file(path, KEY)
 
 
+def test_chunks_without_kv_say_how_many_tokens_they_have(path: Path) -> None:
+    kv = ChunkKV((), None, chunk_states(whole=False), 12)
+    data = write(path, kv)
+    read = read_chunk_file(path, KEY)
+    assert (read.tokens, read.layers, read.scores) == (12, (), None)
+    assert same_states(read.states, kv.states)
+    assert b'"version":"7"' in data
+    opened = open_chunk(BufferSource(np.frombuffer(bytearray(data), np.uint8)), KEY)
+    assert (opened.layers, opened.tokens, opened.nbytes) == (0, 12, 0)
+
+
+def test_a_chunk_has_kv_or_tokens() -> None:
+    with pytest.raises(ValueError, match="says how many tokens"):
+        ChunkKV((), None, chunk_states(whole=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "KeyError: 'tokens'"),
+        ({"tokens": "0"}, "neither layers nor states"),
+        ({"tokens": "twelve"}, "invalid literal"),
+    ],
+)
+def test_without_kv_the_header_says_the_number_of_tokens(
+    path: Path, fields: dict[str, str], reason: str
+) -> None:
+    def changed(header: dict) -> None:
+        del header["__metadata__"]["tokens"]
+        header["__metadata__"].update(fields)
+
+    forge(path, changed, ChunkKV((), None, chunk_states(whole=False), 12))
+    with pytest.raises(ChunkFileError, match=reason):
+        read_chunk_file(path, KEY)
+
+
 def test_a_damaged_state_is_not_read(path: Path) -> None:
     kv = replace(chunk_kv(7, tokens=5), states=chunk_states(whole=False))
     data = bytearray(write(path, kv))
@@ -248,7 +284,7 @@ def test_another_chunks_file_is_refused(path: Path) -> None:
 def test_another_version_is_refused(path: Path) -> None:
     with mock.patch.object(chunk_header, "FORMAT_VERSION", 2):
         write(path, chunk_kv(1))
-    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 to 6"):
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 to 7"):
         read_chunk_file(path, KEY)
 
 
@@ -257,7 +293,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     version it is of."""
     recorder = Recorder()
     tier = DiskTier(tmp_path, 1 << 20, recorder.events)
-    with mock.patch.object(chunk_header, "FORMAT_VERSION", 7):
+    with mock.patch.object(chunk_header, "FORMAT_VERSION", 8):
         assert tier.put(KEY, chunk_kv(1))
     (file,) = tmp_path.rglob("*.safetensors")
     before = file.read_bytes()
@@ -267,7 +303,7 @@ def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     tier.put(KEY, chunk_kv(1))
     assert file.read_bytes() == before
     assert recorder.of(ChunkDamaged) == []
-    assert "a newer kvlinker wrote it (kvlinker-chunk 7, this one knows up to 6)" in caplog.text
+    assert "a newer kvlinker wrote it (kvlinker-chunk 8, this one knows up to 7)" in caplog.text
 
 
 def test_damage_to_the_version_is_no_newer_version(path: Path) -> None:
@@ -346,9 +382,9 @@ def test_a_deeply_nested_header_is_refused(path: Path) -> None:
         read_chunk_file(path, KEY)
 
 
-def forge(path: Path, change) -> None:
+def forge(path: Path, change, kv: ChunkKV | None = None) -> None:
     """A file whose checksums are right and whose header was changed by ``change(header)``."""
-    data = write(path, chunk_kv(1))
+    data = write(path, kv or chunk_kv(1))
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header["__metadata__"].pop("xxh3_128.header")

@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
-from kvlinker.store.chunk_kv import ChunkReader, LayerLostError
+from kvlinker.store.chunk_kv import ChunkReader, ChunkState, LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth
 from kvlinker.store.loading import loader as module
 from kvlinker.store.loading import prompt_load
@@ -153,6 +154,24 @@ def test_the_chunks_of_a_prompt_advance_together(
     for reader, kv in zip(readers, complete([one.begun for one in chunks]), strict=True):
         assert kv is not None
         assert same_kv(kv, reader.kv)
+
+
+def test_a_chunk_without_layers_is_there_once_it_is_opened(loader: LayerLoader) -> None:
+    """What layers with a state keep of it was read with its header, and is what was measured."""
+    ended: list[LoadedChunk | None] = []
+    state = ChunkState(torch.zeros(5, 8), (torch.zeros(5, 2),))
+    kv = ChunkKV((), None, (state,), 5)
+    chunk = chunk_of(ResidentReader(kv), ended)
+    loader.load([chunk], ENDLESS)
+    wait_for(ended, 1)
+    found = ended[0]
+    assert found is not None
+    assert (found.kv.tokens, found.kv.states) == (5, (state,))
+    begun = chunk.begun.result(timeout=TIMEOUT)
+    assert begun is not None
+    assert begun.states == (state,)
+    assert begun.tokens == 5
+    wait_until(lambda: (loader.bandwidths.of("far") or 0) < 1 << 40)
 
 
 def test_who_came_first_is_served_first(

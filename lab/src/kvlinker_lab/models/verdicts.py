@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlinker.base.errors import InvalidRequestError, UnsupportedModelError
-from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.bounds import context_window, said_window
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle
 from kvlinker.engines.embedded.selftest import refusal_after, self_test
 from kvlinker_lab.models.small_models import NOT_MADE, small_model
@@ -47,7 +47,7 @@ def verdict(kind: str) -> Verdict:
         error = refusal_after(model, checks)
         if error is not None:
             raise error
-        window = context_window(model)
+        window, said = context_window(model), said_window(model)
     except UnsupportedModelError as refused:
         return Verdict(kind, reason=_reason(refused))
     except EXHAUSTED:
@@ -55,8 +55,7 @@ def verdict(kind: str) -> Verdict:
     except Exception as error:  # a mistake of ours: the table shows it
         return Verdict(kind, reason=f"{NEWLY_SEEN} ({type(error).__name__}: {error})")
     most = max(check.error for check in checks if check.name != UNMEASURED)
-    bounded = window < model.config.get_text_config().max_position_embeddings
-    return Verdict(kind, error=most, bounded=bounded)
+    return Verdict(kind, error=most, bounded=said is not None and window < said)
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

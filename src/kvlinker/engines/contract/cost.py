@@ -71,13 +71,13 @@ class CostModel:
     key that it sees.
 
     Embeddings and the output head are left out, all experts of a mixture are counted, and so are
-    all earlier keys in layers with a sliding window.
+    all earlier keys in layers with a sliding window. A model without attention counts as one layer.
     """
 
     def __init__(self, weights: int, layers: Sequence[AttentionShape]) -> None:
         """``weights`` is the number of weights, as ``count_weights`` counts them."""
-        self._per_token = 2 * weights / len(layers)
-        self._per_key = [layer.operations_per_pair for layer in layers]
+        self._per_key = [layer.operations_per_pair for layer in layers] or [0]
+        self._per_token = 2 * weights / len(self._per_key)
 
     @property
     def per_token(self) -> float:

@@ -71,13 +71,15 @@ LOADERS = 2
 
 def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
     """Return the number of slots of the pool, for up to ``running`` requests of up to ``window``
-    tokens, and as many states that are kept for later ones. Raises ModelLoadError when memory is
-    too tight."""
+    tokens, and as many states that are kept for later ones; where tokens have no KV, slots take no
+    memory. Raises ModelLoadError when memory is too tight."""
     available = available_memory()
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
     states = 2 * running * loaded.state_bytes
-    affordable = max(0, int(available * POOL_SHARE) - states) // loaded.kv_bytes_per_token
+    most = POOL_WINDOWS * window
+    room = max(0, int(available * POOL_SHARE) - states)
+    affordable = min(room // max(1, loaded.kv_bytes_per_token), most)
     if affordable < min(window, FEWEST_SLOTS):
         beside = f" beside the states of {running} requests ({states / 2**30:.1f} GiB)"
         raise ModelLoadError(
@@ -85,7 +87,7 @@ def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
             f" of {affordable} tokens only{beside if states else ''}. Free memory, or set"
             f" kv_slots{' or max_running' if states else ''}."
         )
-    return min(affordable, POOL_WINDOWS * window)
+    return affordable
 
 
 class EmbeddedEngine:
@@ -178,10 +180,14 @@ class EmbeddedEngine:
             max_running=settings.max_running,
         )
         self._chunks = ChunkBuilder(
-            loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores
+            loaded,
+            store,
+            self._scheduler,
+            longest=longest,
+            with_scores=settings.chunk_scores and bool(loaded.layers),
         )
         builder = None
-        if variants is not None:
+        if variants is not None and loaded.layers:
             builder = VariantBuilder(
                 loaded, variants, self._scheduler, self._background.submit, longest=longest
             )

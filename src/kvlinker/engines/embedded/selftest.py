@@ -37,7 +37,7 @@ from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import anatomy_of, keeping
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.indexers import picking_by
-from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
+from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, prepare
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
 from kvlinker.engines.embedded.model.oracles.frozen import FrozenOracle
@@ -82,6 +82,7 @@ def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
     Checks end where the first one fails, since the others need what it shows. Raises
     UnsupportedModelError for a model that kvlinker cannot compute at all.
     """
+    prepare(model)
     is_small = sum(each.numel() for each in model.parameters()) <= SMALL_MODEL
     with in_fp32(model), serially() if is_small else nullcontext():
         subject = _Subject(model)
@@ -294,7 +295,7 @@ class _Subject:
                 states = runner.step(batch).states
         finally:
             handle.remove()
-        return seen[0], states
+        return seen[0] if runner.picks_logits else seen[0][batch.logit_rows], states
 
 
 def _spoil(pool: KVPool, begin: int, end: int) -> None:

@@ -320,6 +320,7 @@ def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[Chun
                 for layer in sample.layers
             ),
             states=deepcopy(sample.states),
+            tokens=tokens,
         )
         for _ in range(count)
     ]

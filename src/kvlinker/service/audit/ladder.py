@@ -61,11 +61,17 @@ def make_ladder(
                 param="quality_policies",
             )
     else:
-        usual = next((each for each in map(parse_policy, USUAL) if unsupported(each) is None), full)
+        usual = usual_policy(unsupported)
         wanted = _numbers(policy) or [policy, *_numbers(usual)]
         wanted = [each for each in wanted if unsupported(each) is None]
     steps = (*(each for each in dict.fromkeys(wanted) if not each.exact), full)
     return Ladder(steps, steps.index(policy if policy in steps else full))
+
+
+def usual_policy(unsupported: Callable[[Policy], str | None]) -> Policy:
+    """Return the best usual policy that is supported, else the full one."""
+    policies = (parse_policy(name) for name in (*USUAL, FULL))
+    return next(each for each in policies if unsupported(each) is None)
 
 
 def _numbers(policy: Policy) -> list[Policy]:

@@ -3,6 +3,7 @@ certificates."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from kvlinker.base.events import Events
@@ -14,10 +15,25 @@ from kvlinker.service.audit.controller import QualityController
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings
 from kvlinker.service.audit.journal import AuditJournal
-from kvlinker.service.audit.ladder import make_ladder
+from kvlinker.service.audit.ladder import make_ladder, usual_policy
 from kvlinker.service.audit.pool import AuditPool
 from kvlinker.settings import Settings
 from kvlinker.store.catalog.audit import AuditLog
+
+logger = logging.getLogger(__name__)
+
+
+def with_usable_policy(settings: Settings, engine: Engine) -> Settings:
+    """Return the settings with a default policy that the engine can follow with its model, unless
+    somebody has set one."""
+    if "policy" in settings.model_fields_set:
+        return settings
+    reason = engine.unsupported(parse_policy(settings.policy))
+    if reason is None:
+        return settings
+    policy = usual_policy(engine.unsupported).name
+    logger.info("Requests that name no policy get %s. %s", policy, reason)
+    return settings.model_copy(update={"policy": policy})
 
 
 class PolicyManager:

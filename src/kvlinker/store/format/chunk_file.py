@@ -6,11 +6,12 @@ that a reader can take one layer after another; a codec's further parts follow e
 ``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is behind its value:
 what the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``scores.inter``,
 ``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
-state, ``state.0000.mixed`` and so on, as they are under any codec. The metadata holds the format
-version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as JSON, the
-xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The checksums
-find damage, not forgery: whoever may write the files may also write matching checksums.
-Nothing in a file is ever unpickled.
+state, ``state.0000.mixed`` and so on, as they are under any codec. Where none has KV, there is no
+more. The metadata holds the format version, the chunk key, the codec, the dtype of what it decodes,
+the number of tokens where there is no KV, the rest of the scores as JSON, the xxh3_128 checksum of
+every tensor's bytes, and one over everything else in the header. The checksums find damage, not
+forgery: whoever may write the files may also write matching checksums. Nothing in a file is ever
+unpickled.
 
 Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and
 shape of what they become. Its checksum is that of the compressed bytes: nothing is decompressed
@@ -90,7 +91,7 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
     ``rest`` is called between tensors. Raises ValueError for KV that the format does not have, and
     MissingLibraryError.
     """
-    dtype = kv.layers[0].key.dtype
+    dtype = kv.layers[0].key.dtype if kv.layers else kv.states[0].mixed.dtype
     for name, heads in _named_heads(kv):
         if heads.dtype not in KV_DTYPES.values() or heads.dtype != dtype:
             raise ValueError(
@@ -105,7 +106,13 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
         tensors = _encoded(kv, codec, rest)
     contextualization = None if kv.scores is None else kv.scores.contextualization
     header = compose_header(
-        key, tensors, codec=codec, dtype=dtype, contextualization=contextualization, rest=rest
+        key,
+        tensors,
+        codec=codec,
+        dtype=dtype,
+        tokens=kv.tokens,
+        contextualization=contextualization,
+        rest=rest,
     )
     return EncodedKV(header, tuple(tensor.stored for tensor in tensors))
 
@@ -150,7 +157,7 @@ def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) ->
     """Read and verify all of an encoded chunk. Raises what ``open_chunk`` and its reader do."""
     reader = open_chunk(source, key, sealing)
     layers = tuple(reader.read(layer) for layer in range(reader.layers))
-    return ChunkKV(layers, reader.scores, reader.states)
+    return ChunkKV(layers, reader.scores, reader.states, reader.tokens)
 
 
 def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
@@ -201,12 +208,12 @@ class EncodedChunk:
     @property
     def tokens(self) -> int:
         """The number of tokens that the chunk has."""
-        return self._entries[0].shape[1]
+        return self._header.tokens
 
     @property
     def nbytes(self) -> int:
         """The bytes of all layers, as they are encoded."""
-        return self._entries[-1].end - self._entries[0].start
+        return self._entries[-1].end - self._entries[0].start if self._entries else 0
 
     def read(self, layer: int) -> LayerKV:
         """Read, verify and decode one layer; tensors that lie there as they are become views of

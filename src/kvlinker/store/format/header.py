@@ -36,7 +36,10 @@ STATES_VERSION = 5
 """The version of files with states, compressed or not."""
 
 INDEX_VERSION = 6
-"""The version of files with what indexers keep, with states or not.
+"""The version of files with what indexers keep, with states or not."""
+
+STATES_ALONE_VERSION = 7
+"""The version of files with states and no KV, which say how many tokens the chunk has.
 
 Later versions keep the header's checksum, by which this one tells a newer file, which it leaves
 alone, from a damaged one, which it drops.
@@ -44,6 +47,9 @@ alone, from a damaged one, which it drops.
 
 SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")
 """The names of the scores' tensors. The last one is missing where it was not measured."""
+
+LAYER = "layer."
+"""How the names of the layers' tensors begin."""
 
 KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -53,6 +59,7 @@ _PLAIN = "plain"
 _SCORES = "scores"
 _CODEC = "codec"
 _DTYPE = "dtype"
+_TOKENS = "tokens"
 _KEY, _VALUE, _INDEX = "key", "value", "index"
 _LENGTH_BYTES = 8
 _DTYPES = KV_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
@@ -103,6 +110,9 @@ class Header:
     dtype: torch.dtype
     contextualization: Contextualization | None
 
+    tokens: int
+    """The number of tokens that the chunk has."""
+
     @property
     def scores(self) -> list[Entry]:
         """The scores' tensors."""
@@ -125,11 +135,12 @@ def compose_header(
     *,
     codec: Codec,
     dtype: torch.dtype,
+    tokens: int,
     contextualization: Contextualization | None,
     rest: Rest = no_rest,
 ) -> bytes:
     """Return all bytes before the tensors, which follow one another; ``rest`` is called between
-    these."""
+    these. ``tokens`` is the number of tokens that the chunk has."""
     version = FORMAT_VERSION
     if any(tensor.compressed for tensor in tensors):
         version = COMPRESSED_VERSION
@@ -137,13 +148,16 @@ def compose_header(
         version = STATES_VERSION
     if any(_is_of_index(tensor.name) for tensor in tensors):
         version = INDEX_VERSION
+    has_kv = any(tensor.name.startswith(LAYER) for tensor in tensors)
     metadata = {
         "format": FORMAT,
-        "version": str(version),
+        "version": str(version if has_kv else STATES_ALONE_VERSION),
         "key": key,
         _CODEC: codec.name,
         _DTYPE: _DTYPE_NAMES[dtype],
     }
+    if not has_kv:
+        metadata[_TOKENS] = str(tokens)
     header: dict[str, Any] = {_METADATA: metadata}
     if contextualization is not None:
         metadata[_SCORES] = contextualization.to_json()
@@ -191,7 +205,7 @@ def heads_names(indexed: Sequence[bool]) -> list[str]:
     layers that are ``indexed``."""
     width = max(2, len(str(len(indexed) - 1)))
     return [
-        f"layer.{number:0{width}d}.{part}"
+        f"{LAYER}{number:0{width}d}.{part}"
         for number, has_index in enumerate(indexed)
         for part in (_KEY, _VALUE, *[_INDEX] * has_index)
     ]
@@ -227,12 +241,12 @@ def _dump(header: dict[str, Any]) -> bytes:
 
 def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     metadata = header[_METADATA]
-    newer = metadata["version"].isdecimal() and int(metadata["version"]) > INDEX_VERSION
-    known = metadata["version"] in map(str, range(FORMAT_VERSION, INDEX_VERSION + 1))
+    newer = metadata["version"].isdecimal() and int(metadata["version"]) > STATES_ALONE_VERSION
+    known = metadata["version"] in map(str, range(FORMAT_VERSION, STATES_ALONE_VERSION + 1))
     if metadata["format"] != FORMAT or not (known or newer):
         raise ChunkFileError(
             f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT}"
-            f" {FORMAT_VERSION} to {INDEX_VERSION}"
+            f" {FORMAT_VERSION} to {STATES_ALONE_VERSION}"
         )
     checksum = metadata.pop(f"{_CHECKSUM}.header")
     if checksum_of(_dump(header)) != checksum:
@@ -240,7 +254,7 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     if newer:
         raise UnreadableHereError(
             f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to"
-            f" {INDEX_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
+            f" {STATES_ALONE_VERSION}). It is left alone: upgrade kvlinker, or choose another state"
             " directory"
         )
     if metadata["key"] != key:
@@ -251,12 +265,14 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
         raise MissingLibraryError(
             f"its codec {metadata[_CODEC]!r} is not known here: install the package that brings it"
         )
+    entries = [_entry(name, fields, metadata) for name, fields in header.items()]
     parsed = Header(
-        [_entry(name, fields, metadata) for name, fields in header.items()],
+        entries,
         start,
         codec,
         KV_DTYPES[metadata[_DTYPE]],
         Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None,
+        _tokens(entries, metadata),
     )
     _check_layout(parsed)
     return parsed
@@ -276,6 +292,17 @@ def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry
     )
 
 
+def _tokens(entries: Sequence[Entry], metadata: dict[str, str]) -> int:
+    """Return the number of tokens, which the first heads have, or the metadata where there are
+    none."""
+    heads = next((entry for entry in entries if entry.name.startswith(LAYER)), None)
+    if heads is None:
+        return int(metadata[_TOKENS])
+    if len(heads.shape) < 2:
+        raise ValueError(f"{heads.name} has no tokens")
+    return heads.shape[1]
+
+
 def _check_layout(header: Header) -> None:
     """Raise ValueError unless the tensors are all layers' keys and values of one chunk, end to
     end."""
@@ -287,11 +314,13 @@ def _check_layout(header: Header) -> None:
     parts = header.codec.layout(header.dtype)
     sizes = layer_sizes([entry.name for entry in layers[:: len(parts)]])
     names = heads_names([size == len((_KEY, _VALUE, _INDEX)) for size in sizes])
-    if not names or [entry.name for entry in layers] != [
+    if not names and (not header.states or header.tokens < 1 or scores):
+        raise ValueError("there are neither layers nor states of any tokens")
+    if [entry.name for entry in layers] != [
         part_name(name, part) for name in names for part in parts
     ]:
         raise ValueError("the tensors are not layers in order")
-    tokens = layers[0].shape[1:2]
+    tokens = (header.tokens,)
     for index in range(0, len(layers), len(parts)):
         main = layers[index]
         for entry, (dtype, dimensions) in zip(
@@ -324,7 +353,7 @@ def _check_size(header: Header, entry: Entry) -> None:
     if not entry.compressed:
         if stored != plain:
             raise ValueError(f"{entry.name} has a size that is not its shape's")
-    elif not header.codec.compresses or not entry.name.startswith("layer."):
+    elif not header.codec.compresses or not entry.name.startswith(LAYER):
         raise ValueError(f"{entry.name} is compressed, but the codec is {header.codec.name}")
     elif not stored < plain <= MOST_EXPANSION * stored:
         raise ValueError(f"{entry.name} claims {plain} bytes, but has {stored} compressed ones")

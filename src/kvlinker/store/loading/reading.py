@@ -103,6 +103,8 @@ class ChunkRead:
             with suppress(LayerLostError):
                 if self.opened is None:
                     found = self._find(self._tried)
+                    if isinstance(found, OpenedChunk):
+                        nbytes = sum(state.nbytes for state in found.reader.states)
                 else:
                     reader = self.opened.reader
                     layer = reader.read(len(self._layers))
@@ -124,6 +126,7 @@ class ChunkRead:
             self.opened = found
             for chunk, _ in self.takers:
                 self._open(chunk, found)
+            self.loaded = self._whole()
         elif isinstance(found, ReadLayer):
             self._layers.append(found)
             self.loaded = self._whole()
@@ -157,7 +160,7 @@ class ChunkRead:
         if len(self._layers) < reader.layers:
             return None
         resident, stored = (
-            ChunkKV(layers, reader.scores, reader.states)
+            ChunkKV(layers, reader.scores, reader.states, reader.tokens)
             for layers in (
                 tuple(read.resident for read in self._layers),
                 tuple(read.stored for read in self._layers),

@@ -28,7 +28,7 @@ def choose_kernel(
     """Return the quickest kernel for a model with these layers. Native code is compiled when it is
     first wanted."""
     kernel: AttentionKernel | None = None
-    if use_native and all(_fits(layer) for layer in layers):
+    if use_native and layers and all(_fits(layer) for layer in layers):
         if has_kernels(device):
             kernel = triton_attention(dtype, device)
         elif device.type == "cpu" and dtype == torch.bfloat16:

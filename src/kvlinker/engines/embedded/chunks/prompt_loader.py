@@ -62,7 +62,7 @@ class PromptLoader:
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes
-        self._layers = len(loaded.layers)
+        self._layers = max(1, len(loaded.layers))
         self._store = store
         self._scheduler = scheduler
         self._builder = builder

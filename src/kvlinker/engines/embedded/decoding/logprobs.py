@@ -87,7 +87,7 @@ class _OnlyHidden(BaseModelOutput):  # type: ignore[misc]
 class _Given(nn.Module):
     """Replaces a decoder and returns the hidden states that it is given as its last ones."""
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutput:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutput:
         return _OnlyHidden(last_hidden_state=inputs_embeds)
 
 

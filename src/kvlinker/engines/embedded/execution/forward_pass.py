@@ -93,7 +93,7 @@ class ForwardPass:
         self._profile = profile
         self._wait = wait
         self._native = native
-        self._device = pool.keys[0].device
+        self._device = pool.device
         self._asked: set[int] = set()
         self._unnarrowed: Tensor | None = None
         self._peeking = False

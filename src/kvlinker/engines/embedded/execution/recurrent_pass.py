@@ -3,7 +3,7 @@ behind its own state, and behind what the chunks before them do to it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.states.delta_step import DeltaStep, delta_step
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
-from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
+from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall, Seam
+from kvlinker.engines.embedded.model.states.stepping import AnyLength
 
 
 class RecurrentPass:
@@ -37,7 +38,7 @@ class RecurrentPass:
         self._anatomy = anatomy
         self._courses: dict[object, Course] = {}
         self._layer = 0
-        self._convolved: _Layer | None = None
+        self._convolved: deque[_Layer] = deque()
 
     def enter(self, batch: Batch) -> None:
         """Compute the tokens of ``batch`` from now on: those of the batch before, or what is left
@@ -72,19 +73,28 @@ class RecurrentPass:
         """Return what is convolved, [1, channels, tokens]. Where the model only takes it apart for
         a rule, nothing but the shape matters; where it computes more of it, what is convolved of
         chunks' tokens comes along."""
-        recurrence = self._anatomy.recurrences[self._layer]
-        layer = _Layer(recurrence, self._layer, call)
-        layer.convolve(alike(self._courses))
-        if recurrence.rule is not None:
-            self._convolved = layer
-            return call.hidden if recurrence.columns else layer.convolved()
-        self._layer += 1
-        return layer.finish().transpose(1, 2)
+        parts = self._anatomy.parts(self._layer)
+        groups = alike(self._courses)
+        layers = [
+            _Layer(recurrence, self._layer + number, part)
+            for number, (recurrence, part) in enumerate(
+                zip(parts, call.divided(len(parts)), strict=True)
+            )
+        ]
+        for layer in layers:
+            layer.convolve(groups)
+        if parts[0].rule is None:
+            self._layer += 1
+            return layers[0].finish().transpose(1, 2)
+        self._convolved.extend(layers)
+        if parts[0].columns:
+            return call.hidden
+        together = torch.cat([layer.convolved() for layer in layers], 1)
+        return together if len(parts) == 1 else together.as_subclass(AnyLength)
 
     def recur(self, call: RuleCall) -> tuple[Tensor, None]:
         """Return the rule's output [1, tokens, heads, dim]."""
-        layer, self._convolved = self._convolved, None
-        assert layer is not None, "a rule is applied to what was convolved"
+        layer = self._convolved.popleft()
         shape = self._anatomy.recurrences[self._layer].state_shape
         step = delta_step(call, shape, call.mixed[0].device) if self._native else None
         self._layer += 1
@@ -192,6 +202,9 @@ class _Layer:
     def _behind_all(self, group: _Group, call: RuleCall | None) -> Tensor:
         """Return the states behind all parts: [sequences, heads, rows, columns]."""
         state = torch.stack([self._state(course).state for course in group.courses])
+        begins = torch.tensor(
+            [course.before is None for course in group.courses], device=state.device
+        )
         for part in group.parts:
             kind = part.stretches[0]
             if isinstance(kind, Mark):
@@ -204,7 +217,8 @@ class _Layer:
                 assert effect is not None
                 state = self._recurrence.applied(Effect(*effect), state)
             else:
-                state = self._scanned(part, call, state)
+                state = self._scanned(part, call, state, begins)
+                begins = torch.zeros_like(begins)
         return state
 
     def _state(self, course: Course) -> LayerState:
@@ -214,7 +228,7 @@ class _Layer:
         shape = self._recurrence
         return LayerState(
             self._entering.new_zeros(shape.channels, shape.window),
-            self._entering.new_zeros(shape.state_shape, dtype=torch.float32),
+            shape.start(self._entering.device),
         )
 
     def _part(self, stretches: tuple[Stretch, ...], before: Tensor, begin: int) -> _Part:
@@ -242,22 +256,30 @@ class _Layer:
         for index, tokens, place in _new_tokens(part):
             self._put(tokens.rows, part.convolved[index, :, place].T)
             if isinstance(tokens.run.capture, Capture):
-                entering = part.entering[index, :, place]
-                tokens.run.capture.record_state(self._number, tokens.start, entering)
+                behind = self._entering_behind(part, index, place)
+                tokens.run.capture.record_state(self._number, tokens.start, behind)
 
-    def _scanned(self, part: _Part, call: RuleCall, state: Tensor) -> Tensor:
-        """Return the states behind tokens, and keep the output of those of the batch."""
+    def _entering_behind(self, part: _Part, index: int, place: slice) -> Tensor:
+        """Return what enters of some tokens of a sequence, behind what their convolution sees:
+        [channels, window + tokens]."""
+        assert part.entering is not None
+        together = torch.cat([part.before[index], part.entering[index]], -1)
+        return together[:, place.start : place.stop + self._recurrence.window]
+
+    def _scanned(self, part: _Part, call: RuleCall, state: Tensor, begins: Tensor) -> Tensor:
+        """Return the states behind tokens, and keep the output of those of the batch. ``begins``
+        [sequences] tells which of them are the first ones of their text."""
         assert part.entering is not None
         gates = self._gates(part, call)
         mixed = self._mixed(part, call)
-        output, last = call.scan(mixed, gates, state)
+        output, last = call.scan(mixed, gates, state, Seam(part.before, begins))
         for index, tokens, place in _new_tokens(part):
             self._put(tokens.rows, output[index, place])
             if isinstance(tokens.run.capture, Capture):
                 tokens.run.capture.record_state(
                     self._number,
                     tokens.start,
-                    part.entering[index, :, place],
+                    self._entering_behind(part, index, place),
                     call,
                     tuple(each[index : index + 1, place] for each in mixed),
                     tuple(each[index : index + 1, place] for each in gates),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from kvlinker.engines.embedded.execution.forward_pass import (
 )
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import Anatomy, decoder_layers
+from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.indexers import all_visible
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
 from kvlinker.engines.embedded.model.recording.program import Program
@@ -53,15 +55,18 @@ class Runner:
         self._model = model
         self._anatomy = anatomy
         self.pool = pool
-        self.device = pool.keys[0].device
+        self.device = pool.device
         self.profile: Profile | None = None
         self._native = native_attention
+        self.picks_logits = "logits_to_keep" in signature(model.forward).parameters
+        """Tells whether the model computes the logits that are wanted alone, and not all."""
+
         self._ahead = LayersAhead(
             lane_to(self.device), len(pool.keys), room_bytes=_room_for_copies(self.device)
         )
         self.kernel = choose_kernel(
             anatomy.layers,
-            dtype=pool.keys[0].dtype,
+            dtype=pool.dtype,
             device=self.device,
             use_native=native_attention,
         )
@@ -127,7 +132,10 @@ class Runner:
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
         owners = forward.remaining.logit_owners
-        logits: Tensor = output.logits[0, : len(owners)].float().cpu()
+        logits: Tensor = output.logits[0]
+        if not self.picks_logits:
+            logits = logits[forward.logit_rows]
+        logits = logits[: len(owners)].float().cpu()
         found = dict(zip(owners, logits, strict=True))
         return StepResult(found, forward.left, forward.states())
 

@@ -35,7 +35,7 @@ class BatchSegments:
         self._ahead = ahead
         self._positions = batch.positions
         self._sights = [(batch.visible_kv[owner], rows) for owner, rows in batch.owner_rows()]
-        chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
+        chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()} if layers else {}
         contents = {name: _content(kv) for name, kv in chunks.items()}
         self._chunks = {contents[name]: kv for name, kv in chunks.items()}
         self._spans = tuple({span: None for visible, _ in self._sights for span in visible.spans})

@@ -127,13 +127,16 @@ class KVPool:
     slots, head_dim] each, where they are latents with the shared key side by side. Where a layer
     has an indexer, what that keeps, without rotary embedding: [1, slots, dim].
 
-    A span of slots is a strided view that attention reads without a copy.
+    A span of slots is a strided view that attention reads without a copy. Where no layer keeps any,
+    slots count the tokens of sequences, and hold nothing.
     """
 
     def __init__(
         self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.slots = slots
+        self.dtype = dtype
+        self.device = device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.indices: list[Tensor | None] = []

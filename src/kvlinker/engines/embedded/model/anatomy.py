@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.engines.contract.cost import AttentionShape
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.bounds import context_window, scale_queries_alike
+from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.indexers import (
     PICKED_BEFORE,
     Indexer,
@@ -46,7 +48,11 @@ from kvlinker.engines.embedded.model.obstacles import (
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
+from kvlinker.engines.embedded.model.states.recurrence import (
+    ConvolutionCall,
+    Recurrence,
+    tensors_held,
+)
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 
@@ -126,6 +132,11 @@ class Anatomy:
         """The most tokens before it that a token's convolution sees, in layers with a state."""
         return max((each.window for each in self.recurrences), default=0)
 
+    def parts(self, index: int) -> tuple[Recurrence, ...]:
+        """Return the parts of the layer that begins with this recurrence."""
+        first, *others = self.recurrences[index:]
+        return (first, *takewhile(lambda each: each.goes_on, others))
+
     @property
     def picks(self) -> bool:
         """Tells whether indexers pick the tokens that queries see in some layers."""
@@ -169,15 +180,13 @@ def anatomy_of(model: Any) -> Anatomy:
     except Exception as error:  # whatever the model's code raises
         otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
         raise refusal(model, obstacle_of(model, otherwise)) from error
-    if states != sum(each.tensors_held for each in tracer.recurrences) or (
-        states and not tracer.layers
-    ):
+    if tensors_held(tracer.recurrences) not in (None, states):
         raise refusal(model, obstacle_of(model, Obstacle.STATE))
     if has_indexer(model) and all(layer.picker is None for layer in tracer.layers):
         raise refusal(model, Obstacle.SELECTION)
     with_attention = {layer.block for layer in tracer.layers}
     whole = with_attention == set(range(tracer.blocks)) or tracer.recurrences
-    if not tracer.layers or not whole:
+    if not whole or not (tracer.layers or tracer.recurrences):
         raise refusal(
             model,
             obstacle_of(model, Obstacle.ATTENTION_FORM),
@@ -211,20 +220,6 @@ def kept_by(layers: Sequence[LayerShape]) -> tuple[int, ...]:
     return tuple(own.index(source) for source in sources)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder layers: what is listed in it and has attention or a state, but for
-    what is in another of them."""
-    found: list[nn.Module] = []
-    for part in model.modules():  # a layer comes before its parts
-        if isinstance(part, nn.ModuleList) and not any(part in layer.modules() for layer in found):
-            found += [each for each in part if _mixes_tokens(each)]
-    return found
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    return any(hasattr(part, "layer_idx") for part in module.modules())
-
-
 class _Tracer:
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 
@@ -236,6 +231,7 @@ class _Tracer:
         self.recurrences: list[Recurrence] = []
         self.with_state: set[int] = set()
         self._convolution: ConvolutionCall | None = None
+        self._convolved = 0
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[object, ...], Rotary] = {}
@@ -354,25 +350,31 @@ class _Tracer:
             channels, width = call.weight.shape
             self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
             return torch.zeros_like(call.hidden)
-        self._convolution = call
+        self._convolution, self._convolved = call, 0
         if not call.is_taken_apart:
             return torch.zeros_like(call.hidden)
         numbers = torch.arange(call.hidden.shape[1], device=call.hidden.device, dtype=torch.float32)
         return numbers[None, :, None].expand(call.hidden.shape).contiguous()
 
     def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
-        convolution, self._convolution = self._convolution, None
+        convolution, begin = self._convolution, self._convolved
         if convolution is None:
             raise LookupError("a rule is applied to what no convolution has given")
         output, state = call.scan(call.mixed, call.gates, None)
+        whole = channels = convolution.hidden.shape[1]
+        if not convolution.is_taken_apart:
+            channels = min(whole, call.mixed[0].shape[-1])
+        self._convolved += channels
+        self._convolution = None if self._convolved >= whole else convolution
         self.recurrences.append(
             Recurrence(
                 call.rule,
                 tuple(each[0, 0].long() for each in call.mixed if convolution.is_taken_apart),
-                channels=convolution.hidden.shape[1],
+                channels=channels,
                 window=convolution.weight.shape[-1] - 1,
                 state_shape=tuple(state.shape[1:]),
                 gate_bytes=sum(gate[0, 0].numel() * gate.itemsize for gate in call.gates),
+                goes_on=begin > 0,
             )
         )
         nothing = output.new_zeros(output.shape, dtype=convolution.hidden.dtype)

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlinker.engines.embedded.model.obstacles import Obstacle, obstacle_of, refusal
+from kvlinker.engines.embedded.model.obstacles import (
+    Obstacle,
+    has_attention,
+    obstacle_of,
+    refusal,
+)
+
+UNSAID_WINDOW = 1 << 16
+"""The context window of models whose configuration says none, as nothing in them depends on how
+long a text is: all of their layers keep a state, or attend in windows."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose angles change once a sequence passes the length that the model was
@@ -24,12 +33,15 @@ def context_window(model: Any) -> int:
     everywhere: neither its rotary embedding nor the scale of its queries changes, and no attention
     is cut at fixed positions.
 
-    Raises UnsupportedModelError where its configuration does not say.
+    Raises UnsupportedModelError where its configuration does not say, and its attention is not
+    bounded by a window.
     """
     config = model.config.get_text_config()
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
-    window = int(config.max_position_embeddings)
+    window = said_window(model)
+    if window is None:
+        if has_attention(model) and not getattr(config, "sliding_window", None):
+            raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
+        window = UNSAID_WINDOW
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE or parameters.get(QUERY_SCALING):
@@ -39,6 +51,12 @@ def context_window(model: Any) -> int:
     if getattr(config, STEPWISE_SCALING, False):
         window = min(window, int(config.floor_scale) - 1)
     return window
+
+
+def said_window(model: Any) -> int | None:
+    """Return the context window that the model's configuration says; None where it says none."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if window is None else int(window)
 
 
 def scale_queries_alike(model: Any) -> None:

@@ -3,10 +3,10 @@ rotary embedding, attention, the expansion of latents, indexers, and the convolu
 layers that keep a state. Where attention is not called but written out, ``written_out.py`` follows
 it.
 
-Every modeling module's functions of rotary embedding, convolution and rule, and every attention's
-``expand_kv(latent, key)``, are wrapped once, process-wide, and an attention function is registered
-under ``ATTENTION_NAME``. They act only while an interceptor is active in the current context;
-models that other code runs in the same process are not affected.
+Every modeling module's rotary functions, what changes states (``states/stepping.py``), and every
+attention's ``expand_kv(latent, key)``, are wrapped once, process-wide, and an attention function is
+registered under ``ATTENTION_NAME``. They act only while an interceptor is active in the current
+context; models that other code runs in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.indexers import IndexerCall, is_indexer
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, unconvolved
-from kvlinker.engines.embedded.model.states.rules import (
-    CONVOLUTION,
-    LIGHTNING,
-    LIGHTNING_DECAY,
-    RULES,
-    Rule,
-    RuleCall,
+from kvlinker.engines.embedded.model.states.stepping import (
+    MARK,
+    StateInterceptor,
+    replace,
+    step_into_layers,
+    step_into_module,
 )
 from kvlinker.engines.embedded.model.written_out import Followed
 
@@ -48,7 +46,7 @@ WINDOWS = "create_sliding_window_causal_mask"
 alone, not to attention."""
 
 
-class Interceptor(Protocol):
+class Interceptor(StateInterceptor, Protocol):
     """Replaces rotary embedding, attention and rules during one forward pass."""
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -78,16 +76,6 @@ class Interceptor(Protocol):
         ``options`` are what the model hands to its attention function: scaling, sliding_window,
         softcap, s_aux, ….
         """
-        ...
-
-    def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Called when the model is about to convolve; returns [1, channels, tokens], from which the
-        model makes the arguments of the rule behind it, if there is one."""
-        ...
-
-    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
-        """Apply the rule that follows a convolution; returns its output [1, tokens, heads, dim],
-        and the last state [1, heads, rows, columns] if the model wants it."""
         ...
 
 
@@ -121,18 +109,13 @@ def prepare(model: nn.Module) -> None:
         for name in ROTARY_FUNCTIONS:
             if hasattr(module, name):
                 _wrap_rotary(module, name)
-        if hasattr(module, CONVOLUTION):
-            rules = [rule for rule in RULES if hasattr(module, rule.function)]
-            for rule in rules:
-                _wrap_rule(module, rule)
-            _wrap_convolution(module, tuple(rules))
+        step_into_module(module, _active.get)
     for kind in kinds:
         if hasattr(kind, EXPANSION):
             _wrap_expansion(kind)
-        if hasattr(kind, LIGHTNING_DECAY):
-            _wrap_lightning(kind)
         if is_indexer(kind) and "hidden_states" in signature(kind.forward).parameters:
             _wrap_indexer(kind)
+    step_into_layers(model, _active.get)
 
 
 def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
@@ -144,7 +127,7 @@ def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
 
 def _wrap_rotary(module: ModuleType, name: str) -> None:
     original = getattr(module, name)
-    if hasattr(original, "__kvlinker__"):
+    if hasattr(original, MARK):
         return
     form = RotaryForm.of(original)
     if form is None:
@@ -166,7 +149,7 @@ def _wrap_rotary(module: ModuleType, name: str) -> None:
             return unchanged.as_subclass(Followed)
         return tuple(each.as_subclass(Followed) for each in unchanged)
 
-    _replace(module, name, apply_rotary_pos_emb)
+    replace(module, name, apply_rotary_pos_emb)
 
 
 def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -181,7 +164,7 @@ Followed.attend = staticmethod(_attend_written_out)
 def _wrap_expansion(kind: type[nn.Module]) -> None:
     """Have attention hand on the latent, and the key that all heads share, as they are."""
     original = getattr(kind, EXPANSION)
-    if hasattr(original, "__kvlinker__"):
+    if hasattr(original, MARK):
         return
 
     @wraps(original)
@@ -191,56 +174,12 @@ def _wrap_expansion(kind: type[nn.Module]) -> None:
             return expanded
         return key, latent
 
-    _replace(kind, EXPANSION, expand_kv)
-
-
-def _wrap_convolution(module: ModuleType, rules: tuple[Rule, ...]) -> None:
-    original = getattr(module, CONVOLUTION)
-    if hasattr(original, "__kvlinker__"):
-        return
-
-    @wraps(original)
-    def causal_conv1d_fn(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        interceptor = _active.get()
-        if interceptor is None:
-            found: Tensor = original(hidden_states, weight, bias, activation, **kwargs)
-            return found
-        options = {"bias": bias, "activation": activation}
-        return interceptor.convolve(
-            ConvolutionCall(original, hidden_states, weight, options, rules)
-        )
-
-    _replace(module, CONVOLUTION, causal_conv1d_fn)
-
-
-def _wrap_rule(module: ModuleType, rule: Rule) -> None:
-    original = getattr(module, rule.function)
-    if hasattr(original, "__kvlinker__"):
-        return
-    form = signature(original)
-
-    @wraps(original)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        interceptor = _active.get()
-        if interceptor is None:
-            return original(*args, **kwargs)
-        bound = form.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = RuleCall(rule, original, bound.arguments | bound.arguments.pop("kwargs", {}))
-        return call.returned(*interceptor.recur(call))
-
-    _replace(module, rule.function, apply)
+    replace(kind, EXPANSION, expand_kv)
 
 
 def _wrap_indexer(kind: type[nn.Module]) -> None:
     original: Callable[..., Tensor] = kind.forward
-    if hasattr(original, "__kvlinker__"):
+    if hasattr(original, MARK):
         return
     form = signature(original)
 
@@ -254,41 +193,7 @@ def _wrap_indexer(kind: type[nn.Module]) -> None:
         arguments = {name: bound.get(name) for name in names}
         return interceptor.index(IndexerCall(module, original, arguments))
 
-    _replace(kind, "forward", forward)
-
-
-def _wrap_lightning(kind: type[nn.Module]) -> None:
-    """Have lightning attention, which is written out, call the rule that it is."""
-    original: Callable[..., Any] = kind.forward
-    if hasattr(original, "__kvlinker__"):
-        return
-    form = signature(original)
-
-    @wraps(original)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        interceptor = _active.get()
-        if interceptor is None:
-            return original(module, *args, **kwargs)
-        bound = form.bind(module, *args, **kwargs)
-        given = bound.arguments | bound.arguments.pop("kwargs", {})
-        hidden, cache = given["hidden_states"], given.get("past_key_values")
-        width_of_one = hidden.new_empty(hidden.shape[-1], 1)
-        entering = ConvolutionCall(
-            unconvolved, hidden.transpose(1, 2), width_of_one, {}, (LIGHTNING,)
-        )
-        given["hidden_states"] = interceptor.convolve(entering).transpose(1, 2)
-        given["returns_state"] = cache is not None
-        output, last = interceptor.recur(RuleCall(LIGHTNING, original, given))
-        if cache is not None:
-            cache.set_linear_cache(module.layer_idx, last)
-        return output, last
-
-    _replace(kind, "forward", forward)
-
-
-def _replace(owner: ModuleType | type, name: str, wrapped: Any) -> None:
-    wrapped.__kvlinker__ = True
-    setattr(owner, name, wrapped)
+    replace(kind, "forward", forward)
 
 
 def _window_of_masks(module: Any) -> int | None:

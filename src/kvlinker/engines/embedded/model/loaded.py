@@ -14,8 +14,12 @@ from kvlinker.engines.contract.model_files import (
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import LayerKV
+
+SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)
+"""What policies may look at in a model without attention. Of variants there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,12 @@ class LoadedModel:
         """Return why the policy cannot be followed, and the way out; None where it can."""
         if not self.anatomy.recurrences:
             return None
+        if not self.layers and (missing := policy.needs.beyond(SEEN_WITHOUT_ATTENTION)):
+            return (
+                f"The policy {policy.name} needs {' and '.join(missing)}, but this model has no"
+                " attention: all of its layers keep a state. Use full, naive, prefix, legolink,"
+                " attnlink or random."
+            )
         if policy.needs.refines and self.anatomy.mingles:
             return (
                 f"The policy {policy.name} drops tokens between layers, which is not supported for"

@@ -34,7 +34,6 @@ class Obstacle(StrEnum):
         "layers of it keep a state instead of keys and values, or beside them (state-space model,"
         " linear attention, recurrence or convolution)"
     )
-    ONLY_STATES = "all of its layers keep a state, and none has keys and values"
     COMPRESSION = (
         "its compressors pool tokens, so many at a time from the start of the text, into keys and"
         " values, and chunks begin and end between"
@@ -98,7 +97,7 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     if has_indexer(model):
         return Obstacle.SELECTION
     if holds:
-        return Obstacle.STATE if _has_attention(model) else Obstacle.ONLY_STATES
+        return Obstacle.STATE
     config = model.config.get_text_config()
     if _has_rotary(model) and not getattr(config, "alibi", False):
         return otherwise
@@ -124,6 +123,11 @@ def has_indexer(model: nn.Module) -> bool:
     """Tell if layers of it pick the tokens that they see by an indexer, of which short texts show
     nothing: it picks all of them."""
     return any("indexer" in type(part).__name__.lower() for part in model.modules())
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Tell if modules of it are called attention."""
+    return any("attention" in type(part).__name__.lower() for part in model.modules())
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
@@ -169,10 +173,6 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield from (
             (name, field) for field, value in vars(part).items() if isinstance(value, Tensor)
         )
-
-
-def _has_attention(model: nn.Module) -> bool:
-    return any("attention" in type(part).__name__.lower() for part in model.modules())
 
 
 def _has_rotary(model: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base import machine
-from kvlinker.engines.embedded.model.states.rules import LIGHTNING_DECAY
+from kvlinker.engines.embedded.model.states.known import LIGHTNING_DECAY
 
 CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""

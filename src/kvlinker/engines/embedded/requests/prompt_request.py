@@ -59,7 +59,7 @@ class PromptRequest(Request):
     def __init__(
         self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
     ) -> None:
-        """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to
+        """``layers`` is the number of the model's attentions, ``max_tokens`` the most tokens to
         generate; ``linked`` is called when the prompt is computed."""
         super().__init__()
         self.request = request
@@ -74,7 +74,8 @@ class PromptRequest(Request):
         self.made: set[Chunk] = set()
         """The chunks whose KV was computed for this very request."""
 
-        self._layers = layers
+        self._layers = max(1, layers)  # all tokens are computed alike in those without attention
+        self._attends = layers > 0
         self._max_tokens = max_tokens
         self._linked = linked
         self._attention: QuestionProbe | None = None
@@ -110,7 +111,7 @@ class PromptRequest(Request):
         self._keys = tuple(keys)
         assert link.plan is not None
         prompt = link.plan.prompt
-        if self.request.shows_attention:
+        if self.request.shows_attention and self._attends:
             self._attention = QuestionProbe(self._layers, len(prompt))
         return TokenSequence(
             prompt.tokens,

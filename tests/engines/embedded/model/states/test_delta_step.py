@@ -5,7 +5,8 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from kvlinker.engines.embedded.model.states.delta_step import NORMED, delta_step
-from kvlinker.engines.embedded.model.states.rules import RULES, RuleCall
+from kvlinker.engines.embedded.model.states.known import RULES
+from kvlinker.engines.embedded.model.states.rules import RuleCall
 from tests.engines.embedded.native_targets import HERE
 
 pytestmark = pytest.mark.skipif(not HERE, reason="no native code for this CPU")

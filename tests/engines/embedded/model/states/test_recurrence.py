@@ -1,5 +1,7 @@
 """What is read off a model's own rule is what the rule does."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from kvlinker.engines.contract.cost import ChunkSize
 from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
+from kvlinker.engines.embedded.model.states.known import MATRIX_MEMORY, TIME_MIXING
+from kvlinker.engines.embedded.model.states.known import RULES as RULES_KNOWN
 from kvlinker.engines.embedded.model.states.recurrence import Recurrence
-from kvlinker.engines.embedded.model.states.rules import RULES as RULES_KNOWN
+from kvlinker.engines.embedded.model.states.rules import Effect, Seam
 from kvlinker_lab.models.small_models import small_model
 from tests.toy_models import loaded_model, tiny_model
 
@@ -22,8 +26,14 @@ RULES = {
     "minimax-states": (2, 1, (4, 16, 16)),
     "falcon_h1-states-beside": (3, 3, (8, 16, 12)),
     "zamba2-states-behind": (4, 2, (8, 16, 12)),
+    "zamba-states-of-heads": (8, 2, (1, 64, 12)),
+    "recurrent_gemma-states": (3, 1, (1, 64, 1)),
+    "falcon_mamba-alone": (3, 0, (1, 96, 12)),
+    "mamba2-alone": (3, 0, (8, 16, 12)),
+    "rwkv-alone": (6, 0, (1, 64, 3)),
+    "xlstm-alone": (3, 0, (4, 16, 18)),
 }
-"""How many layers keep a state, how many have attention, and a state's shape."""
+"""How many layers or parts of them keep a state, how many have attention, and a state's shape."""
 
 
 class Noting:
@@ -57,7 +67,7 @@ def test_tokens_do_to_any_state_what_their_effect_says(family):
     recurrence = anatomy.recurrences[0]
     counts = len(anatomy.recurrences), len(anatomy.layers)
     assert (*counts, recurrence.state_shape) == RULES[family]
-    assert anatomy.mingles == (sum(counts) > model.config.num_hidden_layers)
+    assert anatomy.mingles == (min(counts) > 0 and sum(counts) > anatomy.blocks)
     noting = Noting()
     with pytest.raises(StopIteration), intercepted(noting):
         model(torch.arange(3, 43)[None], use_cache=False)
@@ -67,18 +77,26 @@ def test_tokens_do_to_any_state_what_their_effect_says(family):
         assert torch.equal(found, given)
     mixed = call.mixed
     state = torch.randn(1, *recurrence.state_shape)
+    if call.rule.has_scale:  # which is the same for what is scaled together
+        state[..., -1] = 0.7
+    padded = torch.nn.functional.pad(noting.convolution.hidden, (recurrence.window, 0))
 
     def part(begin, end):
         return tuple(tuple(each[:, begin:end] for each in parts) for parts in (mixed, call.gates))
 
-    first = call.effect(*part(0, 7), None)
-    both = call.effect(*part(7, 40), first)
-    expected = call.scan(*part(0, 40), state)[1][0]
-    torch.testing.assert_close(recurrence.applied(both, state[0]), expected, rtol=1e-4, atol=1e-5)
-    one_by_one = state
+    def behind(begin):
+        return Seam(padded[..., begin : begin + recurrence.window])
+
+    first = call.effect(*part(0, 7), None, behind(0))
+    both = call.effect(*part(7, 40), first, behind(7))
+    output, expected = call.scan(*part(0, 40), state, behind(0))
+    torch.testing.assert_close(recurrence.applied(both, state), expected, rtol=1e-4, atol=1e-5)
+    one_by_one, outputs = state, []
     for token in range(40):
-        one_by_one = call.scan(*part(token, token + 1), one_by_one)[1]
-    torch.testing.assert_close(one_by_one[0], expected, rtol=1e-4, atol=1e-5)
+        found, one_by_one = call.scan(*part(token, token + 1), one_by_one, behind(token))
+        outputs.append(found)
+    torch.testing.assert_close(one_by_one, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(outputs, 1), output, rtol=1e-4, atol=1e-5)
 
 
 def edges(window, tokens, rule=True):
@@ -110,7 +128,7 @@ def test_maps_take_the_same_for_chunks_of_any_length():
     anatomy = anatomy_of(small_model("qwen3_next"))
     of_one = anatomy.recurrences[0]
     assert (of_one.state_shape, of_one.channels) == ((32, 128, 128), 8192)
-    assert of_one.effect_values * 2 * 36 == 75_497_472
+    assert of_one.effect_bytes(torch.bfloat16) * 36 == 75_497_472
     sizes = {
         tokens: chunk_bytes(anatomy, tokens, torch.bfloat16, keeps_inner=False)
         for tokens in (512, 2048)
@@ -130,7 +148,25 @@ def test_what_chunks_take_is_so_much_for_each_and_for_each_token(family):
         assert loaded.kv_bytes(tokens) == size.per_chunk + tokens * size.per_token
 
 
-@pytest.mark.parametrize("kind", ["zamba", "recurrent_gemma"])
+def test_under_a_scale_nothing_overflows():
+    """States that are e to the 200 are numbers, too."""
+    rule = TIME_MIXING
+    state = torch.tensor([[[1.0, 2.0, 200.0], [1.0, 2.0, -1e38]]])
+    effect = Effect(torch.tensor([[[-1.0, 198.0], [-3.0, 5.0]]]), torch.tensor([[[3.0, 4.0]] * 2]))
+    found = rule.applied(effect, state)
+    e = math.exp(-1)
+    assert found[0, 0].tolist() == pytest.approx([1 + 3 * e, 2 + 4 * e, 199])
+    assert found[0, 1].tolist() == [3, 4, 5]
+
+
+def test_what_fades_by_a_scale_is_kept_in_fp32():
+    """xLSTM 7B's own sizes: 8 heads of 256 × 512 in 32 layers."""
+    recurrence = Recurrence(MATRIX_MEMORY, (), 8 * (256 + 256 + 512), 0, (8, 256, 514), 64)
+    per_layer = 8 * 256 * (2 * 4 + 513 * 2)
+    assert recurrence.effect_bytes(torch.bfloat16) == per_layer
+
+
+@pytest.mark.parametrize("kind", ["zaya"])
 def test_states_of_other_kinds_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
         anatomy_of(small_model(kind))

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.anatomy import decoder_layers
+from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
 from kvlinker.engines.embedded.model.oracles.referee import Referee
@@ -39,7 +39,7 @@ class FrozenOracle:
         self._referee = referee or Referee()
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
         self._last = last
-        self._layers = [*decoder_layers(model), *_with_convolution(model)]
+        self._layers = [*decoder_layers(model), *_seeing_neighbours(model)]
         self.logits = self._computed(self._tokens)
 
     def linked_logits(
@@ -114,11 +114,11 @@ class FrozenOracle:
                 handle.remove()
 
 
-def _with_convolution(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that keep a state: attention may come before it in the same decoder
-    layer."""
+def _seeing_neighbours(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that convolve, or shift tokens: attention, or another of them, may come
+    before in the same decoder layer."""
     return [
         part
         for part in model.modules()
-        if any(isinstance(child, nn.Conv1d) for child in part.children())
+        if any(isinstance(child, nn.Conv1d | nn.ZeroPad2d) for child in part.children())
     ]

@@ -68,5 +68,5 @@ def chunk_bytes(anatomy: Anatomy, tokens: int, dtype: torch.dtype, *, keeps_inne
         total += entering * each.entering_bytes(dtype)
         if inner:
             context = edges.last - edges.context
-            total += (each.effect_values + context * each.channels) * dtype.itemsize
+            total += each.effect_bytes(dtype) + context * each.channels * dtype.itemsize
     return total

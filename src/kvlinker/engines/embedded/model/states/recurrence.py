@@ -1,20 +1,15 @@
 """Layers that keep a state of fixed size instead of keys and values: a short convolution over the
-last tokens, and behind it, in most, a rule by which each token changes the state.
-
-Every known rule (``rules.py``) is affine in the state: a token makes of S a product of S plus what
-it writes. So tokens that follow one another together are one map, S → factor · S + offset. Both are
-read off the model's own rule: the offset is what it makes of no state, the factor what it makes of
-a unit state when nothing is written. No position is in it.
-"""
+last tokens, and behind it, in most, a rule (``rules.py``) by which each token changes the state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvlinker.engines.embedded.model.states.rules import Effect, Mixed, Rule
@@ -23,6 +18,17 @@ from kvlinker.engines.embedded.model.states.rules import Effect, Mixed, Rule
 def unconvolved(hidden: Tensor, weight: Tensor) -> Tensor:
     """Take the place of the convolution before a rule that has none."""
     return hidden
+
+
+def token_before(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return each token's neighbour, which is a convolution, too."""
+    return F.pad(hidden, (1, -1))
+
+
+def convolved(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve each channel of ``hidden`` [batch, channels, tokens] with the tokens before."""
+    padded = F.pad(hidden, (weight.shape[-1] - 1, 0))
+    return F.conv1d(padded, weight[:, None], bias, groups=len(weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class ConvolutionCall:
     weight: Tensor
     """[channels, width]."""
 
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     """Bias and activation."""
 
     rules: tuple[Rule, ...]
@@ -53,6 +59,20 @@ class ConvolutionCall:
         together = torch.cat([before, hidden], dim=-1)
         found = self.function(together, weight=self.weight, **self.options)
         return found[..., before.shape[-1] :]
+
+    def divided(self, parts: int) -> list[ConvolutionCall]:
+        """Return a call for each of as many parts of the channels, which are as large."""
+        if parts == 1:
+            return [self]
+        hidden, weight = self.hidden.chunk(parts, 1), self.weight.chunk(parts)
+        bias = self.options.get("bias")
+        biases = [None] * parts if bias is None else bias.chunk(parts)
+        return [
+            replace(
+                self, hidden=hidden[part], weight=weight[part], options=self.options | {"bias": one}
+            )
+            for part, one in enumerate(biases)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,18 +98,26 @@ class Recurrence:
     gate_bytes: int
     """The bytes of one token's gates."""
 
-    @property
-    def effect_values(self) -> int:
-        """The number of values of an effect."""
-        heads, rows, columns = self.state_shape
-        factor = {"matrix": rows * rows, "number": 1, "elements": rows * columns}
-        return heads * (rows * columns + (0 if self.rule is None else factor[self.rule.factor]))
+    goes_on: bool = False
+    """Tells whether it is a further part of the channels of the layer before: heads that the model
+    applies its rule to one after the other, behind one convolution."""
 
-    @property
-    def tensors_held(self) -> int:
-        """The number of tensors that the model's own cache has of it: the context of the
-        convolution, and the state."""
-        return bool(self.window) + (self.rule is not None)
+    def effect_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of an effect, where chunks are kept in this dtype."""
+        if self.rule is None:
+            return 0
+        factor, offset = self.rule.effect_values(self.state_shape)
+        return factor * self.factor_dtype(dtype).itemsize + offset * dtype.itemsize
+
+    def factor_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which factors of effects are kept, of chunks in this dtype."""
+        return torch.float32 if self.rule is not None and self.rule.has_scale else dtype
+
+    def start(self, device: torch.device) -> Tensor:
+        """Return the state [heads, rows, columns] before a text."""
+        if self.rule is None:
+            return torch.zeros(self.state_shape, device=device)
+        return self.rule.start(self.state_shape, device)
 
     def entering_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of what enters the layer of one token, with a convolution of this
@@ -110,6 +138,16 @@ class Recurrence:
 
     def applied(self, effect: Effect, state: Tensor) -> Tensor:
         """Return the state [heads, rows, columns] behind tokens of this effect."""
-        factor, offset = (part.to(state) for part in effect)
-        is_matrix = self.rule is not None and self.rule.factor == "matrix"
-        return (factor @ state if is_matrix else factor * state) + offset
+        assert self.rule is not None, "a convolution alone has no map"
+        return self.rule.applied(Effect(*(part.to(state) for part in effect)), state)
+
+
+def tensors_held(recurrences: Iterable[Recurrence]) -> int | None:
+    """Return the number of tensors that a model's own cache has of layers with a state, for each
+    the context of the convolution, and the state; None where rules keep theirs elsewhere."""
+    total = 0
+    for each in recurrences:
+        if each.rule is not None and not each.rule.is_held_in_cache:
+            return None
+        total += 0 if each.goes_on else bool(each.window) + (each.rule is not None)
+    return total

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.model_files import expert_counts
-from kvlinker.engines.embedded.model.anatomy import decoder_layers
+from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.memory import drop_mapped, return_freed
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.engines.embedded.model.weights.matrices import (

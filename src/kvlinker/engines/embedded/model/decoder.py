@@ -1,0 +1,22 @@
+"""Finds a model's decoder layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from kvlinker.engines.embedded.model.states.known import OF_RECURRENT_LAYERS
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's decoder layers: what is listed in it and has attention or a state, but for
+    what is in another of them."""
+    found: list[nn.Module] = []
+    for part in model.modules():  # a layer comes before its parts
+        if isinstance(part, nn.ModuleList) and not any(part in layer.modules() for layer in found):
+            found += [each for each in part if _mixes_tokens(each)]
+    return found
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    names = "layer_idx", *OF_RECURRENT_LAYERS
+    return any(hasattr(part, name) for part in module.modules() for name in names)

@@ -1,0 +1,96 @@
+"""Rules under which each element of a state fades by itself: Mamba 1's, and the RG-LRU's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvlinker.engines.embedded.model.states.rules import (
+    Effect,
+    Gates,
+    Mixed,
+    Rule,
+    RuleCall,
+    Seam,
+)
+
+
+class SelectiveScan(Rule):
+    """Mamba 1's: tokens are the last dimension of the function's arguments. It takes no state
+    before the first token, of which what is left is therefore added here."""
+
+    def argument(self, given: Tensor) -> Tensor:
+        return given.transpose(1, 2)
+
+    def scan(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+        seam: Seam,
+    ) -> tuple[Tensor, Tensor]:
+        given = {name: part.transpose(1, 2) for name, part in changed.items()}
+        output, last = function(**{**arguments, **given, "z": None, self.final: True})
+        if state is not None:
+            kept = _fading(arguments, given["dt"]) * state[:, 0, :, None]
+            output = output + torch.einsum("bdtn,bnt->bdt", kept, given["C"].float())
+            last = last + kept[:, :, -1]
+        return output.transpose(1, 2), last[:, None].float()
+
+    def returned(
+        self, arguments: Mapping[str, Any], output: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        output = output.transpose(1, 2)
+        if arguments.get("z") is not None:
+            output = output * F.silu(arguments["z"])
+        return output, None if last is None else last[:, 0]
+
+
+def _fading(arguments: Mapping[str, Any], dt: Tensor) -> Tensor:
+    """Return what is left of each element of a state behind each token: [batch, channels, tokens,
+    columns]."""
+    if arguments.get("delta_bias") is not None:
+        dt = dt + arguments["delta_bias"].to(dt.dtype)[..., None]
+    if arguments.get("delta_softplus"):
+        dt = F.softplus(dt)
+    return torch.exp(arguments["A"].float()[:, None] * dt.float().cumsum(-1)[..., None])
+
+
+class RealGated(Rule):
+    """The RG-LRU's: the function is a module's whole ``forward``, made of what is convolved. The
+    module holds the state, and the first token of a text enters it unscaled."""
+
+    def scan(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+        seam: Seam,
+    ) -> tuple[Tensor, Tensor]:
+        activations = changed[self.written]
+        positions = torch.ones(activations.shape[:2], dtype=torch.long, device=activations.device)
+        if seam.begins is not None:
+            positions[:, 0] = ~seam.begins
+        module = copy.copy(arguments["self"])  # which other threads use
+        module.recurrent_states = None if state is None else state[:, 0, :, 0]
+        output = function(module, activations.to(module.input_gate_weight.dtype), positions)
+        return output, module.recurrent_states[:, None, :, None].float()
+
+    def effect(
+        self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam
+    ) -> Effect:
+        """Return the map. How a state fades is made of what is written, so that the factor is the
+        difference that a unit state makes."""
+        nothing = mixed[0].new_zeros(1, mixed[0].shape[-1], 1, dtype=torch.float32)
+        unit, offset = (torch.ones_like(nothing), nothing) if before is None else before
+        states = torch.stack([nothing, unit.float(), offset.float()])
+        several = tuple(part.expand(len(states), *part.shape[1:]) for part in mixed)
+        none, one, whole = call.scan(several, gates, states, seam)[1]
+        return Effect(one - none, whole)
