@@ -140,13 +140,13 @@ def test_prefixes_are_picked_from(bench, family, policy):
     assert found[0][-1].finished.usage.exact_cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", EACH)
-def test_in_bf16_the_first_answer_is_near_that_of_fp32(bench, family):
-    """What indexers keep is rounded as KV is. Another token may be picked then."""
-    made = bench(model=prepare_model(tiny_model(family).bfloat16(), byte_tokenizer()))
+def test_in_bf16_the_first_answer_is_near_that_of_fp32(bench):
+    """What indexers keep is rounded as KV is. Other tokens may be picked then: this is a model of
+    which none matters much."""
+    made = bench(model=prepare_model(tiny_model(TOKENS).bfloat16(), byte_tokenizer()))
     made.cache(SHORT)
     for policy in ("full", "naive", "random-30"):
-        expected = frozen(family, SHORT, policy, 1)[1]
+        expected = frozen(TOKENS, SHORT, policy, 1)[1]
         found = made.answer(SHORT, policy, max_tokens=1).logprobs
         np.testing.assert_allclose(found, expected, atol=0.5)
 
