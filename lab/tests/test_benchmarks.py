@@ -68,6 +68,8 @@ def test_products_are_held_against_the_processors_peaks():
     ]
     assert all(row["of_peak"] > 0 for row in report.rows)
     assert report.machine["peak_tflop_per_s"] > 0
+    on_the_processor = run_products([2], mib=6, repeat=1, cpu_time=True)
+    assert all(row["ms"] > 0 and row["of_peak"] is None for row in on_the_processor.rows)
 
 
 def test_turns_of_a_conversation_begin_with_the_one_before():

@@ -3,6 +3,7 @@ reads at most."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
@@ -22,7 +23,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
 )
 from kvlinker.engines.embedded.native.peaks import Peaks, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark
-from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
+from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
 from kvlinker.quality.progress import Progress, silent
 
@@ -53,24 +54,39 @@ def products(
         int, typer.Option(min=1, help="Weights in bf16 that take turns: more than caches hold.")
     ] = 256,
     repeat: Repeat = 9,
+    cpu_time: Annotated[
+        bool,
+        typer.Option(
+            help="Measure one thread's time on the processor: for a machine that is busy."
+        ),
+    ] = False,
 ) -> Report:
     """Measure products of rows and weights in bf16, 8 and 4 bits: the share of the processor's peak
     that they reach. Inputs in 8 bits meet weights in 8 and 4 bits, or those of 16 weights in 8."""
-    set_threads(setup.settings.threads)
+    set_threads(1 if cpu_time else setup.settings.threads)
     numbers = [int(count) for count in rows.split(",")]
-    measured = run_products(numbers, mib=mib, repeat=repeat, progress=setup.progress)
+    measured = run_products(
+        numbers, mib=mib, repeat=repeat, cpu_time=cpu_time, progress=setup.progress
+    )
     return replace(measured, command=setup.command)
 
 
 def run_products(
-    numbers: list[int], *, mib: int, repeat: int, progress: Progress = silent
+    numbers: list[int],
+    *,
+    mib: int,
+    repeat: int,
+    cpu_time: bool = False,
+    progress: Progress = silent,
 ) -> Report:
-    """Multiply rows by many matrices one after another, all formats in turn; rows are medians.
+    """Multiply rows by many matrices one after another, all formats in turn; rows are medians, of
+    times on the processor with ``cpu_time``.
 
     ``of_peak`` is the time that reading the weights, or all arithmetic, takes at least, whichever
-    is longer, over the time that was measured. Raises InvalidRequestError where there is no native
-    code for this processor.
+    is longer, over the time that was measured; None with ``cpu_time``, since peaks are by the
+    clock. Raises InvalidRequestError where there is no native code for this processor.
     """
+    clock = time.thread_time if cpu_time else time.perf_counter
     most = peaks()
     if most is None or native_products() is None:
         raise InvalidRequestError("There is no native code for this processor.")
@@ -84,13 +100,14 @@ def run_products(
     for number in numbers:
         hidden = torch.randn(number, INPUTS)
         taken = in_turn(
-            {name: seconds_of(_multiplying(hidden, each)) for name, each in weights.items()},
+            {name: _timed(_multiplying(hidden, each), clock) for name, each in weights.items()},
             repeat=repeat,
             what=lambda name, number=number: f"{number} rows, {name}",  # type: ignore[misc]
             progress=progress,
         )
         each = {name: median(seconds) / len(weights[name]) for name, seconds in taken.items()}
-        rows += [_row(name, number, each, _bytes(weights[name][0]), most) for name in FORMATS]
+        found = [_row(name, number, each, _bytes(weights[name][0]), most) for name in FORMATS]
+        rows += [{**row, "of_peak": None} if cpu_time else row for row in found]
     facts = {
         "peak_tflop_per_s": round(most.operations_per_s / 1e12, 3),
         "peak_int8_top_per_s": round(most.byte_operations_per_s / 1e12, 3),
@@ -104,6 +121,17 @@ def run_products(
         rows=rows,
         columns=COLUMNS,
     )
+
+
+def _timed(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
+    """Wrap a call so that it returns the seconds that it takes by this clock."""
+
+    def timed() -> float:
+        begin = clock()
+        call()
+        return clock() - begin
+
+    return timed
 
 
 def _multiplying(hidden: Tensor, weights: list[Any]) -> Callable[[], object]:
