@@ -7,9 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.embedded.attention.kernels import native_attention
+from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.native.peaks import peaks
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.cli import app
 from kvlinker_lab.conversation import conversation_prompts, run_conversation
@@ -18,7 +21,8 @@ from kvlinker_lab.memory import run_memory
 from kvlinker_lab.neighbour import run_neighbour
 from kvlinker_lab.overhead import run_overhead
 from kvlinker_lab.products import run_products
-from tests.toy_models import loaded_model
+from kvlinker_lab.steps import run_steps
+from tests.toy_models import loaded_model, tiny_model
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def subject():
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "agents codecs conversation creation fleet handovers isolation memory neighbour overhead"
-        " peers products recognition roofline router soak store"
+        " peers products recognition roofline router soak steps store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -70,6 +74,17 @@ def test_products_are_held_against_the_processors_peaks():
     assert report.machine["peak_tflop_per_s"] > 0
     on_the_processor = run_products([2], mib=6, repeat=1, cpu_time=True)
     assert all(row["ms"] > 0 and row["of_peak"] is None for row in on_the_processor.rows)
+
+
+@pytest.mark.skipif(native_attention() is None, reason="no native attention")
+def test_steps_in_native_code_are_held_against_the_modules():
+    loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
+    measured = MeasuredModel("llama", "kvlinker-lab …", loaded, {})
+    rows = run_steps(measured, [1, 3], context_tokens=20, steps=2).rows
+    assert [row["requests"] for row in rows] == [1, 3]
+    assert all(0 < row["outside_ms"] <= row["native_ms"] + row["outside_ms"] for row in rows)
+    with pytest.raises(InvalidRequestError, match="float32"):
+        run_steps(MeasuredModel("llama", "", loaded_model("llama"), {}), [1])
 
 
 def test_turns_of_a_conversation_begin_with_the_one_before():
