@@ -61,6 +61,11 @@ class OwnTokens:
         self._dropped = dropped
         self._hidden: dict[int, tuple[NDArray[np.bool_] | None, ...]] = {}
 
+    @property
+    def all_stay(self) -> bool:
+        """True while no token has been dropped: all layers are of one epoch."""
+        return not self._dropped
+
     def epoch(self, layer: int) -> int:
         """Return the layer's epoch."""
         return bisect_right([first for first, _ in self._dropped], layer) if self._dropped else 0

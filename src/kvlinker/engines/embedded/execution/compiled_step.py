@@ -120,7 +120,7 @@ class CompiledStep:
             rows = 1 << (len(ids) - 1).bit_length()
             self._bound = _Bound(self._program, self._layers, self._rotaries, self._pool, rows)
         segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
-        plans = [segments.plan(index)[1] for index in range(len(self._layers))]
+        plans = segments.plans()
         distinct = {id(plan): plan for plan in plans}
         numbers = {name: number for number, name in enumerate(distinct)}
         sights, longest = (StepSight * len(distinct))(), 0

@@ -59,6 +59,12 @@ class BatchSegments:
             self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
         return self._plans[epochs]
 
+    def plans(self) -> list[AttentionPlan]:
+        """Return what all queries see in each layer."""
+        if all(visible.own.all_stay for visible, _ in self._sights):
+            return [self.plan(0)[1]] * len(self._layers)
+        return [self.plan(index)[1] for index in range(len(self._layers))]
+
     @property
     def chunks(self) -> tuple[KV, ...]:
         """The chunks of which each is a segment, before all others."""
