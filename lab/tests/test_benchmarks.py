@@ -14,6 +14,7 @@ from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_b
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker_lab.attention import Case, run_attention
 from kvlinker_lab.cli import app
 from kvlinker_lab.conversation import conversation_prompts, run_conversation
 from kvlinker_lab.isolation import run_isolation
@@ -32,8 +33,8 @@ def subject():
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
-        "agents codecs conversation creation fleet handovers isolation memory neighbour overhead"
-        " peers products recognition roofline router soak steps store"
+        "agents attention codecs conversation creation fleet handovers isolation memory neighbour"
+        " overhead peers products recognition roofline router soak steps store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -43,7 +44,7 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
         assert find_benchmark(name, "kvlinker_lab").summary == one.summary
     with pytest.raises(
         InvalidRequestError,
-        match="Unknown benchmark 'ttft'; known are agents, codecs, conversation",
+        match="Unknown benchmark 'ttft'; known are agents, attention, codecs",
     ):
         find_benchmark("ttft", "kvlinker_lab")
 
@@ -85,6 +86,27 @@ def test_steps_in_native_code_are_held_against_the_modules():
     assert all(0 < row["outside_ms"] <= row["native_ms"] + row["outside_ms"] for row in rows)
     with pytest.raises(InvalidRequestError, match="float32"):
         run_steps(MeasuredModel("llama", "", loaded_model("llama"), {}), [1])
+
+
+@pytest.mark.skipif(
+    peaks() is None or native_attention() is None, reason="no native attention for this processor"
+)
+def test_attention_is_held_against_the_processors_peaks():
+    cases = Case(1, 5, group=2, dim=64, segments=1), Case(3, 1, group=2, dim=64, segments=8)
+    report = run_attention(cases, mib=8, repeat=1)
+    assert [(row["requests"], row["queries"], row["segments"]) for row in report.rows] == [
+        (1, 5, 1),
+        (3, 1, 8),
+    ]
+    assert all(row["of_peak"] > 0 for row in report.rows)
+    assert report.machine["read_gb_per_s"] > 0
+
+
+def test_requests_over_the_same_segments_see_each_key_once():
+    views = list(Case(3, 1, group=2, dim=64, segments=8).views())
+    for request in range(3):
+        seen = sorted(view.start for view in views if view.rows.start == request)
+        assert seen == list(range(0, 4096, 512))
 
 
 def test_turns_of_a_conversation_begin_with_the_one_before():

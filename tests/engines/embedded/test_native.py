@@ -1,5 +1,7 @@
 import multiprocessing
+import platform
 import shutil
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.native import NativeUnavailableError, load_library
+from kvlinker.engines.embedded.native.targets import TARGETS
 from tests.engines.embedded.native_targets import HERE
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
+PEAKS = SOURCE.with_name("peaks.cpp")
 
 
 pytestmark = pytest.mark.skipif(
@@ -61,3 +65,24 @@ def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
     source.with_suffix(".h").write_text("// nothing\n")
     load_library(source, HERE[0])
     assert len(list((tmp_path / "kvlinker").iterdir())) == 2
+
+
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64",
+    reason="no machine code of x86 here, or no objdump to read it with",
+)
+@pytest.mark.parametrize(
+    ("target", "instruction", "count"),
+    [
+        ("avx512-bf16", "vdpbf16ps", 24),
+        ("avx512-vnni", "vpdpbusd", 24),
+        ("avx512-vnni", "vfmadd", 24),
+        ("avx2", "vfmadd", 12),
+    ],
+)
+def test_the_peak_is_that_of_products(target, instruction, count):
+    """The compiled code is read: compilers leave out what they find to be the same."""
+    (kind,) = (each for each in TARGETS if each.name == target)
+    command = ["objdump", "-d", "--no-show-raw-insn", load_library(PEAKS, kind)._name]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert code.count(instruction) == count

@@ -7,6 +7,7 @@
 #include "vectors.h"
 
 constexpr int IN_NUMBER = MULTIPLIES_BF16 ? 2 : 1;
+constexpr int IN_WORDS = 2 / IN_NUMBER;  // vectors of numbers that a vector of pairs becomes
 
 using Part = std::conditional_t<MULTIPLIES_BF16, bf16, float>;       // IN_NUMBER of them are a number
 using Numbers = std::conditional_t<MULTIPLIES_BF16, Words, Floats>;  // a vector of them
@@ -16,7 +17,15 @@ inline Floats broadcast_number(const float* from) { return floats(*from); }
 
 inline Floats add_product(Floats sum, Words one, Words other) { return add_dot(sum, one, other); }
 inline Words add_product(Words sum, Words one, Words other) { return add_dot(sum, one, other); }
-inline Floats add_product(Floats sum, Floats one, Floats other) { return sum + one * other; }
+inline Floats add_product(Floats sum, Floats one, Floats other) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+#else
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)one, (float32x4_t)other);
+#endif
+}
 
 inline void copy_parts(bf16* to, const bf16* from, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
 inline void copy_parts(float* to, const bf16* from, int64_t count) {

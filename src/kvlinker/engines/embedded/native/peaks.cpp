@@ -20,7 +20,8 @@ void multiply(Peak* peak, int in_lane) {
     peak->operations = int64_t{2} * in_lane * LANES * SUMS;
 #pragma omp parallel for num_threads(static_cast<int>(peak->threads))
     for (int64_t thread = 0; thread < peak->threads; ++thread) {
-        Sum sums[SUMS] = {};
+        Sum sums[SUMS];  // which differ, lest the compiler takes one for all
+        for (int i = 0; i < SUMS; ++i) sums[i] = load<Sum>(peak->numbers + i * LANES);
         const auto one = load<Factors>(peak->numbers), other = load<Factors>(peak->numbers + LANES);
         for (int64_t step = 0; step < peak->steps; ++step)
 #pragma GCC unroll 24
