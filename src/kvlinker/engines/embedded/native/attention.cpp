@@ -24,8 +24,15 @@ constexpr int SHORTEST_PART = 256;    // keys of a bundle that are not divided a
 
 // A tile of a bundle's rows for one key head, over a part of the keys.
 struct Item {
-    int64_t bundle, head, first_row, part;
+    int64_t bundle, head, first_row, rows, part;
 };
+
+// Rows of the next tile where so many are left: those that fill vectors, and few besides in a tile of their own.
+int64_t next_rows(int64_t left) {
+    const int64_t besides = left % WIDE_ROWS;
+    if (left >= TILE_ROWS) return TILE_ROWS;
+    return besides <= NARROW_ROWS && besides < left ? left - besides : left;
+}
 
 // How a bundle is divided.
 struct Share {
@@ -86,10 +93,12 @@ class Division {
         share.parts = std::clamp<int64_t>(static_cast<int64_t>(std::ceil(tile / most)), 1, most_parts);
         share.partial = share.parts > 1;
         each_query(bundle, [&](int64_t query, int64_t) { share.partial |= memberships[query] > 1; });
+        std::vector<int64_t> begins;
+        for (int64_t row = 0; row < share.rows; row += next_rows(share.rows - row)) begins.push_back(row);
         for (int64_t head = 0; head < kv_heads(bundle); ++head)
-            for (int64_t tiles = (share.rows + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; --tiles)  // the longest first
+            for (auto begin = begins.rbegin(); begin != begins.rend(); ++begin)  // the longest first
                 for (int64_t part = 0; part < share.parts; ++part)
-                    items.push_back({index, head, (tiles - 1) * TILE_ROWS, part});
+                    items.push_back({index, head, *begin, next_rows(share.rows - *begin), part});
         if (!share.partial) return;
         share.first_place = places;
         for (int64_t part = 0; part < share.parts; ++part)
@@ -109,8 +118,7 @@ struct Scratch {
 };
 
 void compute_item(const Call& call, Scratch& scratch, const Partials& partials, const Item& item, const Share& share) {
-    const int64_t count = std::min<int64_t>(share.rows - item.first_row, TILE_ROWS);
-    Rows rows(call, call.bundles[item.bundle], item.head, item.first_row, count);
+    Rows rows(call, call.bundles[item.bundle], item.head, item.first_row, item.rows);
     const auto compute = [&](auto tile) {
         rows.visit(tile, share.keys * item.part / share.parts, share.keys * (item.part + 1) / share.parts);
         if (share.partial)
@@ -119,16 +127,20 @@ void compute_item(const Call& call, Scratch& scratch, const Partials& partials, 
             tile.write_outputs();
     };
     const bool with_sinks = call.sinks && !share.partial;
-    if (count == 1)
+    if (rows.count == 1)
         compute(NarrowTile<1>(rows, scratch.narrow, with_sinks));
-    else if (count == 2)
+    else if (rows.count == 2)
         compute(NarrowTile<2>(rows, scratch.narrow, with_sinks));
-    else if (count <= NARROW_ROWS)
+    else if (rows.count <= 4)
+        compute(NarrowTile<4>(rows, scratch.narrow, with_sinks));
+    else if (rows.count <= NARROW_ROWS)
         compute(NarrowTile<NARROW_ROWS>(rows, scratch.narrow, with_sinks));
-    else if (count <= TILE_ROWS / 4)
-        compute(WideTile<TILE_ROWS / 4>(rows, scratch.wide, with_sinks));
-    else if (count <= TILE_ROWS / 2)
-        compute(WideTile<TILE_ROWS / 2>(rows, scratch.wide, with_sinks));
+    else if (rows.count <= WIDE_ROWS)
+        compute(WideTile<WIDE_ROWS>(rows, scratch.wide, with_sinks));
+    else if (rows.count <= 2 * WIDE_ROWS)
+        compute(WideTile<2 * WIDE_ROWS>(rows, scratch.wide, with_sinks));
+    else if (rows.count <= 3 * WIDE_ROWS)
+        compute(WideTile<3 * WIDE_ROWS>(rows, scratch.wide, with_sinks));
     else
         compute(WideTile<TILE_ROWS>(rows, scratch.wide, with_sinks));
 }

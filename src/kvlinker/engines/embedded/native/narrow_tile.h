@@ -2,13 +2,11 @@
 // that nothing is wasted on lanes without a row.
 #pragma once
 
-#include <cmath>
-
+#include "exponents.h"
 #include "numbers.h"
 #include "rows.h"
 
-constexpr int NARROW_ROWS = 4;
-constexpr int CACHE_LINE = 64;  // bytes
+constexpr int NARROW_ROWS = LANES == 16 ? 8 : 4;
 
 // One thread's memory, large enough for every narrow tile of a call.
 class NarrowScratch {
@@ -16,15 +14,17 @@ class NarrowScratch {
     explicit NarrowScratch(const Call& call)
         : key_dim(round_up(call.query.dim, 2 * LANES)), value_dim(round_up(call.output.dim, 4 * LANES)),
           outputs(allocate<float>(NARROW_ROWS * value_dim)), scores(allocate<float>(NARROW_ROWS * KEY_BLOCK)),
-          weights(allocate<Part>(NARROW_ROWS * KEY_BLOCK)), query(allocate<bf16>(NARROW_ROWS * key_dim)) {}
+          weights(allocate<Part>(NARROW_ROWS * KEY_BLOCK)), rotated(allocate<bf16>(NARROW_ROWS * key_dim)),
+          queries(allocate<Numbers>(NARROW_ROWS * key_dim / LANES)) {}
 
     float* output(int64_t row) const { return outputs.get() + row * value_dim; }
 
     const int64_t key_dim, value_dim;            // rounded up to what is computed at once
-    const std::unique_ptr<float, Free> outputs;  // [rows][value_dim], relative to the maxima so far
-    const std::unique_ptr<float, Free> scores;   // [rows][KEY_BLOCK], times log2(e)
-    const std::unique_ptr<Part, Free> weights;   // [rows][KEY_BLOCK]
-    const std::unique_ptr<bf16, Free> query;     // [rows][key_dim]
+    const std::unique_ptr<float, Free> outputs;    // [rows][value_dim], relative to the maxima so far
+    const std::unique_ptr<float, Free> scores;     // [rows][KEY_BLOCK], times log2(e)
+    const std::unique_ptr<Part, Free> weights;     // [rows][KEY_BLOCK]
+    const std::unique_ptr<bf16, Free> rotated;     // [rows][key_dim]
+    const std::unique_ptr<Numbers, Free> queries;  // [key_dim / (2 * LANES)][rows][IN_WORDS]
 };
 
 // A block's keys or values; the last one again behind the last. Where neighbours are is known without waiting for
@@ -38,10 +38,7 @@ class BlockRows {
 
     // Has the memory of a neighbour, which may be behind the block's last, fetched ahead.
     void prefetch(int64_t index, int64_t dim) const {
-        if (!NEIGHBOURS) return;
-        const char* row = reinterpret_cast<const char*>(first + stride * index);
-        for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(bf16)); byte += CACHE_LINE)
-            __builtin_prefetch(row + byte);
+        if (NEIGHBOURS) ::prefetch(first + stride * index, dim);
     }
 
     const bf16* operator[](int64_t index) const {
@@ -60,7 +57,7 @@ class NarrowTile {
   public:
     // A sink is a key with that score and value 0, seen first.
     NarrowTile(const Rows& rows, NarrowScratch& scratch, bool with_sinks)
-        : rows(rows), call(rows.call), scratch(scratch) {
+        : rows(rows), call(rows.call), scratch(scratch), exponents(rows.call) {
         for (int64_t row = 0; row < ROWS; ++row) {
             maxima[row] = with_sinks && row < rows.count ? rows.sink(row) : LOWEST;
             totals[row] = with_sinks ? 1.0f : 0.0f;
@@ -70,9 +67,13 @@ class NarrowTile {
     }
 
     // Where a row's rotated query is to be written before `take_queries`.
-    bf16* query(int64_t row) { return scratch.query.get() + row * scratch.key_dim; }
+    bf16* query(int64_t row) { return scratch.rotated.get() + row * scratch.key_dim; }
 
-    void take_queries() {}
+    void take_queries() {
+        Numbers* to = scratch.queries.get();
+        for (int64_t dim = 0; dim < scratch.key_dim; dim += 2 * LANES)
+            for (int64_t row = 0; row < ROWS; ++row, to += IN_WORDS) put_pairs(to, 1, load<Words>(query(row) + dim));
+    }
 
     void compute_block(const Segment& segment, const KeyBlock& block) {
         if (block.neighbours)
@@ -102,8 +103,8 @@ class NarrowTile {
     }
 
   private:
-    static constexpr int64_t DIMS = 4 * LANES;  // value dims that are summed at once
-    static constexpr int KEYS = LANES / ROWS;   // that are scored at once
+    static constexpr int TOGETHER = ROWS > 4 || REGISTERS == 16 ? 2 : 4;  // vectors of value dims, summed at once
+    static constexpr int KEYS = LANES / ROWS;                             // that are scored at once
 
     template <bool NEIGHBOURS>
     void compute(const Segment& segment, const KeyBlock& block) {
@@ -114,7 +115,8 @@ class NarrowTile {
             score(keys, block, key);
         }
         for (int64_t row = 0; row < ROWS; ++row) weigh(row, count);
-        for (int64_t dim = 0; dim < scratch.value_dim; dim += DIMS) accumulate(keys, values, block.count, dim);
+        for (int64_t dim = 0; dim < scratch.value_dim; dim += TOGETHER * LANES)
+            accumulate(keys, values, block.count, dim);
     }
 
     // Scores of KEYS keys of a block for all rows, -inf where hidden.
@@ -123,19 +125,13 @@ class NarrowTile {
         Floats sums[LANES] = {};  // of row and key: row * KEYS + key
         for (int64_t dim = 0; dim < call.query.dim; dim += 2 * LANES) {
             const int64_t left = call.query.dim - dim;
-            Words queries[ROWS];
-#pragma GCC unroll 4
-            for (int row = 0; row < ROWS; ++row) queries[row] = load<Words>(query(row) + dim);
+            const Numbers* queries = scratch.queries.get() + dim / (2 * LANES) * ROWS * IN_WORDS;
             if (left >= 2 * LANES)
                 add(sums, block_keys, begin, dim, 2 * LANES, queries);
             else
                 add(sums, block_keys, begin, dim, left, queries);
         }
-        Floats found = sums_of(sums);
-        if (call.softcap)
-            found = tanh(found * (call.scale / call.softcap)) * (call.softcap * LOG2E);
-        else
-            found *= call.scale * LOG2E;
+        Floats found = exponents(sums_of(sums));
         if (block.some_hidden) found = mask_of(seen_at(block.seen + begin)) ? found : floats(-HUGE_VALF);
         const auto* of_rows = reinterpret_cast<const float*>(&found);
         for (int row = 0; row < ROWS; ++row)
@@ -145,12 +141,16 @@ class NarrowTile {
     // Adds the products of `count` dims.
     template <bool NEIGHBOURS>
     [[gnu::always_inline]] void add(Floats (&sums)[LANES], const BlockRows<NEIGHBOURS>& block_keys, int64_t begin,
-                                    int64_t dim, int64_t count, const Words (&queries)[ROWS]) {
+                                    int64_t dim, int64_t count, const Numbers* queries) {
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
-            const Words key = load_some<Words>(block_keys[begin + i] + dim, count);
-#pragma GCC unroll 4
-            for (int row = 0; row < ROWS; ++row) sums[row * KEYS + i] = add_dot(sums[row * KEYS + i], key, queries[row]);
+            Numbers key[IN_WORDS];
+            put_pairs(key, 1, load_some<Words>(block_keys[begin + i] + dim, count));
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+                for (int j = 0; j < IN_WORDS; ++j)
+                    sums[row * KEYS + i] = add_product(sums[row * KEYS + i], key[j], queries[row * IN_WORDS + j]);
         }
     }
 
@@ -182,11 +182,11 @@ class NarrowTile {
     template <bool NEIGHBOURS>
     void accumulate(const BlockRows<NEIGHBOURS>& block_keys, const BlockRows<NEIGHBOURS>& values, int64_t keys,
                     int64_t dim) {
-        Floats sums[ROWS][4];
-#pragma GCC unroll 4
+        Floats sums[ROWS][TOGETHER];
+#pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < TOGETHER; ++i)
                 sums[row][i] = load<Floats>(scratch.output(row) + dim + i * LANES) * shrink[row];
         const int64_t dims = call.output.dim - dim;
         for (int64_t key = 0; key < keys; key += 2) {  // one behind the last has weight 0
@@ -196,41 +196,41 @@ class NarrowTile {
             }
             add_values(sums, values[key] + dim, values[key + 1] + dim, dims, scratch.weights.get() + key);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) store(scratch.output(row) + dim + i * LANES, sums[row][i]);
+            for (int i = 0; i < TOGETHER; ++i) store(scratch.output(row) + dim + i * LANES, sums[row][i]);
     }
 
     // Adds what two keys' values, or as many of them as there are dims, are by their weights.
-    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][4], const bf16* even, const bf16* odd,
+    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][TOGETHER], const bf16* even, const bf16* odd,
                                                   int64_t dims, const bf16* weights) {
-        Words pairs[4];
+        Words pairs[TOGETHER];
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < TOGETHER / 2; ++half) {
             const Halves one = load_some<Halves>(even + half * 2 * LANES, dims - half * 2 * LANES);
             const Halves other = load_some<Halves>(odd + half * 2 * LANES, dims - half * 2 * LANES);
             pairs[2 * half] = (Words)alternated(one, other, false);
             pairs[2 * half + 1] = (Words)alternated(one, other, true);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
             const Words weight = broadcast_pair(weights + row * KEY_BLOCK);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sums[row][i] = add_dot(sums[row][i], pairs[i], weight);
+            for (int i = 0; i < TOGETHER; ++i) sums[row][i] = add_dot(sums[row][i], pairs[i], weight);
         }
     }
 
-    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][4], const bf16* even, const bf16* odd,
+    [[gnu::always_inline]] static void add_values(Floats (&sums)[ROWS][TOGETHER], const bf16* even, const bf16* odd,
                                                   int64_t dims, const float* weights) {
         for (const bf16* value : {even, odd}) {
-            Floats numbers[4];
+            Floats numbers[TOGETHER];
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) numbers[i] = load_bf16(value + i * LANES, dims - i * LANES);
-#pragma GCC unroll 4
+            for (int i = 0; i < TOGETHER; ++i) numbers[i] = load_bf16(value + i * LANES, dims - i * LANES);
+#pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) sums[row][i] += numbers[i] * weights[row * KEY_BLOCK];
+                for (int i = 0; i < TOGETHER; ++i) sums[row][i] += numbers[i] * weights[row * KEY_BLOCK];
             ++weights;
         }
     }
@@ -238,5 +238,6 @@ class NarrowTile {
     const Rows& rows;
     const Call& call;
     NarrowScratch& scratch;
+    const Exponents exponents;
     float maxima[ROWS], totals[ROWS], shrink[ROWS];  // as those of WideTile
 };

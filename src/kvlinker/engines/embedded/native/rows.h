@@ -5,10 +5,12 @@
 
 #include "vectors.h"
 
-constexpr int TILE_ROWS = 64;     // the most rows of a tile
-constexpr int KEY_BLOCK = 128;    // keys whose scores exist at once; a multiple of 64
+constexpr int TILE_ROWS = 64;  // the most rows of a tile
+// Keys whose scores exist at once, a multiple of 64: scores, values and outputs of 64 rows fit the first cache.
+constexpr int KEY_BLOCK = MULTIPLIES_BF16 ? 128 : 64;
 constexpr int KEYS_TOGETHER = 2 * 16;  // what tiles round a block's count up to
-constexpr float LOWEST = -1e30f;  // below all scores, but finite: differences of maxima are numbers
+constexpr float LOWEST = -1e30f;       // below all scores, but finite: differences of maxima are numbers
+constexpr int CACHE_LINE = 64;         // bytes
 
 // The 64 bits from `first` on.
 inline uint64_t bits_at(const uint64_t* words, int64_t first) {
@@ -62,6 +64,11 @@ class Partials {
     const int64_t heads, value_dim, width;
     std::unique_ptr<float, Free> memory;
 };
+
+// Has a key's or a value's memory fetched ahead.
+inline void prefetch(const bf16* row, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += CACHE_LINE / static_cast<int64_t>(sizeof(bf16))) __builtin_prefetch(row + i);
+}
 
 // Keys of a segment that are computed together.
 struct KeyBlock {

@@ -106,7 +106,13 @@ void store_some(T* to, Vector vector, int64_t count) {
 inline Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats high_of(Words pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
 
-inline Floats widened(Rounded numbers) { return (Floats)(__builtin_convertvector(numbers, Words) << 16); }
+inline Floats widened(Rounded numbers) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)numbers), 16);  // GCC 12 does it in halves
+#else
+    return (Floats)(__builtin_convertvector(numbers, Words) << 16);
+#endif
+}
 
 inline Floats load_bf16(const bf16* from, int64_t count = LANES) { return widened(load_some<Rounded>(from, count)); }
 
@@ -189,10 +195,9 @@ inline Words pairs_of(Floats first, Floats second) {
 #endif
 }
 
-// 2^x with a relative error of 3e-6; 0 where x is below -126 or less. NaN stays NaN.
+// 2^x with a relative error of 3e-6; 0 where x is -150 or less. NaN stays NaN.
 inline Floats exp2(Floats x) {
 #if defined(__AVX512F__)
-    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
     const Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
     const Floats given = x;
