@@ -163,6 +163,10 @@ FOR_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         FAMILIES["gemma4-shared-two-sizes"][1] | {"num_kv_shared_layers": 0, "global_head_dim": 64},
     ),
+    "llama4-without-norms": (
+        "llama4_text",
+        FAMILIES["llama4-interleaved-nope"][1] | {"use_qk_norm": False},
+    ),
     "olmo2": ("olmo2", {}),
     "phi-partial": ("phi", {"partial_rotary_factor": 0.5}),
     "seed_oss": ("seed_oss", HEADS_OF_16),
@@ -304,11 +308,12 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 """Families that transformers has with a part for images alone: here they read text."""
 
 
+SIZED = "gemma4-two-sizes", "llama4-without-norms"
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
     "gpt_neox-partial": {"hidden_size": 128},
     "gptj-interleaved-written-out": {"hidden_size": 128, "num_key_value_heads": 4},
-    **{family: {"hidden_size": 128} for family in FOR_VLLM if family != "gemma4-two-sizes"},
+    **{family: {"hidden_size": 128} for family in FOR_VLLM if family not in SIZED},
 }
 """The families whose heads are as wide as other sizes say: these sizes for heads of 32."""
 

@@ -175,7 +175,7 @@ def asked_for(oracle, percent):
 )
 def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
     """The second pass finds the first one's KV in vLLM's prefix cache, but for its last block, and
-    repairs it there."""
+    repairs it there; with windows, it places all of it again."""
     for _ in range(neighbours):
         linked.add(list(random_tokens(30, 4)), max_tokens=60)
     oracle = reference(prompt, linked.family)
@@ -191,7 +191,9 @@ def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
         output = linked.follow(link, max_tokens=4)
     assert difference_from(output, oracle, [expected] * oracle.layers) < TOLERANCE
     assert outcome_of(output).linked
-    assert found == [link.first_pass.linked // BLOCK * BLOCK]
+    hit = link.first_pass.linked // BLOCK * BLOCK
+    several = len(linked.scheduler.kv_cache_config.kv_cache_groups) > 1
+    assert found[-1] == (0 if several else hit)  # what windows see is to be placed again
 
 
 @pytest.mark.runner_v2

@@ -12,13 +12,16 @@ import torch
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.vllm.adapter import (
+    BlockPool,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
     bind_caller,
+    cache_groups,
     end_with_parent,
     forget_prefix,
     require_linkable,
@@ -27,7 +30,12 @@ from kvlinker.engines.vllm.adapter import (
 from kvlinker.engines.vllm.options import REFUSAL_FILE, ConnectorOptions, connector_settings
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.steps import StepReport, StepTransfers
-from kvlinker.engines.vllm.scheduler.transfer_scheduler import StepLimits, TransferScheduler
+from kvlinker.engines.vllm.scheduler.transfer_scheduler import (
+    FORGET,
+    StepLimits,
+    TransferScheduler,
+)
+from kvlinker.engines.vllm.scheduler.window_blocks import WindowBlocks
 from kvlinker.engines.vllm.worker.transfer_worker import TransferWorker, WorkerResults
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
 from kvlinker.store.format.encryption import Sealing, load_cipher
@@ -53,7 +61,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         return ReportMetadata(self.report.joined(other.report))
 
 
-class KVLinkerConnector(KVConnectorBase_V1):
+class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
 
     ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those
@@ -97,6 +105,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
 
     # What vLLM's scheduler calls.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        groups = cache_groups(self._kv_cache_config)
+        self._scheduling.lend(WindowBlocks(groups, BlockPool(kv_cache_manager)))
+
     def on_new_request(self, request: Any) -> None:
         self._scheduling.admit(
             request.request_id,
@@ -111,16 +124,18 @@ class KVLinkerConnector(KVConnectorBase_V1):
         matched = self._scheduling.matched(
             request.request_id, num_computed_tokens, request.num_tokens
         )
-        if matched[0] is None:
+        if matched == FORGET:
             forget_prefix(self._kv_cache_manager, request)
-        return matched
+        tokens, waits = matched
+        return tokens, waits and tokens is not None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(
             request.request_id,
             request.all_token_ids,
-            blocks.get_block_ids()[0],
+            blocks.get_block_ids(),
             external=num_external_tokens,
+            vllms=request,
         )
 
     def get_external_cache_hit_sources(
@@ -152,8 +167,8 @@ class KVLinkerConnector(KVConnectorBase_V1):
             self._scheduling.note_report(metadata.report)
         self._scheduling.note_received(connector_output.finished_recving or ())
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduling.finished(request.request_id)
 

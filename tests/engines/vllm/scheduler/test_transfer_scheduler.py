@@ -14,8 +14,15 @@ from kvlinker.engines.vllm.protocol.transfer_plan import (
     outcome_of,
 )
 from kvlinker.engines.vllm.protocol.worker_memory import KNOWN, KnownMemory
-from kvlinker.engines.vllm.scheduler.transfer_scheduler import StepLimits, TransferScheduler
+from kvlinker.engines.vllm.scheduler import transfer_scheduler
+from kvlinker.engines.vllm.scheduler.transfer_scheduler import (
+    FORGET,
+    LATER,
+    StepLimits,
+    TransferScheduler,
+)
 from kvlinker.engines.vllm.scheduler.transfer_throttle import MOST_WAITING, TransferThrottle
+from kvlinker.engines.vllm.scheduler.window_blocks import Room
 
 PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
 SIGNER = PlanSigner(b"key")
@@ -65,7 +72,7 @@ class VLLM:
         for name in self.new:
             external, waits = self.scheduler.matched(name, 0, len(self.prompts[name]))
             assert external is not None
-            self.scheduler.allocated(name, self.prompts[name], range(1000), external=external)
+            self.scheduler.allocated(name, self.prompts[name], [range(1000)], external=external)
             if not waits:
                 prefilled += len(self.prompts[name]) - external
                 self.end(name)
@@ -226,8 +233,80 @@ def test_what_was_decided_when_matched_holds_when_allocated(vllm):
     vllm.add("r", transfer, own=2)
     for tokens in (34, 500):
         external, waits = vllm.scheduler.matched("r", 0, tokens)
-        vllm.scheduler.allocated("r", [0] * tokens, range(9), external=external)
+        vllm.scheduler.allocated("r", [0] * tokens, [range(9)], external=external)
         assert vllm.scheduler._started[-1].waits == waits == (tokens == 500)
+
+
+class Windows:
+    """Blocks for windowed layers, of which there are ``room`` or not."""
+
+    are_needed = True
+
+    def __init__(self, room=Room.NOW):
+        self.room = room
+        self.released = []
+
+    def room_for(self, plan, begin, tokens):
+        return self.room
+
+    def completed(self, request_id, plan, begin, held, request):
+        return ((1, 2),)
+
+    def release(self, request_id):
+        self.released.append(request_id)
+
+
+def with_windows(vllm, **options):
+    windows = Windows(**options)
+    vllm.scheduler.lend(windows)
+    return windows
+
+
+def test_with_windows_every_request_waits_and_gives_its_blocks_back(vllm):
+    vllm.decoders = 0
+    windows = with_windows(vllm)
+    vllm.add("r", transfer_of(32, [(10, 13)]))
+    assert vllm.scheduler.matched("r", 0, 40) == (32, True)
+    vllm.scheduler.allocated("r", [0] * 40, [range(9), [0, 0, 3]], external=32)
+    assert vllm.scheduler._started[-1].block_ids == ((1, 2),)
+    vllm.scheduler.note_received(["r"])
+    assert windows.released == ["r"]
+
+
+def test_blocks_of_an_aborted_request_are_given_back_once_workers_have_ended_it(vllm):
+    windows = with_windows(vllm)
+    vllm.add("r", transfer_of(32, [(10, 13)]))
+    vllm.step()
+    vllm.scheduler.finished("r")
+    assert windows.released == []
+    vllm.scheduler.note_received(["r"])
+    assert windows.released == ["r"]
+
+
+def test_without_blocks_for_windows_requests_wait_a_while_and_are_computed_in_full_then(
+    vllm, monkeypatch
+):
+    windows = with_windows(vllm, room=Room.LATER)
+    for name in ("r", "s"):
+        vllm.add(name, transfer_of(32, [(10, 13)]))
+        assert vllm.scheduler.matched(name, 0, 40) == LATER
+    windows.room = Room.NEVER
+    assert vllm.scheduler.matched("r", 0, 40) == (0, False)
+    windows.room = Room.LATER
+    monkeypatch.setattr(transfer_scheduler, "MOST_SECONDS_WITHOUT_BLOCKS", 0)
+    assert vllm.scheduler.matched("s", 0, 40) == (0, False)
+    outcome = outcome_of(vllm.scheduler.finished("s"))
+    assert outcome is not None
+    assert not outcome.linked
+
+
+def test_with_windows_a_second_pass_places_everything_again(vllm):
+    """What windows have seen of the first pass is not in vLLM's blocks."""
+    with_windows(vllm)
+    plan = transfer_of(64, [(10, 13)]).model_copy(update={"second_pass": True})
+    vllm.add("r", plan)
+    assert vllm.scheduler.matched("r", 32, 72) == FORGET
+    assert vllm.scheduler.matched("r", 0, 72) == (64, True)
 
 
 def test_evicted_chunks_are_waited_for(vllm):

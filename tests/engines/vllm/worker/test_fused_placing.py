@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvlinker.engines.gpu import launching
-from kvlinker.engines.vllm.adapter import AttentionLayer
+from kvlinker.engines.vllm.adapter import AttentionLayer, CacheGroup
 from kvlinker.engines.vllm.worker import fused_placing
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
 from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, layer_launches
@@ -72,27 +72,33 @@ class Backend:
             values[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value[token]
 
 
-def worker(layout, dtype=torch.float32, form=None, **changes):
+def worker(layout, dtype=torch.float32, form=None, groups=1, **changes):
     """A worker's model, and its layers: two with one rotary embedding, one with another, one with
-    none. ``form``: its caches are in fp8."""
+    none. ``form``: its caches are in fp8. ``groups``: layers are in so many, in turn, which share
+    their memory."""
     facts = {
         "device": torch.device("cpu"),
         "dtype": dtype,
         "has_rounded_cache": form is not None,
         "max_model_len": 256,
         "to_device": lambda values: values,
+        "groups": [CacheGroup(BLOCK_SIZE)] * groups,
     }
     with set_current_vllm_config(VllmConfig()):
         rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
         halves = get_rope(DIM, 256, is_neox_style=True, rope_parameters=rope, dtype=dtype)
         pairs = get_rope(DIM, 256, is_neox_style=False, rope_parameters=rope, dtype=dtype)
-    layers = []
+    layers: list[AttentionModules] = []
     halves, pairs = copy.deepcopy((halves, pairs))  # vLLM keeps what it makes
     for index, rotary in enumerate((halves, pairs, halves, None)):
         cache = torch.zeros(SHAPES[layout], dtype=dtype if form is None else torch.uint8)
+        if index % groups:
+            cache = layers[-1].attention.module.kv_cache
         module = SimpleNamespace(impl=Backend(layout, form), kv_cache=cache)
         module._k_scale, module._v_scale = torch.tensor(0.5 + index), torch.tensor(2.0)
-        attention = AttentionLayer(f"layer {index}", module, HEADS, DIM, 0, HEADS)
+        attention = AttentionLayer(
+            f"layer {index}", module, HEADS, DIM, 0, HEADS, group=index % groups
+        )
         layers.append(AttentionModules(attention, rotary))
     return SimpleNamespace(**facts | changes), layers
 
@@ -148,9 +154,9 @@ def test_all_chunks_are_placed_by_a_launch_for_each_rotary_embedding(layout, lau
     assert placing is not None
     assert not any(layer.attention.module.kv_cache.any() for layer in layers)
     parts = some_parts()
-    expected = placed(layers, layer_launches(layers, parts))
+    expected = placed(layers, layer_launches(layers, [parts]))
     launches.clear()
-    found = placed(layers, placing.launches(parts))
+    found = placed(layers, placing.launches([parts]))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert sorted(launches) == [(1, 3), (1, 3), (2, 3)]
 
@@ -158,8 +164,30 @@ def test_all_chunks_are_placed_by_a_launch_for_each_rotary_embedding(layout, lau
 def test_a_launch_has_few_layers_and_the_first_ones_come_first(launches, monkeypatch):
     monkeypatch.setattr(fused_placing, "LAYERS_AT_ONCE", 1)
     placing = FusedPlacing(*worker(heads_last))
-    assert [launch.layers for launch in placing.launches(some_parts())] == [(0,), (1,), (2,), (3,)]
-    assert list(placing.launches([])) == []
+    assert [launch.layers for launch in placing.launches([some_parts()])] == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
+    assert list(placing.launches([[]])) == []
+
+
+def test_groups_of_layers_get_their_own_parts(launches):
+    """Layers 0 and 2 have other blocks than 1 and 3, in the same memory."""
+    bound, layers = worker(heads_last, groups=2)
+    placing = fused_placing.fused_placing(bound, layers)
+    assert placing is not None
+    first, *others = some_parts()
+    parts = [[first], others]
+    expected = placed(layers, layer_launches(layers, parts))
+    torch.testing.assert_close(
+        placed(layers, placing.launches(parts)), expected, atol=1e-5, rtol=1e-5
+    )
+    alone = placed(layers, placing.launches([[], others]))
+    slots = first.slots // BLOCK_SIZE, slice(None), first.slots % BLOCK_SIZE
+    assert (alone[0][slots] == 7).all()
+    assert not (expected[0][slots] == 7).any()
 
 
 @pytest.mark.parametrize("layout", [heads_last, values_behind])
@@ -174,8 +202,8 @@ def test_caches_in_fp8_are_written_with_vllms_scales(layout, form, dtype, launch
     assert placing.form is form
     parts = some_parts(dtype)
     pairs = zip(
-        placed(layers, placing.launches(parts)),
-        placed(layers, layer_launches(layers, parts)),
+        placed(layers, placing.launches([parts])),
+        placed(layers, layer_launches(layers, [parts])),
         strict=True,
     )
     for ours, theirs in pairs:

@@ -75,7 +75,7 @@ def test_answers_are_wrong_where_layers_wait_too_late(linked, monkeypatch):
 
 def test_each_layer_waits_for_its_own_parts_alone():
     _, layers = worker(heads_last)
-    device, parts = FakeDevice(), some_parts()
+    device, parts = FakeDevice(), [some_parts()]
 
     def launches(given):
         return layer_launches(layers, given)

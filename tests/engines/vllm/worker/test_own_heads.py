@@ -24,7 +24,9 @@ LAYERS, TOKENS, DIM = 2, 5, 8
 def worker_layers(total, ranks, rank):
     """The layers of one of several workers, as the adapter takes them from vLLM, which gives a
     worker at least one head."""
-    module = SimpleNamespace(num_kv_heads=max(1, total // ranks), head_size=DIM)
+    module = SimpleNamespace(
+        num_kv_heads=max(1, total // ranks), head_size=DIM, kv_sharing_target_layer_name=None
+    )
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={f"layer {n}": module for n in range(LAYERS)}
@@ -34,14 +36,18 @@ def worker_layers(total, ranks, rank):
     )
     bound: Any = BoundModel.__new__(BoundModel)
     bound._config, bound.rank = config, rank
-    bound._groups = [SimpleNamespace(layer_names=[f"layer {n}" for n in range(LAYERS)])]
+    names = [f"layer {n}" for n in range(LAYERS)]
+    bound._groups = [SimpleNamespace(layer_names=names, kv_cache_group_id=0)]
+    bound.borrowing, bound.max_model_len = frozenset(), 512
     layers: list[AttentionLayer] = list(bound._attention_layers())
     return [AttentionModules(layer, None) for layer in layers]
 
 
 @pytest.fixture(autouse=True)
 def any_module_will_do(monkeypatch):
-    monkeypatch.setattr("kvlinker.engines.vllm.adapter.bound_model._unplaceable", lambda _: None)
+    monkeypatch.setattr(
+        "kvlinker.engines.vllm.adapter.bound_model.unplaceable", lambda module, longest: None
+    )
 
 
 def numbered(heads):

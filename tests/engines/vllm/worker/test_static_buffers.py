@@ -91,6 +91,7 @@ def worker(*, fresh):
     bound: Any = SimpleNamespace(
         model=model,
         layers=layers,
+        borrowing=frozenset(),
         device=torch.device("cpu"),
         trace=lambda: model(0, 4),
         finish_copies=lambda: None,

@@ -5,24 +5,21 @@ To move to a new version: add it to ``TESTED``, run ``make test-vllm``, and adap
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvlinker.engines.vllm.adapter.bound_model import (
-    AttentionLayer,
-    BoundModel,
-    VirtualSequences,
-    bind_caller,
-)
+from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer
+from kvlinker.engines.vllm.adapter.block_pool import BlockPool, forget_prefix
+from kvlinker.engines.vllm.adapter.bound_model import BoundModel, VirtualSequences, bind_caller
+from kvlinker.engines.vllm.adapter.cache_groups import CacheGroup, cache_groups
 from kvlinker.engines.vllm.adapter.configurations import (
     TESTED,
     end_with_parent,
@@ -34,15 +31,19 @@ from kvlinker.engines.vllm.adapter.rotary import rotate, watched
 __all__ = [
     "TESTED",
     "AttentionLayer",
+    "BlockPool",
     "BoundModel",
+    "CacheGroup",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "SupportsHMA",
     "VirtualSequences",
     "bind_caller",
+    "cache_groups",
     "end_with_parent",
     "forget_prefix",
     "load_chat_template",
@@ -51,9 +52,3 @@ __all__ = [
     "rotate",
     "watched",
 ]
-
-
-def forget_prefix(manager: Any, request: Any) -> None:
-    """Have vLLM's KV cache manager forget the blocks that it would reuse for the request."""
-    blocks, *_ = manager.get_computed_blocks(request)
-    manager.evict_blocks({block for group in blocks.get_block_ids() for block in group})

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import vllm
 from torch import Tensor, nn
-from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
@@ -18,12 +17,11 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
-from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer, unplaceable
+from kvlinker.engines.vllm.adapter.cache_groups import bound_groups, own_group
 from kvlinker.store.memory.to_host import finish_copies
 
 
@@ -32,8 +30,9 @@ class VirtualSequences:
     """Runs as sequences of vLLM's attention: each is a sequence whose last ``query_length`` tokens
     are computed.
 
-    ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and
-    ``lengths`` [runs]; ``block_ids`` one list per run, which may be the same.
+    ``tokens``, ``positions`` [computed tokens] and ``slots`` [groups, computed tokens], all int64;
+    ``query_lengths`` and ``lengths`` [runs]; ``block_ids`` one list per run and group, which may be
+    the same.
     """
 
     tokens: Tensor
@@ -41,76 +40,20 @@ class VirtualSequences:
     slots: Tensor
     query_lengths: Sequence[int]
     lengths: Sequence[int]
-    block_ids: Sequence[Sequence[int]]
+    block_ids: Sequence[Sequence[Sequence[int]]]
 
 
 class _SlotsByLayer(dict[str, Tensor]):
     """The slots that a pass writes to, by the names of layers; each layer asks for its own before
     it does anything with its KV cache, also in a compiled graph."""
 
-    def __init__(
-        self, names: Iterable[str], slots: Tensor, before_layer: Callable[[str], None]
-    ) -> None:
-        super().__init__(dict.fromkeys(names, slots))
+    def __init__(self, slots: Mapping[str, Tensor], before_layer: Callable[[str], None]) -> None:
+        super().__init__(slots)
         self._before_layer = before_layer
 
     def get(self, name: str, default: Any = None) -> Any:
         self._before_layer(name)
         return super().get(name, default)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """One attention layer of this worker. ``first_head`` is its first KV head among all of the
-    layer's."""
-
-    name: str
-    module: Any
-    heads: int
-    head_dim: int
-    first_head: int
-    total_heads: int
-
-    @property
-    def query_heads(self) -> int:
-        """The number of the layer's query heads that this worker has."""
-        return int(self.module.num_heads)
-
-    @property
-    def options(self) -> AttentionOptions:
-        """The options of the layer's attention: scale, window, soft cap, sinks."""
-        implementation = self.module.impl
-        return AttentionOptions(
-            scale=float(implementation.scale),
-            window=self.module.sliding_window,
-            softcap=getattr(implementation, "logits_soft_cap", None) or None,
-            sinks=getattr(implementation, "sinks", None),
-        )
-
-    @property
-    def scales(self) -> tuple[Tensor, Tensor]:
-        """The scales of keys and values in a KV cache in fp8, by which what it holds is to be
-        multiplied; 1 in others. They are the layer's own tensors, on its device."""
-        return self.module._k_scale, self.module._v_scale
-
-    def cache_views(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values [blocks, block_size, heads, head_dim] as backends know to lay them
-        out in the layer's cache, which vLLM shapes [blocks, heads, block_size, 2 * head_dim]."""
-        cache = self.module.kv_cache
-        if cache.shape[1] == self.heads and cache.shape[-1] == 2 * self.head_dim:
-            key, value = cache.transpose(1, 2).split(self.head_dim, dim=-1)
-            yield key, value
-            if cache.is_contiguous():
-                behind = cache.view(*cache.shape[:2], -1, self.head_dim)
-                key, value = behind.transpose(1, 2).chunk(2, dim=1)
-                yield key, value
-        elif cache.shape[1] == 2 * self.heads:
-            key, value = cache.transpose(1, 2).split(self.heads, dim=2)
-            yield key, value
-
-    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
-        self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
 
 
 class BoundModel:
@@ -128,35 +71,45 @@ class BoundModel:
         self.vocabulary: int = self._config.model_config.get_vocab_size()
         self.max_model_len: int = self._config.model_config.max_model_len
         self.rank: int = get_tensor_model_parallel_rank()
-        (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
-        for group in groups:
-            if type(group.kv_cache_spec) is not FullAttentionSpec:
-                raise UnsupportedModelError(
-                    "vLLM does not keep all of this model's KV"
-                    f" ({type(group.kv_cache_spec).__name__}), so kvlinker cannot link it. Where"
-                    " that is because of a sliding window, --disable-sliding-window helps, for"
-                    " prompts that fit into one."
-                )
-        (size,) = _single({group.kv_cache_spec.block_size for group in groups}, "block sizes")
-        self.block_size: int = size
-        if len(groups) > 1 and not self.is_alone:
+        self.blocks: int = self._config.cache_config.num_gpu_blocks
+        self.groups = bound_groups(runner.attn_groups)
+        attention = [group for groups in runner.attn_groups for group in groups]
+        if len(attention) > len(self.groups) and not self.is_alone:
             raise UnsupportedModelError(
-                f"The model has heads of {len(groups)} sizes in vLLM, which kvlinker links in one"
-                " worker only: leave tensor_parallel_size at 1."
+                f"The model has heads of {len(attention)} sizes in vLLM, which kvlinker links in"
+                " one worker only: leave tensor_parallel_size at 1."
             )
-        self._groups = [own_group(group, self._config, self.device) for group in groups]
+        self._groups = [own_group(group, self._config, self.device) for group in attention]
         self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
+        self.borrowing = frozenset(self._borrowing_layers())
         self.layers = tuple(self._attention_layers())
 
+    @property
+    def _modules(self) -> Mapping[str, Any]:
+        modules: Mapping[str, Any] = self._config.compilation_config.static_forward_context
+        return modules
+
+    def _borrowing_layers(self) -> Iterator[str]:
+        """Yield the names of layers that have no KV of their own, but attend to another layer's."""
+        for group in self._groups:
+            for name in group.layer_names:
+                if self._modules[name].kv_sharing_target_layer_name is not None:
+                    yield name
+
     def _attention_layers(self) -> Iterator[AttentionLayer]:
-        """Yield the layers in the order of their names in vLLM's KV cache."""
-        modules = self._config.compilation_config.static_forward_context
+        """Yield the layers with KV in the order of their names in vLLM's KV cache."""
         parallel = self._config.parallel_config.tensor_parallel_size
         configured = self._config.model_config.get_total_num_kv_heads()
-        for name in (name for group in self._groups for name in group.layer_names):
-            module = modules[name]
+        own = [
+            (group.kv_cache_group_id, name)
+            for group in self._groups
+            for name in group.layer_names
+            if name not in self.borrowing
+        ]
+        for group, name in own:
+            module = self._modules[name]
             total = module.num_kv_heads if self.is_alone else configured
-            reason = _unplaceable(module)
+            reason = unplaceable(module, self.max_model_len)
             if reason is not None:
                 raise UnsupportedModelError(
                     f"kvlinker cannot place KV in the model's layer {name}: {reason}."
@@ -168,13 +121,15 @@ class BoundModel:
                 head_dim=module.head_size,
                 first_head=self.rank * total // parallel,
                 total_heads=total,
+                group=group,
             )
 
-    def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request
-        with these blocks: [tokens], on the same device."""
+    def slots(self, group: int, block_ids: Sequence[int], positions: Tensor) -> Tensor:
+        """Return the slots in a group's KV cache of the tokens at ``positions`` [tokens] of a
+        request with these blocks in it: [tokens], on the same device."""
+        size = self.groups[group].block_size
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
-        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+        return blocks[positions // size] * size + positions % size
 
     def forward(
         self,
@@ -191,7 +146,7 @@ class BoundModel:
             metadata,
             self._config,
             num_tokens=len(sequences.tokens),
-            slot_mapping=_SlotsByLayer(metadata, sequences.slots, before_layer),
+            slot_mapping=_SlotsByLayer(self._slots_by_name(sequences), before_layer),
             skip_compiled=eager,
         ):
             return self._call(sequences.tokens, sequences.positions)
@@ -296,15 +251,24 @@ class BoundModel:
         builders' buffers anew, once those of the last one have been copied to the device."""
         if self._built is not None:
             self._built.synchronize()
-        common = self._common_metadata(sequences)
+        common = [self._common_metadata(sequences, group) for group in range(len(self.groups))]
         metadata: dict[str, Any] = {}
         for group in self._groups:
-            metadata |= dict.fromkeys(group.layer_names, group.build_metadata(common))
+            built = group.build_metadata(common[group.kv_cache_group_id])
+            metadata |= dict.fromkeys(group.layer_names, built)
         if self._built is not None:
             self._built.record()
         return metadata
 
-    def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
+    def _slots_by_name(self, sequences: VirtualSequences) -> dict[str, Tensor]:
+        """Return the slots of a pass by the names of layers."""
+        return {
+            name: sequences.slots[group.kv_cache_group_id]
+            for group in self._groups
+            for name in group.layer_names
+        }
+
+    def _common_metadata(self, sequences: VirtualSequences, group: int) -> CommonAttentionMetadata:
         starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
         lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
@@ -317,8 +281,8 @@ class BoundModel:
             num_actual_tokens=len(sequences.tokens),
             max_query_len=max(sequences.query_lengths),
             max_seq_len=max(sequences.lengths),
-            block_table_tensor=self._block_table(sequences.block_ids),
-            slot_mapping=sequences.slots,
+            block_table_tensor=self._block_table([ids[group] for ids in sequences.block_ids]),
+            slot_mapping=sequences.slots[group],
             positions=sequences.positions,
             is_prefilling=torch.ones(len(sequences.lengths), dtype=torch.bool),
         )
@@ -330,44 +294,6 @@ class BoundModel:
         for row, ids in zip(table, block_ids, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         return self.to_device(table)
-
-
-def own_group(group: Any, config: Any, device: torch.device) -> Any:
-    """Return the group of attention layers with a metadata builder of its own.
-
-    Builders may keep what they build in buffers that the next build overwrites, such as
-    FlashAttention 3's scheduler metadata and FlashInfer's plans. Runs inside a request's first step
-    are built when that step's own metadata already is, and must leave it alone.
-    """
-    theirs = group.get_metadata_builder()
-    own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
-    with set_current_vllm_config(config):
-        own.create_metadata_builders(config, device, theirs.kv_cache_spec.block_size)
-    (builder,) = own.metadata_builders
-    if hasattr(
-        builder, "set_workspace_buffer"
-    ):  # scratch space, which passes use one after another
-        builder.set_workspace_buffer(theirs._get_workspace_buffer())
-    return own
-
-
-def _unplaceable(module: Any) -> str | None:
-    """Return why KV cannot be placed in an attention layer; None where it can."""
-    if not isinstance(module, Attention):
-        return f"its attention is vLLM's {type(module).__name__}"
-    backend = module.impl
-    if not hasattr(backend, "do_kv_cache_update"):
-        return (
-            f"{type(backend).__name__} writes KV only while it attends; choose another"
-            " attention_backend"
-        )
-    if module.kv_sharing_target_layer_name is not None:
-        return f"it uses the KV of {module.kv_sharing_target_layer_name}"
-    if getattr(module, "attention_chunk_size", None) is not None:
-        return "it is cut at fixed positions (attention_chunk_size); --engine embedded links it"
-    if getattr(backend, "alibi_slopes", None) is not None:
-        return "it has ALiBi, whose attention kvlinker does not know"
-    return None
 
 
 def bind_caller() -> BoundModel:
@@ -385,13 +311,3 @@ def bind_caller() -> BoundModel:
     raise KVLinkerError(
         f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner."
     )
-
-
-def _single(values: Any, what: str) -> tuple[Any]:
-    if len(values) != 1:
-        raise UnsupportedModelError(
-            f"The model has {len(values)} {what} in vLLM; kvlinker links models with one. Try "
-            "--disable-hybrid-kv-cache-manager."
-        )
-    (value,) = values
-    return (value,)

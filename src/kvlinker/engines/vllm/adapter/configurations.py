@@ -77,16 +77,27 @@ def require_linkable(config: Any) -> None:
             "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge"
             " the adapter into the model."
         )
+    if config.cache_config.kv_sharing_fast_prefill:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with kv_sharing_fast_prefill, with which a part of the"
+            " layers computes no prompts; leave it out."
+        )
 
 
 def _require_movable(model: Any) -> None:
     """Raise UnsupportedModelError for a model whose KV is not all that it keeps, or depends on far
     positions, by its ``ModelConfig``: the first ends in errors of vLLM's, and the second is nothing
     that a self-test near the start sees."""
-    if model.is_hybrid or model.is_attention_free:
+    if model.is_attention_free:
+        raise UnsupportedModelError(
+            f"All layers of {model.architecture} keep a state instead of keys and values, which"
+            " kvlinker does not link; serve it with vLLM alone."
+        )
+    if model.is_hybrid:
         raise UnsupportedModelError(
             f"Layers of {model.architecture} keep a state instead of keys and values, or beside"
-            " them, which kvlinker does not link yet; serve it with vLLM alone."
+            " them, which kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
+            " (--engine embedded), or with vLLM alone."
         )
     if model.use_mla:
         raise UnsupportedModelError(
@@ -94,14 +105,25 @@ def _require_movable(model: Any) -> None:
             " kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
             " (--engine embedded), or with vLLM alone."
         )
-    scaling = getattr(model.hf_text_config, "llama_4_scaling", None)
-    length = scaling and scaling["original_max_position_embeddings"]
-    if length and model.max_model_len > length:
+    length = _movable_length(model.hf_text_config)
+    if length is not None and model.max_model_len > length:
         raise UnsupportedModelError(
             f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries"
-            f" beyond position {length}, so that KV cannot be moved there; set max_model_len to"
-            f" {length}."
+            f" or cuts its attention by positions beyond {length}, so that KV cannot be moved"
+            f" there; set max_model_len to {length}."
         )
+
+
+def _movable_length(config: Any) -> int | None:
+    """Return the most tokens within which KV can be moved, by the configuration of
+    transformers'; None where there is no bound."""
+    bounds = [getattr(config, "attention_chunk_size", None)]
+    scaling = getattr(config, "llama_4_scaling", None)
+    if scaling:
+        bounds.append(scaling["original_max_position_embeddings"])
+    if getattr(config, "attn_temperature_tuning", False):
+        bounds.append(int(config.floor_scale) - 1)
+    return min((bound for bound in bounds if bound), default=None)
 
 
 def end_with_parent() -> None:

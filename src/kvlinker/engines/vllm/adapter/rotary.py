@@ -34,7 +34,8 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
     """Have passes by the modules call back, as long as the context lasts.
 
     ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
-    embedding, ``attended(layer_name, query, key, value)`` what attention takes.
+    embedding, ``attended(layer_name, query, key, value)`` what attention takes. Neither is called
+    for layers that attend to another one's KV.
     """
 
     def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -42,14 +43,16 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
             *args,
             *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs),
         )[:3]
-        rotated(module, positions, key)
+        if key is not None:
+            rotated(module, positions, key)
 
     def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = (
             *args,
             *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
         )[:3]
-        attended(module.layer_name, query, key, value)
+        if module.layer_name not in bound.borrowing:
+            attended(module.layer_name, query, key, value)
 
     rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
     handles = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm, RotaryFunction
-from kvlinker.engines.vllm.adapter.bound_model import AttentionLayer
+from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer
 
 BACKEND = "vllm.model_executor.models.transformers"
 FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_emb"

@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.vllm.protocol.transfer_plan import TransferPlan
 
+NO_BLOCK = 0
+"""The number that stands for a block which a request does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartedTransfer:
-    """The start of a request's transfer plan, in the KV cache's blocks ``block_ids``."""
+    """The start of a request's transfer plan, in the KV cache's blocks ``block_ids``, by group of
+    layers, ``NO_BLOCK`` where a group needs none. Without any group, it cannot be linked."""
 
     request_id: str
     plan: TransferPlan
@@ -22,7 +26,7 @@ class StartedTransfer:
     tokens: NDArray[np.int64]
     """The prompt's first ``plan.linked`` tokens: [linked]."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
 
     begin: int
     """The first position to link: the KV before it is there already."""

@@ -34,8 +34,18 @@ from kvlinker.engines.vllm.scheduler.transfer_throttle import (
     StepWork,
     TransferThrottle,
 )
+from kvlinker.engines.vllm.scheduler.window_blocks import BlockIds, Room, WindowBlocks
 
 logger = logging.getLogger(__name__)
+
+FORGET = None, False
+"""Says that vLLM is to forget what it has of a request, since a first pass placed it."""
+
+LATER = None, True
+"""Says that others have to give back blocks first."""
+
+MOST_SECONDS_WITHOUT_BLOCKS = 30.0
+"""The seconds from its arrival for which a request waits for others' blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,13 @@ class TransferScheduler:
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = TransferThrottle(limits.slice_tokens, slowdown=limits.slowdown)
+        self._windows: WindowBlocks | None = None
         self._target_told = False
+
+    def lend(self, blocks: WindowBlocks) -> None:
+        """Have requests borrow ``blocks`` where layers have windows. To be called before there are
+        any."""
+        self._windows = blocks if blocks.are_needed else None
 
     def admit(
         self,
@@ -174,8 +190,8 @@ class TransferScheduler:
 
     def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
         """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that
-        vLLM has, and whether the request has to wait for it; None where vLLM has to forget the
-        local ones and ask again, since a first pass placed them.
+        vLLM has, and whether the request has to wait for it; ``FORGET`` or ``LATER`` where vLLM has
+        to ask again.
 
         vLLM asks in every step in which the request waits, so that nothing slow happens here: no
         file is looked at.
@@ -186,19 +202,33 @@ class TransferScheduler:
         plan = request.plan
         if request.queued is None and not plan.second_pass:
             request.found = local
-        if request.given_up and plan.second_pass and local:
-            return None, False
+        if plan.second_pass and local and (request.given_up or self._windows is not None):
+            return FORGET
         if request.given_up or request.measured is not None or local >= plan.linked:
+            return 0, False
+        room = self._windows.room_for(plan, local, tokens) if self._windows else Room.NOW
+        if room is not Room.NOW:
+            waited = time.perf_counter() - request.admitted
+            if room is Room.LATER and waited < MOST_SECONDS_WITHOUT_BLOCKS:
+                return LATER
+            logger.warning("Request %s is computed in full: no blocks are left.", request_id)
+            request.given_up = True
             return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
         return plan.linked - local, request.waits
 
     def allocated(
-        self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
+        *,
+        external: int,
+        vllms: Any = None,
     ) -> None:
-        """Begin to link the request in its blocks: vLLM expects ``external`` tokens, as ``matched``
-        returned."""
+        """Begin to link the request in its blocks, by group: vLLM expects ``external`` tokens, as
+        ``matched`` returned. ``vllms`` is vLLM's own request."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -207,12 +237,16 @@ class TransferScheduler:
         if not external:
             return
         begin = request.plan.linked - external
+        blocks: BlockIds = tuple(map(tuple, block_ids))
+        if self._windows is not None:
+            complete = self._windows.completed(request_id, request.plan, begin, blocks, vllms)
+            blocks = complete or ()
         self._started.append(
             StartedTransfer(
                 request_id=request_id,
                 plan=request.plan,
                 tokens=np.asarray(tokens[: request.plan.linked], dtype=np.int64),
-                block_ids=tuple(block_ids),
+                block_ids=blocks,
                 begin=begin,
                 waits=request.waits,
             )
@@ -277,6 +311,8 @@ class TransferScheduler:
         """Note that the transfers of these requests have ended or were given up."""
         for request_id in finished:
             self._forget_progress(request_id)
+            if self._windows is not None:
+                self._windows.release(request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request that has ended, or was aborted. Returns the outcome of linking for its
@@ -294,6 +330,8 @@ class TransferScheduler:
         """Return whether linking within the request's own first step would make that much
         longer."""
         plan = request.plan
+        if self._windows is not None:
+            return True  # vLLM takes no word of a failure from within a step
         if plan.captures or plan.measure or not all(map(self._memory.holds, plan.keys)):
             return True
         budget = self._budget()

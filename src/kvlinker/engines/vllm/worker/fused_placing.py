@@ -17,7 +17,13 @@ from torch import Tensor
 
 from kvlinker.engines.gpu import has_kernels
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, Launch, layer_launches
+from kvlinker.engines.vllm.worker.layers import (
+    AttentionModules,
+    ChunkPart,
+    GroupParts,
+    Launch,
+    layer_launches,
+)
 from kvlinker.store import ChunkKV, LayerKV
 
 if TYPE_CHECKING:
@@ -42,10 +48,11 @@ ROUNDED_ERROR = 6e-2
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """A few layers whose heads are rotated alike, and their caches [blocks, block_size, heads,
-    dim]."""
+    """A few layers of one ``group`` whose heads are rotated alike, and their caches [blocks,
+    block_size, heads, dim]."""
 
     layers: tuple[int, ...]
+    group: int
     rotation: Rotation | None
     caches: tuple[KeyValue, ...]
     rounding: Rounding | None
@@ -80,7 +87,8 @@ class FusedPlacing:
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
             attention = layer.attention
-            alike[id(layer.rotary), attention.heads, attention.head_dim].append(index)
+            kind = id(layer.rotary), attention.heads, attention.head_dim, attention.group
+            alike[kind].append(index)
         self._groups = sorted(
             (
                 self._alike(indices[begin : begin + LAYERS_AT_ONCE], layers, found)
@@ -101,30 +109,37 @@ class FusedPlacing:
             rounding = Rounding(form, [layers[index].attention.scales for index in indices])
         return _Alike(
             tuple(indices),
+            layers[indices[0]].attention.group,
             _rotation(layers[indices[0]].rotary),
             tuple(found[index].cache for index in indices),
             rounding,
         )
 
-    def caches(self) -> Iterator[KeyValue]:
-        """Yield the caches of all layers, in any order."""
-        for group in self._groups:
-            yield from group.caches
+    def caches(self, group: int) -> Iterator[KeyValue]:
+        """Yield the caches of a group's layers, in any order."""
+        for alike in self._groups:
+            if alike.group == group:
+                yield from alike.caches
 
-    def launches(self, parts: Sequence[ChunkPart]) -> Iterator[Launch]:
+    def launches(self, parts: GroupParts) -> Iterator[Launch]:
         """Yield the writing of all parts into the KV cache. Their memory has to be kept until the
         device has read it."""
+        tokens = [self._tokens(own) if own else None for own in parts]
+        for alike in self._groups:
+            places = tokens[alike.group]
+            if places is not None:
+                yield Launch(alike.layers, partial(_place, alike, parts[alike.group], places))
+
+    def _tokens(self, parts: Sequence[ChunkPart]) -> Tensor:
+        """Return, for each token of the parts, the part's number, its row in the chunk, its
+        position and its slot: [4, tokens]."""
         from kvlinker.engines.gpu.launching import on_device
 
-        if not parts:
-            return
         numbers = [np.full(part.last - part.first, index) for index, part in enumerate(parts)]
         rows = [np.arange(part.first, part.last) for part in parts]
         known = on_device(np.stack([np.concatenate(numbers), np.concatenate(rows)]), self._device)
         places = [torch.stack([part.positions, part.slots]) for part in parts]
-        tokens = torch.cat([known, torch.cat(places, dim=1)])
-        for group in self._groups:
-            yield Launch(group.layers, partial(_place, group, parts, tokens))
+        return torch.cat([known, torch.cat(places, dim=1)])
 
 
 def _place(group: _Alike, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
@@ -178,25 +193,30 @@ def _require_same(
     part = ChunkPart(
         kv, 3, 3 + CHECKED_TOKENS, 0, *bound.to_device(torch.stack([positions, slots]))
     )
-    caches = [tensor for pair in placing.caches() for tensor in pair]
+    for group in range(len(bound.groups)):  # one by one, since they share memory
+        parts = [[part] if other == group else [] for other in range(len(bound.groups))]
+        caches = [tensor for pair in placing.caches(group) for tensor in pair]
+        expected = _placed(layer_launches(layers, parts), caches, placing.form)
+        ours = _placed(placing.launches(parts), caches, placing.form)
+        error = max(
+            float((one - other).norm() / other.norm())
+            for one, other in zip(ours, expected, strict=True)
+        )
+        allowed = ROUNDED_ERROR if placing.form else LARGEST_ERROR.get(bound.dtype, ROUGH_ERROR)
+        if not error <= allowed:
+            raise LookupError(f"the kernel places something else, by {error:.1e}")
 
-    def placed(launches: Iterator[Launch]) -> list[Tensor]:
-        for _, work in launches:
-            work()
-        found = [_numbers(cache[_where(cache)], placing.form) for cache in caches]
-        for cache in caches:
-            cache[_where(cache)] = 0
-        return found
 
-    expected = placed(layer_launches(layers, [part]))
-    ours = placed(placing.launches([part]))
-    error = max(
-        float((one - other).norm() / other.norm())
-        for one, other in zip(ours, expected, strict=True)
-    )
-    allowed = ROUNDED_ERROR if placing.form else LARGEST_ERROR.get(bound.dtype, ROUGH_ERROR)
-    if not error <= allowed:
-        raise LookupError(f"the kernel places something else, by {error:.1e}")
+def _placed(
+    launches: Iterator[Launch], caches: Sequence[Tensor], form: torch.dtype | None
+) -> list[Tensor]:
+    """Return what is placed in the first slots of caches, and leave zeros there."""
+    for _, work in launches:
+        work()
+    found = [_numbers(cache[_where(cache)], form) for cache in caches]
+    for cache in caches:
+        cache[_where(cache)] = 0
+    return found
 
 
 def _rotation(rotary: Any) -> Rotation | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, Launch
+from kvlinker.engines.vllm.worker.layers import AttentionModules, GroupParts, Launch
 from kvlinker.store.memory.lane import Arrival, CopyLane
 
-Launches = Callable[[Sequence[ChunkPart]], Iterator[Launch]]
+Launches = Callable[[GroupParts], Iterator[Launch]]
 """Yields what places parts in all layers; the first layers come first."""
 
 
@@ -26,7 +26,7 @@ class LanePlacing:
         self._launches = launches
         self._under_way: dict[str, Arrival] = {}
 
-    def place(self, parts: Sequence[ChunkPart]) -> None:
+    def place(self, parts: GroupParts) -> None:
         """Write all parts into the KV cache, sooner or later. What was placed before is there
         first."""
         for layers, work in self._launches(parts):

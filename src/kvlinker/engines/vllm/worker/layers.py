@@ -112,7 +112,12 @@ class ChunkPart:
     """The positions that the keys are rotated to: [last - first]."""
 
     slots: Tensor
-    """The slots of the tokens in the KV cache: [last - first]."""
+    """The slots of the tokens in the KV cache of one group of layers: [last - first]."""
+
+
+GroupParts = Sequence[Sequence[ChunkPart]]
+"""What is to be placed in each group of layers: where a group has windows, that may be less than in
+others."""
 
 
 class Launch(NamedTuple):
@@ -122,25 +127,28 @@ class Launch(NamedTuple):
     work: Callable[[], object]
 
 
-def place(layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]) -> None:
+def place(layers: Sequence[AttentionModules], parts: GroupParts) -> None:
     """Write all parts into the KV cache, layer by layer."""
     for _, work in layer_launches(layers, parts):
         work()
 
 
-def layer_launches(
-    layers: Sequence[AttentionModules], parts: Sequence[ChunkPart]
-) -> Iterator[Launch]:
+def layer_launches(layers: Sequence[AttentionModules], parts: GroupParts) -> Iterator[Launch]:
     """Yield the writing of all parts into the KV cache, layer by layer."""
-    if not parts:
-        return
-    slots = torch.cat([part.slots for part in parts])
+    slots = {
+        number: torch.cat([part.slots for part in group])
+        for number, group in enumerate(parts)
+        if group
+    }
 
     def work(index: int) -> None:
-        layers[index].attention.write(*placed_kv(layers, index, parts), slots)
+        attention = layers[index].attention
+        key, value = placed_kv(layers, index, parts[attention.group])
+        attention.write(key, value, slots[attention.group])
 
-    for index in range(len(layers)):
-        yield Launch((index,), partial(work, index))
+    for index, layer in enumerate(layers):
+        if layer.attention.group in slots:
+            yield Launch((index,), partial(work, index))
 
 
 def placed_kv(

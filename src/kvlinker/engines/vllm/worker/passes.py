@@ -8,18 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
-from kvlinker.engines.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
+from kvlinker.engines.vllm.protocol.steps import (
+    NO_BLOCK,
+    PlacedPart,
+    StartedTransfer,
+    TransferSlice,
+)
 from kvlinker.engines.vllm.worker.fused_placing import fused_placing
 from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import (
     AttentionModules,
     ChunkPart,
+    GroupParts,
     layer_launches,
     place,
 )
@@ -33,6 +40,7 @@ from kvlinker.engines.vllm.worker.recording import (
     capturing,
     comparing,
 )
+from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
 from kvlinker.store.memory.lane import lane_to
 
@@ -66,37 +74,69 @@ class TransferTask:
 
     failed: bool = False
 
-    def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> Iterator[ChunkPart]:
-        """Yield the parts' KV and its places. If a chunk does not fit the plan, the task has
-        failed, and there are no more parts."""
+    def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> list[list[ChunkPart]]:
+        """Return the parts' KV and its places, by group of layers. If a chunk does not fit the
+        plan, the task has failed, and there are no parts."""
+        placed: list[list[ChunkPart]] = [[] for _ in bound.groups]
         for part in parts:
-            kvs = self.loaded.result()
-            placed = self.started.plan.placements[part.placement]
-            if kvs is None:
-                self.failed = True
-                return
-            kv = kvs[placed.key]
-            if part.last > kv.tokens:
-                logger.error(
-                    "Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last
-                )
-                self.failed = True
-                return
-            offsets = torch.arange(part.first, part.last)
-            slots = bound.slots(self.started.block_ids, offsets + placed.start)
-            positions, slots = bound.to_device(torch.stack([offsets + placed.rotary_start, slots]))
-            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, positions, slots)
+            kv = self._kv(part)
+            if kv is None:
+                return [[] for _ in bound.groups]
+            for group, found in enumerate(placed):
+                for first, last in self._within(bound, group, part):
+                    found.append(self._placed(bound, group, part, kv, first, last))
+        return placed
 
-    def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
-        """Yield the parts of the placements at positions [begin, end)."""
-        within = [
-            PlacedPart(
-                index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start)
+    def whole_parts(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
+        """Yield the parts of the placements at positions [begin, end), whatever layers have room
+        for; there are none if a chunk does not fit the plan, and the task has failed."""
+        for index, placed in enumerate(self.started.plan.placements):
+            if placed.begin < end and placed.end > begin:
+                first = max(placed.first, begin - placed.start)
+                part = PlacedPart(index, first, min(placed.last, end - placed.start))
+                kv = self._kv(part)
+                if kv is None:
+                    return
+                yield self._placed(bound, 0, part, kv, part.first, part.last)
+
+    def _kv(self, part: PlacedPart) -> ChunkKV | None:
+        kvs = self.loaded.result()
+        if kvs is None:
+            self.failed = True
+            return None
+        key = self.started.plan.placements[part.placement].key
+        if part.last > kvs[key].tokens:
+            logger.error(
+                "Chunk %s has %d tokens; %d are to be placed.", key, kvs[key].tokens, part.last
             )
-            for index, placed in enumerate(self.started.plan.placements)
-            if placed.begin < end and placed.end > begin
-        ]
-        return self.parts(bound, within)
+            self.failed = True
+            return None
+        return kvs[key]
+
+    def _within(self, bound: BoundModel, group: int, part: PlacedPart) -> Iterator[Range]:
+        """Yield the ranges of a part's tokens for which the request has blocks in a group."""
+        if bound.groups[group].window is None:
+            yield part.first, part.last
+            return
+        start = self.started.plan.placements[part.placement].start
+        ids, size = self.started.block_ids[group], bound.groups[group].block_size
+        blocks = range((start + part.first) // size, -(-(start + part.last) // size))
+        for has_block, run in groupby(blocks, lambda block: ids[block] != NO_BLOCK):
+            first, *_, last = (*run,) * 2
+            if has_block:
+                yield (
+                    max(part.first, first * size - start),
+                    min(part.last, (last + 1) * size - start),
+                )
+
+    def _placed(
+        self, bound: BoundModel, group: int, part: PlacedPart, kv: ChunkKV, first: int, last: int
+    ) -> ChunkPart:
+        placed = self.started.plan.placements[part.placement]
+        offsets = torch.arange(first, last)
+        slots = bound.slots(group, self.started.block_ids[group], offsets + placed.start)
+        positions, slots = bound.to_device(torch.stack([offsets + placed.rotary_start, slots]))
+        return ChunkPart(kv, first, last, placed.start + first, positions, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +171,8 @@ class Passes:
         observed in a single pass are left to it."""
         observed = [run for task, each in slices if _observes(task) for run in each.runs]
         one_pass = (
-            len(observed) <= self._runs
+            len(self._bound.groups) == 1
+            and len(observed) <= self._runs
             and sum(end - begin for begin, end in observed) <= self._tokens
         )
         others = []
@@ -141,7 +182,8 @@ class Passes:
                 and one_pass
                 and each.is_whole(task.started.plan)
             ):
-                task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
+                (parts,) = task.parts(self._bound, each.parts)
+                task.measurement.unplaced = tuple(parts)
             else:
                 others.append((task, each))
         self._placing.place(self._parts(each for each in others if not _compares(each[0])))
@@ -174,8 +216,12 @@ class Passes:
         sequences = self._sequences(runs)
         self._bound.forward(sequences, eager=eager, before_layer=self._placing.wait_for)
 
-    def _parts(self, slices: Iterable[tuple[TransferTask, TransferSlice]]) -> list[ChunkPart]:
-        return [part for task, each in slices for part in task.parts(self._bound, each.parts)]
+    def _parts(self, slices: Iterable[tuple[TransferTask, TransferSlice]]) -> GroupParts:
+        parts: list[list[ChunkPart]] = [[] for _ in self._bound.groups]
+        for task, each in slices:
+            for group, own in zip(parts, task.parts(self._bound, each.parts), strict=True):
+                group += own
+        return parts
 
     def _grouped(
         self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]
@@ -202,18 +248,21 @@ class Passes:
 
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
         positions = [torch.arange(run.begin, run.end) for run in runs]
-        slots = [
-            self._bound.slots(run.task.started.block_ids, own)
-            for run, own in zip(runs, positions, strict=True)
-        ]
         tokens = [torch.from_numpy(run.task.tokens[run.begin : run.end]) for run in runs]
+        slots = [
+            [
+                self._bound.slots(group, run.task.started.block_ids[group], own)
+                for run, own in zip(runs, positions, strict=True)
+            ]
+            for group in range(len(self._bound.groups))
+        ]
         rows = self._bound.to_device(
-            torch.stack([torch.cat(each) for each in (tokens, positions, slots)])
+            torch.stack([torch.cat(each) for each in (tokens, positions, *slots)])
         )
         return VirtualSequences(
             tokens=rows[0],
             positions=rows[1],
-            slots=rows[2],
+            slots=rows[2:],
             query_lengths=[run.end - run.begin for run in runs],
             lengths=[run.end for run in runs],
             block_ids=[run.task.started.block_ids for run in runs],
@@ -222,7 +271,7 @@ class Passes:
     def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
         for run in runs:
             assert isinstance(run.task.measurement, KVComparison)
-            parts = tuple(run.task.parts_within(self._bound, run.begin, run.end))
+            parts = tuple(run.task.whole_parts(self._bound, run.begin, run.end))
             yield ComparedRows(run.first, run.begin, parts, run.task.measurement)
 
     def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
@@ -232,7 +281,7 @@ class Passes:
             length = run.task.started.plan.linked
             parts: tuple[ChunkPart, ...] = ()
             if run.end == length:
-                parts = observation.unplaced or tuple(run.task.parts_within(self._bound, 0, length))
+                parts = observation.unplaced or tuple(run.task.whole_parts(self._bound, 0, length))
             yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, observation)
 
 

@@ -83,6 +83,11 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     capture = subject.capture()
     with capturing(subject.bound, subject.layers, [CapturedRows(0, length, 0, [capture])]):
         own = subject.computed([(0, length)])
+    if not own.isfinite().all():
+        raise UnsupportedModelError(
+            f"vLLM's own pass of {type(subject.bound.model).__name__} gives numbers that are not"
+            " finite, with nothing linked, so that kvlinker cannot check it."
+        )
     kv = own_heads(subject.layers, subject.bound.dtype, capture.finish(subject.bound))
 
     for first, last in SCATTERED:
@@ -124,7 +129,7 @@ class _Subject:
         self.layers = layers
         self.farthest = bound.max_model_len - PROMPT_TOKENS
         self._tokens = np.random.default_rng(0).integers(0, bound.vocabulary, PROMPT_TOKENS)
-        self._blocks = range(1, 1 + -(-PROMPT_TOKENS // bound.block_size))  # 0 is vLLM's null block
+        self._blocks = own_blocks(bound, PROMPT_TOKENS)
 
     def capture(self) -> ChunkCapture:
         chunk = CapturedChunk(key="0" * 64, begin=CHUNK[0], end=CHUNK[1])
@@ -137,7 +142,7 @@ class _Subject:
         sequences = VirtualSequences(
             tokens=torch.from_numpy(self._tokens).to(self.bound.device)[positions],
             positions=positions + moved,
-            slots=self.bound.slots(self._blocks, positions),
+            slots=torch.stack([self._slots(group, positions) for group in self._groups]),
             query_lengths=[end - begin for begin, end in runs],
             lengths=[end for _, end in runs],
             block_ids=[self._blocks] * len(runs),
@@ -152,17 +157,44 @@ class _Subject:
         on."""
         begin, end = CHUNK
         positions = torch.arange(begin, end, device=self.bound.device)
-        slots = self.bound.slots(self._blocks, positions)
+        parts = [
+            [ChunkPart(kv, 0, end - begin, begin, positions + moved, self._slots(group, positions))]
+            for group in self._groups
+        ]
         with torch.inference_mode():
-            place(self.layers, [ChunkPart(kv, 0, end - begin, begin, positions + moved, slots)])
+            place(self.layers, parts)
 
     def fill(self, begin: int, end: int, value: float) -> None:
         """Overwrite the KV of positions [begin, end)."""
-        slots = self.bound.slots(self._blocks, torch.arange(begin, end, device=self.bound.device))
+        positions = torch.arange(begin, end, device=self.bound.device)
         for layer in self.layers:
+            slots = self._slots(layer.attention.group, positions)
             shape = (end - begin, layer.attention.heads, layer.attention.head_dim)
             filled = torch.full(shape, value, dtype=self.bound.dtype, device=self.bound.device)
             layer.attention.write(filled, filled, slots)
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self.bound.groups))
+
+    def _slots(self, group: int, positions: Tensor) -> Tensor:
+        return self.bound.slots(group, self._blocks[group], positions)
+
+
+def own_blocks(bound: BoundModel, tokens: int) -> list[range]:
+    """Return the first blocks for so many tokens, others for each group of layers, whose caches
+    share their memory. Block 0 is vLLM's null block. Raises UnsupportedModelError where vLLM has
+    too few."""
+    blocks, first = [], 1
+    for group in bound.groups:
+        blocks.append(range(first, first + -(-tokens // group.block_size)))
+        first = blocks[-1].stop
+    if first > bound.blocks:
+        raise UnsupportedModelError(
+            f"vLLM has {bound.blocks} blocks for KV, of which kvlinker needs {first} to check the"
+            " model; give it more memory (gpu_memory_utilization)."
+        )
+    return blocks
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:

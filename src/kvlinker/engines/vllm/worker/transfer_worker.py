@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.vllm.adapter import BoundModel
 from kvlinker.engines.vllm.protocol.steps import (
@@ -151,6 +152,8 @@ class TransferWorker:
 
     def _task(self, started: StartedTransfer) -> TransferTask:
         plan, tokens = started.plan, started.tokens
+        if not started.block_ids:
+            raise KVLinkerError("There are no blocks left for the windows of its layers.")
         if plan.unrelated is not None:
             tokens = np.delete(tokens, slice(*plan.unrelated))
         captures = self._captures(
@@ -310,7 +313,7 @@ class TransferWorker:
         if task.started.waits:
             self._results.finished.add(request_id)
         elif failed:
-            first = (
-                0 if task.started.plan.second_pass else task.started.begin // self._bound.block_size
-            )
-            self._results.invalid_blocks.update(task.started.block_ids[first:])
+            (block_ids,) = task.started.block_ids  # with several groups, all requests wait
+            size = self._bound.groups[0].block_size
+            first = 0 if task.started.plan.second_pass else task.started.begin // size
+            self._results.invalid_blocks.update(block_ids[first:])

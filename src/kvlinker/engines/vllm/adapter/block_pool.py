@@ -1,0 +1,49 @@
+"""The scheduler side's access to vLLM's blocks: it forgets cached ones, borrows free ones, and
+holds those that a prefix has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class BlockPool:
+    """Lends blocks of vLLM's KV cache manager; whoever borrows them gives them back."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    @property
+    def total(self) -> int:
+        """The number of blocks, but for the null block."""
+        return int(self._manager.block_pool.num_gpu_blocks) - 1
+
+    @property
+    def free(self) -> int:
+        """The number of blocks that nobody uses."""
+        return int(self._manager.block_pool.get_num_free_blocks())
+
+    def borrow(self, count: int) -> list[Any]:
+        """Take ``count`` free blocks, which there have to be."""
+        blocks: list[Any] = self._manager.block_pool.get_new_blocks(count)
+        return blocks
+
+    def prefix(self, request: Any, tokens: int) -> tuple[Sequence[Any], ...] | None:
+        """Return the cached blocks, by group, of a request's first ``tokens``, null blocks where a
+        group has none; None where vLLM has others of them by now."""
+        found, count, *_ = self._manager.get_computed_blocks(request)
+        return tuple(found.blocks) if count == tokens else None
+
+    def hold(self, blocks: Sequence[Any]) -> None:
+        """Borrow blocks that others may use, too."""
+        self._manager.block_pool.touch(blocks)
+
+    def give_back(self, blocks: Sequence[Any]) -> None:
+        """Return what was borrowed or held."""
+        self._manager.block_pool.free_blocks(blocks)
+
+
+def forget_prefix(manager: Any, request: Any) -> None:
+    """Have vLLM's KV cache manager forget the blocks that it would reuse for the request."""
+    blocks, *_ = manager.get_computed_blocks(request)
+    manager.evict_blocks({block for group in blocks.get_block_ids() for block in group})
