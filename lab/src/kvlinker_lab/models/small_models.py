@@ -64,10 +64,31 @@ SMALL: dict[str, Any] = {
 """The sizes that any configuration takes which has them; of layers there are more where some kind
 comes later."""
 
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "d_model": 128,
+    "n_embd": 128,
+    "rotary_dim": 16,
+    "mamba_d_head": 32,
+    "sliding_window": 40,
+    "v_head_dim": 32,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "qk_head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+"""The sizes that vLLM's attention on CPUs takes, where they are others."""
+
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
 FULL_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
+WIDE_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 }
 EXPERIMENTAL = {
     **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32},
@@ -111,6 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v32": LATENT | INDEX,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "intermediate_size": 96},
+    "gemma4_text": {"num_experts": None},
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT | INDEX | {"indexer_types": ["full", "shared", "full", "shared"]},
     "hy_v4": LATENT | INDEX | {"indexer_types": ["full", "shared", "full", "shared"]},
@@ -159,18 +181,24 @@ OWN: dict[str, dict[str, Any]] = {
 """Sizes that have to fit others of the same configuration."""
 
 
-def small_config(kind: str) -> PretrainedConfig:
-    """Return the configuration of this name at the sizes above, whole models' parts too."""
+def small_config(kind: str, *, wide: bool = False) -> PretrainedConfig:
+    """Return the configuration of this name at the sizes above, whole models' parts too; ``wide``:
+    at those that vLLM takes."""
     made = CONFIG_MAPPING[kind]
-    return made(**_shrunk(made(), OWN.get(kind, {})))
+    return made(**_shrunk(made(), OWN.get(kind, {}), wide))
 
 
-def _shrunk(full: PretrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
+def _shrunk(full: PretrainedConfig, own: dict[str, Any], wide: bool) -> dict[str, Any]:
     fields = full.to_dict()
-    sizes = {name: value for name, value in SMALL.items() if name in fields}
+    small = SMALL | WIDE if wide else SMALL
+    sizes = {name: value for name, value in small.items() if name in fields}
+    if wide:
+        own = {name: WIDE.get(name, value) for name, value in own.items()}
+        own |= {"head_dim": WIDE["qk_rope_head_dim"]} if "qk_head_dim" in own else {}
+        own |= {"rope_parameters": WIDE_ROPE} if own.get("rope_parameters") is FULL_ROPE else {}
     for part in full.sub_configs:
         if isinstance(getattr(full, part, None), PretrainedConfig):
-            sizes[part] = _shrunk(getattr(full, part), own.get(part, {}))
+            sizes[part] = _shrunk(getattr(full, part), own.get(part, {}), wide)
     kinds = getattr(full, "layer_types", None)
     if kinds and "num_hidden_layers" in sizes and "layer_types" not in own:
         first = max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -178,12 +206,9 @@ def _shrunk(full: PretrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
     return sizes | {name: value for name, value in own.items() if name not in full.sub_configs}
 
 
-def small_model(kind: str) -> Any:
-    """Return a random model of this kind in fp32. Raises whatever transformers does where it cannot
-    be made."""
+def small_model(kind: str, *, wide: bool = False) -> Any:
+    """Return a random model of this kind in fp32; ``wide``: as vLLM takes it. Raises whatever
+    transformers does where it cannot be made."""
     torch.manual_seed(0)
-    return (
-        AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager")
-        .float()
-        .eval()
-    )
+    config = small_config(kind, wide=wide)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle
 from kvlinker.engines.embedded.selftest import refusal_after, self_test
 from kvlinker_lab.models.small_models import NOT_MADE, small_model
 
-BEGIN, END = "<!-- kvlinker-lab models -->", "<!-- end of kvlinker-lab models -->"
-"""What the table stands between on a page."""
+COMMANDS = {"embedded": "kvlinker-lab models", "vllm": "kvlinker-lab models --engine vllm"}
+"""The commands that make each engine's table, which stands on a page between lines that name
+it."""
 
 UNMEASURED = "relocate"
 """The check whose error is that of angles in fp32, whatever the model."""
@@ -27,14 +29,16 @@ NEWLY_SEEN = "for no reason that is known"
 class Verdict:
     """Says if models of a class are linked.
 
-    ``error`` is the largest of the self-test's, relative to the model's own logits; None where the
-    class is refused, and ``reason`` says why.
+    ``error`` is the largest of the self-test's, relative to the model's own logits, or, in vLLM,
+    the largest difference of a log probability from the embedded engine's; None where the class is
+    refused, and ``reason`` says why, perhaps with a ``detail`` of one model.
     """
 
     kind: str
     error: float | None = None
     bounded: bool = False
     reason: str = ""
+    detail: str = ""
 
 
 def verdict(kind: str) -> Verdict:
@@ -53,9 +57,14 @@ def verdict(kind: str) -> Verdict:
     except EXHAUSTED:
         raise
     except Exception as error:  # a mistake of ours: the table shows it
-        return Verdict(kind, reason=f"{NEWLY_SEEN} ({type(error).__name__}: {error})")
+        return Verdict(kind, reason=failure(error))
     most = max(check.error for check in checks if check.name != UNMEASURED)
     return Verdict(kind, error=most, bounded=said is not None and window < said)
+
+
+def failure(error: Exception) -> str:
+    """Return the reason for what nobody has foreseen."""
+    return f"{NEWLY_SEEN} ({type(error).__name__}: {error})"
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -65,7 +74,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     refused: dict[str, list[str]] = {}
     for each in sorted(verdicts, key=lambda found: found.kind):
         if each.error is None:
-            refused.setdefault(each.reason, []).append(f"`{each.kind}`")
+            refused.setdefault(_shortened(each.reason), []).append(f"`{each.kind}`")
         else:
             how = "in a bounded context" if each.bounded else "exactly"
             linked.setdefault(how, []).append(each)
@@ -88,26 +97,37 @@ def counts(verdicts: Sequence[Verdict]) -> str:
     )
 
 
-def read_linked(page: Path) -> Mapping[str, bool]:
+def read_linked(page: Path, engine: str = "embedded") -> Mapping[str, bool]:
     """Read from a page's table which classes are linked."""
-    text = page.read_text(encoding="utf-8")
-    rows = text[text.index(BEGIN) : text.index(END)].splitlines()
-    return dict(_linked(rows))
+    _, rows, _ = _parts(page, engine)
+    return dict(_linked(rows.splitlines()))
 
 
-def write_table(page: Path, verdicts: Sequence[Verdict]) -> None:
-    """Replace the table on a page. Raises InvalidRequestError where it has none."""
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise InvalidRequestError(
-            f"{page} has no place for the table: it goes between the lines {BEGIN} and {END}."
-        )
-    before, rest = text.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
+def write_table(page: Path, verdicts: Sequence[Verdict], engine: str = "embedded") -> None:
+    """Replace an engine's table on a page. Raises InvalidRequestError where it has none."""
+    before, _, after = _parts(page, engine)
     sentence = textwrap.fill(counts(verdicts), 100)
-    page.write_text(
-        f"{before}{BEGIN}\n{sentence}\n\n{table(verdicts)}\n{END}{after}", encoding="utf-8"
-    )
+    page.write_text(f"{before}\n{sentence}\n\n{table(verdicts)}\n{after}", encoding="utf-8")
+
+
+def _parts(page: Path, engine: str) -> tuple[str, str, str]:
+    """Return a page's text up to an engine's table, the table, and the text from there on."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {COMMANDS[engine]} -->", f"<!-- end of {COMMANDS[engine]} -->"
+    if begin not in text or end not in text:
+        raise InvalidRequestError(
+            f"{page} has no place for the table: it goes between the lines {begin} and {end}."
+        )
+    before, rest = text.split(begin, 1)
+    rows, after = rest.split(end, 1)
+    return before + begin, rows, end + after
+
+
+def _shortened(reason: str) -> str:
+    """Return a reason without what is one class's alone: its name, and figures of one model."""
+    general = re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the model", reason)
+    general = re.sub(r" \(layer [^)]*\)| \([^()]*\d\.\de[-+]\d+\)", "", general)
+    return general.split(" Relative errors over")[0].replace("|", "/")
 
 
 def _linked(rows: Sequence[str]) -> Iterator[tuple[str, bool]]:

@@ -1,0 +1,208 @@
+"""Compares vLLM's answers over linked chunks with the embedded engine's, for a small random model;
+runs in a process of its own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.engines.vllm.adapter import require_linkable
+from kvlinker.engines.vllm.protocol.signature import PlanSigner
+from kvlinker.engines.vllm.protocol.transfer_plan import (
+    TransferPlan,
+    outcome_of,
+    plan_capture,
+    plan_transfer,
+)
+from kvlinker.linking import make_plan, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.llm import LLM, ContentPart
+from kvlinker.prompting.segments import Prompt
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from kvlinker.settings import load_settings
+from kvlinker_lab.models.small_models import SMALL, small_model
+from kvlinker_lab.models.verdicts import Verdict, failure
+
+TEXTS = (
+    "The harbour of Varna lies below the old town, and its cranes work at night as well. " * 2,
+    "Tom Reyes flies to Oslo on Mondays. ",
+    "A third text stands between the other two, so that chunks have neighbours to miss. ",
+)
+"""The chunks, one longer than the model's windows."""
+
+QUESTION = "What is written above, and where was it said first?"
+POLICIES = ("naive", "legolink-9", "full")
+"""``full`` comes last: the embedded engine would reuse its KV, which is exact, under the others."""
+
+TOKENS = 2
+LARGEST_DIFFERENCE = 5e-4
+"""Of a log probability, where both engines compute the same, in fp32: some models have logits of
+several hundred, in which the last bits are as large."""
+
+NOT_RUN = "vLLM does not run it on a CPU, or not at these sizes"
+TOKENS_IN_ALL = 512
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": TOKENS_IN_ALL,
+    "max_num_batched_tokens": TOKENS_IN_ALL,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "num_gpu_blocks_override": 192,
+    "disable_log_stats": True,
+}
+
+Tops = list[dict[int, float]]
+"""The most likely tokens of each step of an answer, with their log probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """A prompt, and what the embedded engine answers to it, by policy."""
+
+    prompt: Prompt
+    by_policy: dict[str, Tops]
+
+
+def verdict_in_vllm(kind: str) -> Verdict:
+    """Try a small random model of this class, which the embedded engine links."""
+    try:
+        with TemporaryDirectory() as folder:
+            return _verdict(kind, Path(folder))
+    except Exception as error:  # a mistake of ours: the table shows it
+        return Verdict(kind, reason=failure(error))
+
+
+def _verdict(kind: str, folder: Path) -> Verdict:
+    model, tokenizer = small_model(kind, wide=True), byte_tokenizer(SMALL["vocab_size"])
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    expected = _embedded(model, tokenizer, folder / "embedded")
+    try:
+        engine = _VLLM(folder / "model", folder / "state")
+    except UnsupportedModelError as refused:
+        return Verdict(kind, reason=refused.message)
+    except Exception as error:  # vLLM raises whatever it meets
+        return Verdict(kind, reason=NOT_RUN, detail=_first_line(error))
+    for chunk in expected.prompt.chunks:
+        engine.capture(chunk)
+    differences = {
+        policy: _difference(engine.answer(expected.prompt, policy), expected.by_policy[policy])
+        for policy in POLICIES
+    }
+    largest = max(differences.values())
+    if largest <= LARGEST_DIFFERENCE:
+        return Verdict(kind, error=largest)
+    if differences["full"] > LARGEST_DIFFERENCE:
+        reason = "vLLM computes something else than transformers, linked or not"
+        return Verdict(kind, reason=reason, detail=f"{differences['full']:.1e}")
+    return Verdict(kind, reason=f"linked, but not exactly ({largest:.1e})")
+
+
+def _embedded(model: Any, tokenizer: Any, state: Path) -> _Answers:
+    """Return the prompt of the three texts, and the embedded engine's answers."""
+    settings = load_settings(state_dir=state, implicit="off", max_model_len=TOKENS_IN_ALL)
+    with LLM.from_model(prepare_model(model, tokenizer), settings) as llm:
+        ids = llm.generate_context_cache(list(TEXTS), ttl=3600)
+        content: list[ContentPart] = [ids[1], "Read: ", ids[0], ids[2], QUESTION]
+        prompt = llm.read_completion(content, policy="naive").prompt
+        answers = {
+            policy: llm.completion(
+                content,
+                policy=policy,
+                max_tokens=TOKENS,
+                temperature=0,
+                logprobs=20,
+                ignore_eos=True,
+            )
+            for policy in POLICIES
+        }
+    return _Answers(
+        prompt,
+        {
+            policy: [{top.token_id: top.logprob for top in step.top} for step in answer.logprobs]
+            for policy, answer in answers.items()
+        },
+    )
+
+
+class _VLLM:
+    """vLLM in this process, with kvlinker's connector."""
+
+    def __init__(self, model: Path, state: Path) -> None:
+        """Raises what vLLM does, and UnsupportedModelError."""
+        self._signer = PlanSigner.of(state)
+        connector = {
+            "kv_connector": "KVLinkerConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"state_dir": str(state)},
+        }
+        options: dict[str, Any] = OPTIONS | {"model": str(model), "kv_transfer_config": connector}
+        require_linkable(EngineArgs(**options).create_engine_config())
+        self._engine = vllm.LLM(**options).llm_engine
+
+    def capture(self, chunk: Chunk) -> None:
+        """Compute and store a chunk's KV."""
+        begin = len(chunk.prefix)
+        plan = plan_capture(_key(chunk), begin=begin, end=begin + len(chunk))
+        self._run([*chunk.prefix, *chunk.tokens, 0], plan, 1)
+
+    def answer(self, prompt: Prompt, policy: str) -> Tops:
+        """Answer over linked chunks."""
+        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+        keys = [_key(placement.chunk) for placement in plan.placements]
+        output = self._run(prompt.tokens.tolist(), plan_transfer(plan, keys), TOKENS)
+        return [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
+
+    def _run(self, tokens: Sequence[int], plan: TransferPlan, most: int) -> Any:
+        """Return vLLM's answer to a linked request. Raises RuntimeError where it was not linked."""
+        sampling = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=most,
+            logprobs=20,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": self._signer.params(plan, tokens)},
+        )
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(8)}
+        self._engine.add_request(secrets.token_hex(8), prompt, sampling)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    outcome = outcome_of(output.kv_transfer_params)
+                    if outcome is None or not outcome.linked:
+                        raise RuntimeError("vLLM computed a request in full that was to be linked")
+                    return output.outputs[0]
+        raise RuntimeError("vLLM did not answer")
+
+
+def _difference(ours: Tops, expected: Tops) -> float:
+    """Return the largest difference of a log probability, up to where answers part."""
+    largest = 0.0
+    for found, wanted in zip(ours, expected, strict=True):
+        both = found.keys() & wanted.keys()
+        if not both:
+            return float("inf")
+        largest = max(largest, *(abs(found[token] - wanted[token]) for token in both))
+        if max(found, key=found.__getitem__) != max(wanted, key=wanted.__getitem__):
+            break
+    return largest
+
+
+def _key(chunk: Chunk) -> str:
+    return chunk_key(chunk, fingerprint="small", tenant="default")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
