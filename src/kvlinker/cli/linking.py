@@ -109,9 +109,10 @@ def check(
         )
     transformer.set_attn_implementation(ATTENTION_NAME)
     native = settings.native_attention
-    program = quicken_model(
-        transformer, anatomy, linear_calls, settings.weights, sampled, native=native
-    )
+    with failures():
+        program = quicken_model(
+            transformer, anatomy, linear_calls, settings.weights, sampled, native=native
+        )
     reason = f"the model's modules: {program}" if isinstance(program, str) else "compiled code"
     typer.echo(f"Steps of few tokens are computed by {reason}.")
     if settings.weights == "int8":

@@ -125,7 +125,7 @@ class ChunkState:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ChunkKV:
     """The KV of all layers of one chunk. Its tensors are never modified after creation, and on the
     CPU, except for what the device tier gives.

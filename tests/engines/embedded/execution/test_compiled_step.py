@@ -149,8 +149,16 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
-def test_answers_are_the_same(bench, weights):
-    """Several policies at once, forks, and so few slots that some are preempted."""
+def test_answers_are_the_same(bench, weights, monkeypatch):
+    """Several policies at once, forks, and so few slots that some are preempted. Where two tokens
+    are all but equal, bf16 decides, so that answers are compared as far as they go together."""
+    steps, compute = [], CompiledStep.compute
+
+    def counted(self, batch):
+        steps.append(len(batch.tokens))
+        return compute(self, batch)
+
+    monkeypatch.setattr(CompiledStep, "compute", counted)
     loaded = prepare_model(tiny_model("qwen3").bfloat16(), byte_tokenizer(), weights=weights)
     assert loaded.computes_steps == "compiled"
     prompt, short = linked_prompt(30, 25, header=5), linked_prompt(20, seed=1)
@@ -165,8 +173,17 @@ def test_answers_are_the_same(bench, weights):
             cancelled, handle = made.submit(short, "naive", max_tokens=40)
         handle.cancel()
         assert cancelled.wait().finished.reason == "cancelled"
-        return [each.wait().logprobs[0] for each in asked], made
+        return [each.wait() for each in asked]
 
-    compiled, _ = answers(loaded)
-    modules, _ = answers(replace(loaded, program="for comparison"))
-    assert compiled == pytest.approx(modules, abs=0.05)
+    compiled = answers(loaded)
+    assert sum(size < 10 for size in steps) >= 12, "tokens behind the prompts are steps of few"
+    steps.clear()
+    modules = answers(replace(loaded, program="for comparison"))
+    assert not steps
+    compared = 0
+    for ours, expected in zip(compiled, modules, strict=True):
+        pairs = zip(ours.tokens, expected.tokens, strict=True)
+        equal = next((place for place, (one, other) in enumerate(pairs) if one != other), 12)
+        assert ours.logprobs[: equal + 1] == pytest.approx(expected.logprobs[: equal + 1], abs=0.05)
+        compared += equal
+    assert compared >= 12 * len(compiled) / 2

@@ -30,7 +30,7 @@ class SegmentTable:
         self._kept_by = np.array(kept_by(layers))
         pairs = zip(pool.keys, pool.values, strict=True)
         self._pool = np.array([heads(key) + heads(value) for key, value in pairs], np.int64)
-        self._chunks: dict[int, tuple[weakref.ref[torch.Tensor], NDArray[np.int64]]] = {}
+        self._chunks: dict[int, tuple[weakref.ref[KV], NDArray[np.int64]]] = {}
 
     def of(self, chunks: Sequence[KV], spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
         """Return the ``Segment`` of call.h of each chunk, then of each span of the pool, in every
@@ -54,13 +54,12 @@ class SegmentTable:
             table[:, :, first + ROWS] = sizes
         return table
 
-    def _chunk(self, chunk: KV) -> tuple[weakref.ref[torch.Tensor], NDArray[np.int64]]:
+    def _chunk(self, chunk: KV) -> tuple[weakref.ref[KV], NDArray[np.int64]]:
         """Return the chunk's segment in every layer that is kept, with what says that it is the
         same chunk."""
-        first = layer_of(chunk, 0).key
         known = self._chunks.get(id(chunk))
-        if known is not None and known[0]() is first:
+        if known is not None and known[0]() is chunk:
             return known
         layers = [layer_of(chunk, index) for index in range(len(self._pool))]
         table = np.array([heads(each.key) + heads(each.value) for each in layers], np.int64)
-        return weakref.ref(first), table
+        return weakref.ref(chunk), table

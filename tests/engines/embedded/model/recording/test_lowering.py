@@ -147,3 +147,12 @@ def test_operations_in_place_are_recorded():
     layer.input_layernorm = Odd(layer.input_layernorm, lambda hidden: (hidden + 1).mul_(0.5))
     program = record_program(model.model)
     assert program_error(model.model, model.anatomy, program) <= SAME
+
+
+def test_a_head_that_answers_with_tokens_that_cannot_be_embedded_is_refused():
+    model = tiny_model("llama").bfloat16()
+    table = model.get_input_embeddings()
+    wide = loaded("llama").model
+    wide.set_input_embeddings(nn.Embedding.from_pretrained(table.weight[:-1].detach()))
+    with pytest.raises(UnrecordableError, match="its head has more tokens than it can be given"):
+        record_program(wide)

@@ -87,6 +87,7 @@ class _Lowering:
         self._held: list[nn.Module] = []
         self._inputs: dict[int, str] = {}
         self._attended = 0
+        self._embedded: list[int] = []
         self._lower: dict[str, Callable[[Node, Node], None]] = {
             INPUT: self._input,
             NORM: self._norm,
@@ -111,6 +112,8 @@ class _Lowering:
         vocabulary = layout.axes[-1].size
         if layout.row != vocabulary:
             raise UnrecordableError("its logits are a part of what it computes")
+        if any(ids < vocabulary for ids in self._embedded):
+            raise UnrecordableError("its head has more tokens than it can be given")
         buffers = [Buffer(*each) for each in self._layouts.made]
         number = layout.memory.number
         operations, shared, numbers = with_shared_buffers(self._operations, buffers, number)
@@ -194,6 +197,7 @@ class _Lowering:
         )
         if self._inputs.get(indices.memory) != "ids" or not isinstance(weight.memory, Tensor):
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
+        self._embedded.append(len(weight.memory))
         self._gather(weight, self._output(one, other), by_tokens=True)
 
     def _wanted_rows(self, one: Node, other: Node) -> None:
