@@ -42,8 +42,8 @@ def check(
 
     from kvlinker.engines.contract.cost import kv_bytes_per_token
     from kvlinker.engines.contract.model_files import read_model
-    from kvlinker.engines.embedded.model.anatomy import anatomy_of
     from kvlinker.engines.embedded.model.bounds import context_window, said_window
+    from kvlinker.engines.embedded.model.discovery import anatomy_of
     from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
     from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
     from kvlinker.engines.embedded.model.weights.arrangement import watch_linears

@@ -8,8 +8,8 @@ from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.embedded.attention import kernels
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.model import bounds, precision
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model_loading import prepare_model

@@ -20,8 +20,9 @@ from kvlinker.engines.contract.model_files import (
 )
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.execution.compiling import compile_step
-from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
+from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.norms import quicken_norms

@@ -34,8 +34,9 @@ from kvlinker.engines.embedded.execution.capturing import Capture, Kept
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
-from kvlinker.engines.embedded.model.anatomy import anatomy_of, keeping
+from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.bounds import context_window
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.indexers import picking_by
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, prepare
 from kvlinker.engines.embedded.model.loaded import RotatedKeys

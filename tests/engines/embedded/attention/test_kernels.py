@@ -26,8 +26,15 @@ def native_kernel():
         pytest.skip(f"no native attention: {error}")
 
 
+def layer(**changes):
+    return LayerShape(
+        **{"query_heads": 1, "kv_heads": 1, "key_dim": 64, "value_dim": 64, "rotary": None}
+        | changes
+    )
+
+
 def choose(*, dtype=torch.bfloat16, device=CPU, **options):
-    return choose_kernel((), dtype=dtype, device=device, **options)
+    return choose_kernel((layer(),), dtype=dtype, device=device, **options)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +44,6 @@ def choose(*, dtype=torch.bfloat16, device=CPU, **options):
 )
 def test_torch_where_native_code_does_not_fit(changes):
     assert isinstance(choose(**changes), TorchAttention)
-
-
-def layer(**changes):
-    return LayerShape(
-        **{"query_heads": 1, "kv_heads": 1, "key_dim": 64, "value_dim": 64, "rotary": None}
-        | changes
-    )
 
 
 def test_native_where_it_fits(native_kernel, native_anew):

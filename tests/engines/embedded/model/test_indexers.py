@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from kvlinker.engines.contract.cost import kv_bytes_per_token
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.indexers import (
     IndexerCall,
     LinkedCache,

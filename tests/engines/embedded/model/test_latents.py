@@ -8,7 +8,8 @@ from transformers import AutoConfig
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, anatomy_of
+from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.store import LayerKV

@@ -7,7 +7,8 @@ import torch
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.contract.cost import ChunkSize
-from kvlinker.engines.embedded.model.anatomy import Anatomy, anatomy_of
+from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
 from kvlinker.engines.embedded.model.states.known import MATRIX_MEMORY, TIME_MIXING

@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.model_files import expert_counts, fingerprint
-from kvlinker.engines.embedded.model.anatomy import anatomy_of
 from kvlinker.engines.embedded.model.decoder import decoder_layers
+from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.weights import arrangement, quantized
 from kvlinker.engines.embedded.model.weights.arrangement import arrange_weights, watch_linears
