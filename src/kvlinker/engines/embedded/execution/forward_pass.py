@@ -114,7 +114,7 @@ class ForwardPass:
         self._enter(batch)
 
     def enter_layer(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]) -> Tensor:
-        """Return the input [1, tokens, …] of the decoder layer whose turn it is, without the
+        """Return the input [..., 1, tokens, ...] of the decoder layer whose turn it is, without the
         tokens that leave before it.
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything:
@@ -145,13 +145,13 @@ class ForwardPass:
         return hidden if kept_rows is None else self._narrowed(hidden, kept_rows)
 
     def leave_layer(self, hidden: Tensor) -> Tensor:
-        """Return the output [1, tokens, …] of a decoder layer; that of the last one has all
+        """Return the output [..., 1, tokens, ...] of a decoder layer; that of the last one has all
         tokens again, zero where they left, since models rely on their number."""
-        whole = len(self._whole.slots)
-        if self._entered < self._blocks or hidden.shape[1] == whole:
+        whole, axis = len(self._whole.slots), _axis_of_tokens(hidden)
+        if self._entered < self._blocks or hidden.shape[axis] == whole:
             return hidden
-        widened = hidden.new_zeros(1, whole, *hidden.shape[2:])
-        return widened.index_copy_(1, self.remaining_rows, hidden)
+        widened = hidden.new_zeros(*hidden.shape[:axis], whole, *hidden.shape[axis + 1 :])
+        return widened.index_copy_(axis, self.remaining_rows, hidden)
 
     def states(self) -> dict[object, tuple[SequenceState, ...]]:
         """Return what the tokens so far amount to in layers that keep a state, once all layers are
@@ -354,7 +354,7 @@ class ForwardPass:
         self.logit_rows.zero_()
         self.remaining_rows = self.remaining_rows[kept]
         self.logit_rows[: len(moved)] = self.remaining_rows[moved]
-        return hidden[:, kept]
+        return hidden.index_select(_axis_of_tokens(hidden), kept)
 
     def _peek(
         self, rows: slice, hidden: Tensor, compute: Callable[[Tensor, Tensor], object]
@@ -363,7 +363,10 @@ class ForwardPass:
         attention and what follows it."""
         self._peeking = True
         try:
-            compute(hidden[:, rows], self.remaining_rows[rows])
+            compute(
+                hidden.narrow(_axis_of_tokens(hidden), rows.start, rows.stop - rows.start),
+                self.remaining_rows[rows],
+            )
         except _Peeked as peeked:
             return peeked.key, peeked.value
         finally:
@@ -376,3 +379,9 @@ class ForwardPass:
 
 def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:
     return any(kv.layer(index) is not None or kv.lost for _, kv in lacking)
+
+
+def _axis_of_tokens(hidden: Tensor) -> int:
+    """Return the axis behind that of the batch, which has one sequence. Models with several streams
+    have them before both (Gemma 3n), or behind (HY V4)."""
+    return hidden.shape.index(1) + 1
