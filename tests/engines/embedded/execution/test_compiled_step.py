@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from kvlinker.engines.embedded.attention.kernels import native_attention
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.compiled_step import (
     FEWEST_ROWS,
@@ -146,6 +147,9 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
         assert not runner._compiled.takes(watched)
     assert not runner._compiled.takes(prompt_batch(MOST_ROWS, 1))
+    runner.kernel = NativeAttention()  # one that a laboratory puts in its place
+    runner.step(prompt_batch(5))
+    assert len(taken) == 1
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])

@@ -81,7 +81,7 @@ class CompiledStep:
         self._program = program
         self._layers = layers
         self._pool = pool
-        self._kernel = kernel
+        self.kernel = kernel
         self._ahead = ahead
         self._compute = compute or step_function()
         self._table = SegmentTable(layers, pool)
@@ -119,7 +119,7 @@ class CompiledStep:
         if len(ids) > self._bound.rows:
             rows = 1 << (len(ids) - 1).bit_length()
             self._bound = _Bound(self._program, self._layers, self._rotaries, self._pool, rows)
-        segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
+        segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
         plans = segments.plans()
         distinct = {id(plan): plan for plan in plans}
         numbers = {name: number for number, name in enumerate(distinct)}
@@ -134,7 +134,7 @@ class CompiledStep:
         sight_of = np.array([numbers[id(plan)] for plan in plans], np.int64)
         rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
         layers = self._table.of(segments.chunks, segments.spans)
-        write, attend = self._kernel.functions
+        write, attend = self.kernel.functions
         step = NativeStep(
             operations=ctypes.addressof(self._bound.operations),
             count=len(self._bound.operations),
