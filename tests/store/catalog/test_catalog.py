@@ -170,6 +170,21 @@ def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
         catalog.delete(other.id, "anna", NOW)
 
 
+def test_a_chunk_has_scores_where_somebody_named_it(catalog: Catalog) -> None:
+    found = dataclasses.replace(record(1, expires_at=NOW + 300), implicit_ttl=300.0)
+    named = record(1)
+    assert found.chunk_key == named.chunk_key
+    assert catalog.chunk(found.chunk_key) is None
+    catalog.add([found])
+    known = catalog.chunk(found.chunk_key)
+    assert known is not None
+    assert not known[0].scored
+    catalog.add([named])
+    known = catalog.chunk(found.chunk_key)
+    assert known is not None
+    assert known[0].scored
+
+
 def test_add_is_all_or_nothing(catalog: Catalog) -> None:
     first, second = record(1), record(2)
     with pytest.raises(StoreError, match=r"UNIQUE|unique"):

@@ -307,15 +307,25 @@ class Catalog:
 
     def chunk(self, chunk_key: str) -> tuple[Chunk, str, str] | None:
         """Return a chunk with its owner and its model's fingerprint; None where no context cache
-        holds it, or its token ids were changed from outside."""
+        holds it, or its token ids were changed from outside. It has scores where one holds it that
+        was created by name."""
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key = :key", {"key": chunk_key}
         )
         for _, fingerprint, owner, _, prefix, origin in rows:
             for tokens in read_tokens(rows, self._blobs).values():
-                before = self._blobs.unpack(prefix, prefix_of(chunk_key))
-                shared = owner == SHARED_TENANT
-                chunk = Chunk(tokens, before, shared=shared, origin=Origin(origin))
+                named = self._database.query(
+                    "SELECT 1 FROM context_caches WHERE chunk_key = :key AND implicit_ttl IS NULL"
+                    " LIMIT 1",
+                    {"key": chunk_key},
+                )
+                chunk = Chunk(
+                    tokens,
+                    self._blobs.unpack(prefix, prefix_of(chunk_key)),
+                    shared=owner == SHARED_TENANT,
+                    origin=Origin(origin),
+                    scored=bool(named),
+                )
                 return chunk, owner, fingerprint
         return None
 

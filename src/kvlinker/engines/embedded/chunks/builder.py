@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import ContextLengthError
+from kvlinker.base.futures import resolved
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -27,7 +29,8 @@ class PendingChunks(NamedTuple):
     """Their resident KV, once it is computed and stored."""
 
     begun: bool
-    """False where somebody else had begun it already, and both wait for the same computation."""
+    """False where somebody else had begun it already, and both wait for the same computation, or
+    had it computed and stored meanwhile."""
 
 
 class ChunkBuilder:
@@ -53,6 +56,7 @@ class ChunkBuilder:
         self._unrelated: tuple[int, ...] = (
             tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
         )
+        self._entering = threading.Lock()
 
     @property
     def collects_scores(self) -> bool:
@@ -145,5 +149,23 @@ class ChunkBuilder:
             tenant=tenant,
             urgent=urgent,
         )
-        entered = self._scheduler.enter(wanted)
-        return PendingChunks(entered.future, entered is wanted)
+        with self._entering:
+            if wanted.identity is not None and not self._scheduler.has_unfinished(wanted.identity):
+                kvs = self._stored(keys, with_scores)
+                if kvs is not None:
+                    return PendingChunks(resolved(kvs), begun=False)
+            entered = self._scheduler.enter(wanted)
+        return PendingChunks(entered.future, begun=entered is wanted)
+
+    def _stored(self, keys: tuple[str, ...], with_scores: bool) -> tuple[ChunkKV, ...] | None:
+        """Return the KV of all chunks, if somebody had them computed since the caller found none,
+        with scores where they are wanted.
+
+        A computation is stored before it ends. So whoever finds that none is unfinished, and looks
+        here then, while nobody can begin one, misses nothing.
+        """
+        kvs = [self._store.get_resident(key) for key in keys]
+        found = tuple(
+            kv for kv in kvs if kv is not None and (kv.scores is not None or not with_scores)
+        )
+        return found if len(found) == len(keys) else None

@@ -184,7 +184,8 @@ class PromptLoader:
         """Have a chunk computed that the store lacks: elsewhere and loaded, where that pays, else
         here. Raises what ``_build`` does."""
         build = partial(self._build, request, link, key, chunk)
-        if self._elsewhere is None or stored is not None or request.resident_only:
+        lacking = link.policy.needs.scores and not chunk.scored  # another would compute none
+        if self._elsewhere is None or stored is not None or request.resident_only or lacking:
             return build(stored)
         _check_wanted(request)
         seconds = self._throughput.prefill_seconds(len(chunk))

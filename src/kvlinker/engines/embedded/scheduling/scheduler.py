@@ -96,6 +96,11 @@ class Scheduler(RequestQueues):
         self._in_step: frozenset[Request] = frozenset()
         self._cancelled: set[Request] = set()
 
+    def has_unfinished(self, identity: object) -> bool:
+        """Return whether a request with that identity is under way."""
+        with self._lock:
+            return identity in self._by_identity
+
     def enter(self, request: R) -> R:
         """Accept the request, or return the unfinished one with the same identity.
 
