@@ -82,6 +82,23 @@ WIDE: dict[str, Any] = {
 }
 """The sizes that vLLM's attention on CPUs takes, where they are others."""
 
+NORMS_VARY = 0.2
+"""The deviation of norms' weights, which begin alike: with these, a norm that comes behind rotation
+would look as if it came before it."""
+
+GRANITE: dict[str, Any] = {"attention_multiplier": 0.125}
+WIDE_OWN: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 32},
+    "granite": GRANITE,
+    "granite_swa": GRANITE,
+    "granitemoe": GRANITE,
+    "granitemoe_swa": GRANITE,
+    "granitemoeshared": GRANITE,
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+"""What vLLM asks of a configuration, as released models have it: sizes that transformers has
+another name for, and a scale of attention by which its rounding is not magnified."""
+
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
 FULL_ROPE = {
@@ -153,6 +170,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4": {"text_config": {"num_experts_per_tok": 1}},
+    "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {"num_layers": 2, "moe_topk": 2, "zero_expert_num": 2, "ffn_hidden_size": 96}
     | LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
@@ -185,7 +204,8 @@ def small_config(kind: str, *, wide: bool = False) -> PretrainedConfig:
     """Return the configuration of this name at the sizes above, whole models' parts too; ``wide``:
     at those that vLLM takes."""
     made = CONFIG_MAPPING[kind]
-    return made(**_shrunk(made(), OWN.get(kind, {}), wide))
+    own = OWN.get(kind, {}) | (WIDE_OWN.get(kind, {}) if wide else {})
+    return made(**_shrunk(made(), own, wide))
 
 
 def _shrunk(full: PretrainedConfig, own: dict[str, Any], wide: bool) -> dict[str, Any]:
@@ -207,8 +227,14 @@ def _shrunk(full: PretrainedConfig, own: dict[str, Any], wide: bool) -> dict[str
 
 
 def small_model(kind: str, *, wide: bool = False) -> Any:
-    """Return a random model of this kind in fp32; ``wide``: as vLLM takes it. Raises whatever
-    transformers does where it cannot be made."""
+    """Return a random model of this kind in fp32, with norms that weigh as trained ones do;
+    ``wide``: as vLLM takes it. Raises whatever transformers does where it cannot be made."""
     torch.manual_seed(0)
     config = small_config(kind, wide=wide)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for part in model.modules():
+        if "norm" in type(part).__name__.lower():
+            for weight in part.parameters(recurse=False):
+                weight.data += NORMS_VARY * torch.randn(weight.shape, generator=generator)
+    return model

@@ -40,7 +40,13 @@ from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.indexers import picking_by
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, prepare
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
-from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
+from kvlinker.engines.embedded.model.obstacles import (
+    EXHAUSTED,
+    Obstacle,
+    depends_on_place,
+    obstacle_of,
+    refusal,
+)
 from kvlinker.engines.embedded.model.oracles.frozen import FrozenOracle
 from kvlinker.engines.embedded.model.oracles.masked import Oracle
 from kvlinker.engines.embedded.model.oracles.referee import Referee
@@ -106,13 +112,21 @@ def refusal_after(model: Any, checks: Sequence[SelfTestCheck]) -> UnsupportedMod
     failed = checks[-1]
     if failed.passed:
         return None
-    reason = Obstacle.PLACE if failed.name in OF_PLACE else obstacle_of(model, Obstacle.INEXACT)
     return refusal(
         model,
-        reason,
+        Obstacle.PLACE if failed.name in OF_PLACE else _reason(model),
         f"The check {failed.name} ({failed.meaning}) has a relative error of {failed.error:.1e}; "
         f"{failed.allowed:.0e} is allowed.",
     )
+
+
+def _reason(model: Any) -> Obstacle:
+    """Return why a model does not compute what it computes linked."""
+    found = obstacle_of(model, Obstacle.INEXACT)
+    if found is not Obstacle.INEXACT:
+        return found
+    with in_fp32(model):
+        return Obstacle.PLACE if depends_on_place(model) else found
 
 
 def require_exact(model: Any) -> None:

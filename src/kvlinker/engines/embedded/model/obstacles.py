@@ -21,6 +21,9 @@ ROUNDING = 1e-3
 """The relative difference up to which logits count as the same. Tokens that do not see what differs
 have the very same but for rounding."""
 
+FURTHER = 100
+"""The positions by which a text is moved, to see if that changes its logits."""
+
 EXHAUSTED = (MemoryError, torch.OutOfMemoryError)
 """The errors that say nothing about the kind of a model."""
 
@@ -110,6 +113,20 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
     ):
         return Obstacle.LEARNED
     return Obstacle.NO_ROTARY
+
+
+def depends_on_place(model: Any) -> bool:
+    """Tell if the model computes something else where the same text stands further on. Computes two
+    short forward passes of the model's own, which is to be in fp32."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(LOOKED_AT, device=device)[None]
+    vocabulary = model.config.get_text_config().vocab_size
+    with attention_of(model, "eager"), torch.inference_mode():
+        here, there = (
+            model(input_ids=ids % vocabulary, position_ids=ids + moved, use_cache=False).logits
+            for moved in (0, FURTHER)
+        )
+    return bool((here - there).norm() > ROUNDING * here.norm())
 
 
 def states_held(output: Any) -> int:
