@@ -256,7 +256,7 @@ def _enter(llm: LLM, passages: Sequence[str]) -> None:
     """Have the passages be known, without computing any KV."""
     for passage in passages:
         chunk = llm.builder.encode_chunk(passage.strip())
-        llm.caches.enter_implicit({chunk: LIFE_SECONDS}, tenant=DEFAULT_TENANT, kept=())
+        llm.caches.creation.enter_implicit({chunk: LIFE_SECONDS}, owner=DEFAULT_TENANT, kept=())
 
 
 def _share(found: Sequence[Recognised]) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlinker.base.events import Events
 from kvlinker.engines.contract.cost import CostModel
 from kvlinker.engines.embedded.execution.batch import Batch, Run, SharedChunk, StepResult
-from kvlinker.engines.embedded.execution.forward_pass import WaitInStep, never_wait
+from kvlinker.engines.embedded.execution.late_layers import WaitInStep, never_wait
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.loop import EngineLoop

@@ -170,12 +170,12 @@ def test_implicit_context_caches_do_not_outlive_others_since_the_clock_was_set_b
 ) -> None:
     """While the server runs, or between two runs."""
     with closing(open_state(tmp_path)) as running:
-        running.caches.enter_implicit({chunk_of(1): 60.0}, tenant="anna", kept=())
+        running.caches.creation.enter_implicit({chunk_of(1): 60.0}, owner="anna", kept=())
         clock.now -= 86_400.0
         running.caches.sweep()
         (old,) = running.caches.list(tenant="anna").items
         assert old.expires_at == clock.now + 60.0
-        running.caches.enter_implicit({chunk_of(2): 60.0}, tenant="anna", kept=())
+        running.caches.creation.enter_implicit({chunk_of(2): 60.0}, owner="anna", kept=())
         clock.now -= 86_400.0
     with closing(open_state(tmp_path)) as restarted:
         assert {cache.expires_at for cache in restarted.caches.list(tenant="anna").items} == {

@@ -4,7 +4,7 @@ KV."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +16,7 @@ from kvlinker.base.errors import (
     PermissionDeniedError,
 )
 from kvlinker.base.events import ChunkNamed, Events
-from kvlinker.base.types.chunks import Chunk, GenerationContext, split_salt
-from kvlinker.base.types.residency import lines_of, text_name
+from kvlinker.base.types.chunks import GenerationContext, split_salt
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
@@ -36,10 +35,6 @@ from kvlinker.store import (
     TierUsage,
     Unchanged,
 )
-from kvlinker.store.chunk_kv import ChunkKV
-
-MOST_NAMES = 16
-"""The most names by which routers know an answer."""
 
 DELETED_AT_ONCE = 1000
 """The number of context caches that a deletion by metadata removes in one transaction."""
@@ -94,7 +89,7 @@ class ContextCaches:
         self._texts = texts
         self._limits = Limits(quotas, store.largest_budget_bytes // 2, implicit_caches)
         self._maintenance = Maintenance(catalog, store, texts)
-        self._creation = Creation(
+        self.creation = Creation(
             model=model,
             builder=builder,
             engine=engine,
@@ -106,6 +101,8 @@ class ContextCaches:
             events=events,
             shares=store.flush if builds else None,
         )
+        """Creates them also of what no caller creates: of marked texts, and of answers."""
+
         self.sweep()
 
     def create(
@@ -131,7 +128,7 @@ class ContextCaches:
         future's where others took the room meanwhile.
         """
         _check_rights(scope, admin)
-        return self._creation.begin(
+        return self.creation.begin(
             texts,
             owner=_owner(scope, tenant),
             expires_at=expires_at,
@@ -151,31 +148,6 @@ class ContextCaches:
     def longest(self) -> int:
         """The most tokens that a chunk may have, with those that it is computed behind."""
         return self._engine.max_model_len
-
-    def enter_implicit(
-        self, lives: Mapping[Chunk, float], *, tenant: str, kept: Collection[str]
-    ) -> dict[Chunk, tuple[ContextCache, bool]]:
-        """Record implicit context caches, but for those chunks of which the tenant has one by now;
-        returns them, and whether each is new.
-
-        They live the seconds in ``lives`` from their last use. Expired context caches make room for
-        them, and implicit ones that were used longest ago, but for the ids in ``kept``; where that
-        is not enough, a chunk is missing in the result. The KV is computed when a prompt first
-        needs it.
-        """
-        return self._creation.enter_implicit(lives, owner=tenant, kept=kept)
-
-    def keep_answer(
-        self, chunk: Chunk, kv: ChunkKV, *, text: str, tenant: str, ttl: float
-    ) -> ContextCache | None:
-        """Make an implicit context cache of an answer, which says ``text``, with the KV that it was
-        generated with; it lives ``ttl`` seconds from its last use. Returns the one that the tenant
-        has of just this chunk by now, and None where there is no room for one. It outlasts a power
-        cut; its KV may have to be computed again then."""
-        names = (text_name(text, tenant), *(text_name(line, tenant) for line in lines_of(text)))
-        return self._creation.keep_answer(
-            chunk, kv, names=names[:MOST_NAMES], owner=tenant, ttl=ttl
-        )
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.
@@ -300,7 +272,7 @@ class ContextCaches:
         owner = self._writable(cache_id, tenant, admin)
         released = self._catalog.delete(cache_id, owner, time.time())
         self._catalog.persist()
-        self._maintenance.drop(released)
+        self._maintenance.deletions.drop(released)
 
     def delete_matching(
         self,
@@ -328,7 +300,7 @@ class ContextCaches:
                 scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
             )
             self._catalog.persist()
-            self._maintenance.drop(released)
+            self._maintenance.deletions.drop(released)
             deleted += count
             if count < DELETED_AT_ONCE:
                 return deleted
@@ -361,7 +333,7 @@ class ContextCaches:
 
     def close(self) -> None:
         """Finish what is being entered."""
-        self._creation.close()
+        self.creation.close()
         self._texts.close()
 
     def _writable(self, cache_id: str, tenant: str, admin: bool) -> str:

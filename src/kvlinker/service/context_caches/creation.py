@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError, WayOut
 from kvlinker.base.events import ChunkNamed, Events, ImplicitEvicted
 from kvlinker.base.futures import gather
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key, salted
 from kvlinker.base.types.limits import MAX_CHUNKS
+from kvlinker.base.types.residency import lines_of, text_name
 from kvlinker.base.types.tenants import SHARED_TENANT, UNLIMITED
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
@@ -29,6 +31,9 @@ from kvlinker.store import (
     new_context_cache_id,
 )
 from kvlinker.store.chunk_kv import ChunkKV
+
+MOST_NAMES = 16
+"""The most names by which routers know an answer, beside its id."""
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""
@@ -62,6 +67,7 @@ class Creation:
         self._texts = texts
         self._limits = limits
         self._maintenance = maintenance
+        self._deletions = maintenance.deletions
         self._events = events
         self._shares = shares
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
@@ -105,14 +111,14 @@ class Creation:
             self._catalog.check_room(records, self._limits, now=created)
         entered: Future[tuple[ContextCache, ...]] = Future()
         keys = [record.chunk_key for record in records]
-        self._maintenance.spare(keys)
+        self._deletions.spare(keys)
         try:
             begun = [self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks]
             for each in begun:
                 each.add_done_callback(lambda _: advance())
             computed = gather(begun, len)
         except BaseException:
-            self._maintenance.spare_no_longer(keys)
+            self._deletions.spare_no_longer(keys)
             raise
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
@@ -120,8 +126,14 @@ class Creation:
     def enter_implicit(
         self, lives: Mapping[Chunk, float], *, owner: str, kept: Collection[str]
     ) -> dict[Chunk, tuple[ContextCache, bool]]:
-        """Enter implicit context caches in the catalog, as ``ContextCaches.enter_implicit`` tells,
-        and drop what made room for them."""
+        """Enter implicit context caches in the catalog, but for those chunks of which the owner has
+        one by now; returns them, and whether each is new.
+
+        They live the seconds in ``lives`` from their last use. Expired context caches make room for
+        them, and implicit ones that were used longest ago, but for the ids in ``kept``; where that
+        is not enough, a chunk is missing in the result. The KV is computed when a prompt first
+        needs it.
+        """
         now = time.time()
         records = [
             replace(
@@ -141,29 +153,31 @@ class Creation:
         }
 
     def keep_answer(
-        self, chunk: Chunk, kv: ChunkKV, *, names: Sequence[str], owner: str, ttl: float
+        self, chunk: Chunk, kv: ChunkKV, *, text: str, owner: str, ttl: float
     ) -> ContextCache | None:
-        """Store the KV of an answer and enter an implicit context cache of it, as
-        ``ContextCaches.keep_answer`` tells. ``names`` are what routers may know it by, beside its
-        id."""
+        """Make an implicit context cache of an answer, which says ``text``, with the KV that it was
+        generated with; it lives ``ttl`` seconds from its last use. Returns the one that the owner
+        has of just this chunk by now, and None where there is no room for one. It outlasts a power
+        cut; its KV may have to be computed again then."""
         now = time.time()
         record = replace(
             self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl),
             implicit_ttl=ttl,
         )
         keys = [record.chunk_key]
-        self._maintenance.spare(keys)
+        self._deletions.spare(keys)
         try:
             self._store.put(record.chunk_key, kv)
             (entered,) = self._catalog.implicit.enter([record], self._limits, now=now, kept=())
         finally:
-            self._maintenance.spare_no_longer(keys)
+            self._deletions.spare_no_longer(keys)
         if entered is None:
-            self._maintenance.drop(keys)
+            self._deletions.drop(keys)
             return None
         self._catalog.persist()
         self._drop(entered.room)
-        named = (entered.cache.id, *names)
+        names = (text_name(part, owner) for part in (text, *lines_of(text)))
+        named = (entered.cache.id, *islice(names, MOST_NAMES))
         self._events.publish(ChunkNamed(record.chunk_key, named, record.tenant))
         return entered.cache
 
@@ -215,7 +229,7 @@ class Creation:
         try:
             self._writer.submit(self._enter, computed, records, entered)
         except BaseException as error:
-            self._maintenance.spare_no_longer([record.chunk_key for record in records])
+            self._deletions.spare_no_longer([record.chunk_key for record in records])
             entered.set_exception(error)
 
     def _enter(
@@ -232,7 +246,7 @@ class Creation:
                     self._shares()
                 room = self._catalog.add(records, self._limits, now=time.time())
             finally:
-                self._maintenance.spare_no_longer(keys)
+                self._deletions.spare_no_longer(keys)
             self._catalog.persist()
             self._drop(room)
             if records[0].pinned:
@@ -245,14 +259,14 @@ class Creation:
         except BaseException as error:
             try:
                 with suppress(StoreError):
-                    self._maintenance.drop(keys)
+                    self._deletions.drop(keys)
             finally:
                 entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:
         """Delete the KV of chunks that the catalog gave up for others, and tell how many context
         caches went."""
-        self._maintenance.drop(room.released)
+        self._deletions.drop(room.released)
         if room.evicted:
             self._events.publish(ImplicitEvicted(room.evicted))
 

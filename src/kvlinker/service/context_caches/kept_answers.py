@@ -140,11 +140,11 @@ class AnswerKeeper:
             origin=Origin.LINKED_ANSWER if answer.linked else Origin.ANSWER,
             scored=False,
         )
-        cache = self._caches.keep_answer(
+        cache = self._caches.creation.keep_answer(
             chunk,
             answer.part(begin, end),
             text=text,
-            tenant=tenant,
+            owner=tenant,
             ttl=wanted.ttl or self._ttl,
         )
         if cache is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable
 
 from kvlinker.service.context_caches.texts import ChunkTexts
 from kvlinker.store import Catalog, ChunkStore
@@ -20,7 +19,9 @@ class Maintenance:
         self._catalog = catalog
         self._store = store
         self._texts = texts
-        self._deletions = Deletions(catalog, store)
+        self.deletions = Deletions(catalog, store)
+        """Deletes the KV of chunks that the catalog releases."""
+
         self._swept_at = math.inf  # by the clock; as if it had been set back since
         self._pinning = (
             threading.Lock()
@@ -39,24 +40,11 @@ class Maintenance:
             self._catalog.implicit.count_uses_until(now)
         self._swept_at = now
         expired, released = self._catalog.expire(now)
-        self._deletions.drop(released)
-        self._deletions.follow(now)
+        self.deletions.drop(released)
+        self.deletions.follow(now)
         self.pin()
         self._texts.catch_up()
         return expired
-
-    def drop(self, released: Iterable[str]) -> None:
-        """Delete the KV of chunks that the catalog released, given by chunk key."""
-        self._deletions.drop(released)
-
-    def spare(self, keys: Collection[str]) -> None:
-        """Leave the KV of chunks that are being created alone until ``spare_no_longer`` gets the
-        same keys."""
-        self._deletions.spare(keys)
-
-    def spare_no_longer(self, keys: Collection[str]) -> None:
-        """End what one call of ``spare`` began: the catalog holds the chunks now, or never will."""
-        self._deletions.spare_no_longer(keys)
 
     def pin(self) -> None:
         """Tell the store which chunks are pinned now."""

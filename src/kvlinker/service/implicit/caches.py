@@ -1,8 +1,9 @@
-"""Finds the chunks of texts by what they say, and enters new ones in the catalog, for
-``ContentReader``.
+"""Makes marked texts, documents and recognised passages chunks, for ``ContentReader``.
 
-No KV is taken from the request that brings a text: the engine computes the chunk alone, as it does
-for one that was evicted, and whoever else asks for it meanwhile waits for the same computation.
+``encode`` makes the ``Chunk`` of a text, its token ids; ``find`` and ``use`` find its context cache
+in the catalog by content, or enter one. No KV is taken from the request that brings the text: like
+that of an evicted chunk, it is missing in the store when the prompt is loaded, and then computed
+alone (``PromptLoader``). Whoever else asks for it meanwhile waits for the same computation.
 """
 
 from __future__ import annotations
@@ -143,9 +144,8 @@ class ImplicitCaches:
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
-        for chunk, (cache, created) in self._caches.enter_implicit(
-            new, tenant=tenant, kept=kept
-        ).items():
+        entered = self._caches.creation.enter_implicit(new, owner=tenant, kept=kept)
+        for chunk, (cache, created) in entered.items():
             found[chunk] = FoundChunk(cache.chunk, cache, created)
         return found
 

@@ -22,8 +22,7 @@ from kvlinker.engines.embedded.attention.native_call import (
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
-from kvlinker.engines.embedded.execution.segment_table import SegmentTable
-from kvlinker.engines.embedded.execution.segments import BatchSegments
+from kvlinker.engines.embedded.execution.segments import BatchSegments, SegmentTable
 from kvlinker.engines.embedded.execution.step_structures import (
     NativeStep,
     StepAttention,

@@ -22,6 +22,7 @@ from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.execution.deviations import LayerDeviations
 from kvlinker.engines.embedded.execution.index_pass import IndexPass
+from kvlinker.engines.embedded.execution.late_layers import WaitInStep, late_owners
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.observing import LayerAttention, show
 from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
@@ -33,14 +34,6 @@ from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 from kvlinker.store.chunk_kv import LayerKV
-from kvlinker.store.loading.arriving import ArrivingKV
-
-WaitInStep = Callable[[Callable[[], bool]], None]
-"""Waits until its argument returns true, or until a request outside the step could be computed."""
-
-
-def never_wait(came: Callable[[], bool]) -> None:
-    """Return at once, as if another request could be computed."""
 
 
 class EmptyStepError(Exception):
@@ -127,8 +120,9 @@ class ForwardPass:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
         inside = [index for index, layer in enumerate(self._layers) if layer.block == block]
-        for index in inside:
-            hidden = self._without_late(self._kept_by[index], hidden)
+        for index in (self._kept_by[index] for index in inside):
+            while late := late_owners(self._batch, index, self._wait):
+                hidden = self._leave(late, index, hidden)
         self._asked = {
             id(refinement)
             for refinement, _, _ in self._batch.refinements()
@@ -202,30 +196,6 @@ class ForwardPass:
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
         self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
-
-    def _without_late(self, index: int, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` without the tokens of owners whose chunks lack this layer of KV. If all
-        owners lack it and there is nobody else to compute, wait for the layers first."""
-        while lacking := self._lacking(index):
-            late = {owner for owner, _ in lacking}
-            lost = {owner for owner, kv in lacking if kv.lost}
-            if late != self._batch.owners:
-                hidden = self._leave(late, index, hidden)
-            elif lost:
-                hidden = self._leave(lost, index, hidden)
-            else:
-                self._wait(partial(_changed, index, lacking))
-                if not _changed(index, lacking):
-                    hidden = self._leave(late, index, hidden)
-        return hidden
-
-    def _lacking(self, index: int) -> list[tuple[object, ArrivingKV]]:
-        """Return the owners that see KV whose layer has not arrived, each with the KV."""
-        return [
-            (owner, chunk.kv)
-            for owner, chunk in self._batch.shared()
-            if isinstance(chunk.kv, ArrivingKV) and chunk.kv.layer(index) is None
-        ]
 
     def _leave(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the owners' tokens."""
@@ -375,10 +345,6 @@ class ForwardPass:
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return self._profile.timed(part) if self._profile is not None else nullcontext()
-
-
-def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:
-    return any(kv.layer(index) is not None or kv.lost for _, kv in lacking)
 
 
 def _axis_of_tokens(hidden: Tensor) -> int:

@@ -17,12 +17,8 @@ from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
-from kvlinker.engines.embedded.execution.forward_pass import (
-    EmptyStepError,
-    ForwardPass,
-    WaitInStep,
-    never_wait,
-)
+from kvlinker.engines.embedded.execution.forward_pass import EmptyStepError, ForwardPass
+from kvlinker.engines.embedded.execution.late_layers import WaitInStep, never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import Anatomy
@@ -148,7 +144,8 @@ def _room_for_copies(device: torch.device) -> int:
 
 @contextmanager
 def _narrowing(model: nn.Module, forward: ForwardPass) -> Iterator[None]:
-    """Let tokens leave the hidden states before every decoder layer, until the last one."""
+    """Let tokens leave the hidden states before every decoder layer, until the last one: those that
+    a policy drops, and those of requests whose chunks lack the layer (``late_layers.py``)."""
     tokens = len(forward.remaining_rows)
 
     def enter(

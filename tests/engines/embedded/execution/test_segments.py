@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvlinker.engines.embedded.execution.segment_table import SegmentTable
+from kvlinker.engines.embedded.execution.segments import SegmentTable
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from tests.toy_models import loaded_model
