@@ -202,7 +202,11 @@ class ContentReader:
         how: ReadOptions,
         build: Callable[[Chunks], Prompt],
     ) -> ReadPrompt:
-        """Read a prompt of these parts; ``places`` tells where each id stands first."""
+        """Read a prompt of these parts; ``places`` tells where each id stands first.
+
+        Ids are looked up, and marked texts become chunks: each is encoded, its context cache is
+        found by content, and once the prompt is built, and fits, new ones are entered.
+        """
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
         named = self._look_up(places, how.tenant)
         named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
