@@ -144,9 +144,10 @@ class ImplicitCaches:
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
-        entered = self._caches.creation.enter_implicit(new, owner=tenant, kept=kept)
-        for chunk, (cache, created) in entered.items():
-            found[chunk] = FoundChunk(cache.chunk, cache, created)
+        if new:
+            entered = self._caches.creation.enter_implicit(new, owner=tenant, kept=kept)
+            for chunk, (cache, created) in entered.items():
+                found[chunk] = FoundChunk(cache.chunk, cache, created)
         return found
 
 

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -22,8 +22,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.answers import Delta, Timing, Usage
-from kvlinker.base.types.sampling import SamplingParams
-from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.answers.choices import Choices, PreparedRequest
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
@@ -32,10 +31,7 @@ from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
-from kvlinker.prompting.answer_forms.reader import Reader
-from kvlinker.service.context_caches.kept_answers import KeepRequest
-from kvlinker.service.workflows import WorkflowStep
+from kvlinker.llm import LLM, Answer, Prompt
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
@@ -59,19 +55,6 @@ class UsageBody(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class PreparedRequest(NamedTuple):
-    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how
-    to answer them."""
-
-    prompts: Mapping[str, ReadPrompt]
-    sampling: SamplingParams
-    explains: bool = False
-    shows_attention: bool = False
-    keep: KeepRequest | None = None
-    step: WorkflowStep | None = None
-    calls: Callable[[], Reader] | None = None
 
 
 class AnswerFormat(Protocol):
@@ -200,21 +183,7 @@ async def begin_choices(
     trace = None if served.tracing is None else served.tracing.begin(request.headers)
 
     def begin() -> Choices:
-        asked = build()
-        return Choices(
-            served.llm,
-            asked.prompts,
-            asked.sampling,
-            n=n,
-            explains=asked.explains,
-            shows_attention=asked.shows_attention,
-            keep=asked.keep,
-            step=asked.step,
-            calls=asked.calls,
-            tenant=tenant,
-            loop=loop,
-            trace=trace,
-        )
+        return Choices(served.llm, build(), n=n, tenant=tenant, loop=loop, trace=trace)
 
     choices = await served.encoding.run(request, begin)
     served.drain.add(choices)

@@ -17,12 +17,12 @@ from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.base.types.tools import Tool
 from kvlinker.doors.http.answers.answering import (
-    PreparedRequest,
     UsageBody,
     answer_head,
     completion_responses,
     respond,
 )
+from kvlinker.doors.http.answers.choices import PreparedRequest
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import ChatLogprob, logprob_bodies
 from kvlinker.doors.http.edge.access import TenantParam

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
 
 from starlette.types import Receive
 
@@ -21,6 +22,27 @@ from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.workflows import WorkflowStep
 
 
+class PreparedRequest(NamedTuple):
+    """What a request asks the engine for, as ``LLM.submit`` takes it."""
+
+    prompts: Mapping[str, ReadPrompt]
+    """By the request's fields that they come from, which errors name."""
+
+    sampling: SamplingParams
+
+    explains: bool = False
+    """True if the first choice of each prompt is to tell how it was linked."""
+
+    shows_attention: bool = False
+    keep: KeepRequest | None = None
+    """What is to be kept of the very first choice."""
+
+    step: WorkflowStep | None = None
+
+    calls: Callable[[], Reader] | None = None
+    """Makes readers of calls."""
+
+
 class Choices:
     """Merges ``n`` choices for each prompt, numbered prompt by prompt, into one series of events.
 
@@ -30,15 +52,9 @@ class Choices:
     def __init__(
         self,
         llm: LLM,
-        prompts: Mapping[str, ReadPrompt],
-        sampling: SamplingParams,
+        asked: PreparedRequest,
         *,
         n: int,
-        explains: bool = False,
-        shows_attention: bool = False,
-        keep: KeepRequest | None = None,
-        step: WorkflowStep | None = None,
-        calls: Callable[[], Reader] | None = None,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
@@ -46,33 +62,28 @@ class Choices:
         """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what
         ``LLM.submit`` raises.
 
-        ``prompts`` are by the request's fields that they come from, which errors name. With
-        ``explains``, the first choice of each tells how it was linked. ``keep``: what is to be kept
-        of the very first choice; ``step``: of a workflow.
-        ``calls`` makes readers of calls.
-
         Planning takes a while for long prompts: call it in a thread.
         """
         self.n = n
-        self.prompts = prompts
-        self._count = len(prompts) * n
+        self.prompts = asked.prompts
+        self._count = len(asked.prompts) * n
         self._loop = loop
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         with self._cancelled_on_error():
-            for number, (field, prompt) in enumerate(prompts.items()):
+            for number, (field, prompt) in enumerate(asked.prompts.items()):
                 sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
                     handle = llm.submit(
                         prompt,
-                        sampling,
+                        asked.sampling,
                         sink,
                         n=n,
-                        explains=explains,
-                        shows_attention=shows_attention,
-                        keep=None if number else keep,
-                        step=step,
-                        calls=calls,
+                        explains=asked.explains,
+                        shows_attention=asked.shows_attention,
+                        keep=None if number else asked.keep,
+                        step=asked.step,
+                        calls=asked.calls,
                         tenant=tenant,
                     )
                     self._handles.append(handle)

@@ -22,13 +22,13 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.doors.http.answers.answering import (
-    PreparedRequest,
     UsageBody,
     answer_head,
     completion_responses,
     finite,
     respond,
 )
+from kvlinker.doors.http.answers.choices import PreparedRequest
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import token_name
 from kvlinker.doors.http.edge.access import TenantParam

@@ -18,13 +18,12 @@ from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.doors.http.answers.answer_blocks import BlockReader, BlockStep
 from kvlinker.doors.http.answers.answering import (
     EventStream,
-    PreparedRequest,
     begin_choices,
     ignored_header,
     server_timing,
 )
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
-from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.answers.choices import Choices, PreparedRequest
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
 from kvlinker.doors.http.fields.parts import Part, TextPart
