@@ -22,6 +22,10 @@ def one_of_tokens_first(tensor, sin, cos):
     return one(tensor, cos, sin, 2)
 
 
+def keys_are_optional(q, k=None, cos=None, sin=None):
+    return one(q, cos, sin) if k is None else both(q, k, cos, sin)
+
+
 def complex_of_tokens_first(xq, xk, freqs_cis):
     cos, sin = (part.repeat_interleave(2, -1) for part in (freqs_cis.real, freqs_cis.imag))
     return both(xq, xk, cos, sin, 2)
@@ -32,6 +36,7 @@ CALLS = {
     both: ((HEADS, HEADS, COS, SIN), {}),
     one: ((TOKENS_FIRST, COS, SIN), {"unsqueeze_dim": 2}),
     one_of_tokens_first: ((TOKENS_FIRST, SIN, COS), {}),
+    keys_are_optional: ((HEADS, HEADS, COS, SIN), {}),
     complex_of_tokens_first: (
         (TOKENS_FIRST, TOKENS_FIRST, torch.complex(COS[..., ::2], SIN[..., ::2])),
         {},
@@ -52,6 +57,19 @@ def test_a_call_says_how_heads_before_tokens_are_rotated(function):
     expected = both(HEADS, HEADS, COS, SIN)[0]
     torch.testing.assert_close(key, expected)
     torch.testing.assert_close(query, 2 * expected)
+
+
+def test_queries_may_be_rotated_alone():
+    form = RotaryForm.of(keys_are_optional)
+    assert form is not None
+    args, kwargs = (HEADS,), {"cos": COS, "sin": SIN}
+    assert form.unchanged(args, kwargs) is HEADS
+    assert form.unchanged((HEADS, None), kwargs) is HEADS
+    apply, given, cos, sin = form.rotation(args, kwargs)
+    assert given is HEADS
+    query, key = apply(2 * HEADS, HEADS, cos, sin)
+    torch.testing.assert_close(key, one(HEADS, COS, SIN))
+    torch.testing.assert_close(query, 2 * key)
 
 
 def test_a_function_of_another_form_is_left_alone():

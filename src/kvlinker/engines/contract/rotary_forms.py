@@ -1,11 +1,12 @@
-"""The forms in which models' functions rotate: queries and keys at once or one by one, by cos and
-sin or complex numbers, with heads before tokens or behind them."""
+"""The forms in which models' functions rotate: queries and keys at once or one by one, or queries
+alone where no keys are given, by cos and sin or complex numbers, with heads before tokens or behind
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, Signature, signature
+from inspect import Signature, signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -44,28 +45,27 @@ class RotaryForm:
     def of(cls, function: Callable[..., Any]) -> Self | None:
         """Read the form from the names of a function's parameters; None where it is not known."""
         found = signature(function)
-        needed = [
-            name for name, each in found.parameters.items() if each.default is Parameter.empty
-        ]
-        rotated = tuple(needed[: next((at for at, n in enumerate(needed) if _is_table(n)), 0)])
-        tables = tuple(name for name in needed if _is_table(name))
+        names = list(found.parameters)
+        rotated = tuple(names[: next((at for at, name in enumerate(names) if _is_table(name)), 0)])
+        tables = tuple(name for name in names if _is_table(name))
         if len(rotated) not in (1, 2) or set(tables) not in TABLES:
             return None
         return cls(function, found, rotated, tables)
 
     def unchanged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what the function was called with, in place of what it would return."""
-        count = len(self.rotated)
-        if len(args) >= count:
-            return args[:count] if count > 1 else args[0]
-        bound = self.signature.bind(*args, **kwargs).arguments
-        found = tuple(bound[name] for name in self.rotated)
-        return found if count > 1 else found[0]
+        found = args[: len(self.rotated)]
+        if len(found) < len(self.rotated):
+            bound = self.signature.bind(*args, **kwargs).arguments
+            found = tuple(bound.get(name) for name in self.rotated)
+        found = tuple(each for each in found if each is not None)
+        return found if len(found) > 1 else found[0]
 
     def rotation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rotation:
         """Read one call."""
         bound = self.signature.bind(*args, **kwargs).arguments
-        heads = bound[self.rotated[-1]]
+        rotated = [name for name in self.rotated if bound.get(name) is not None]
+        heads = bound[rotated[-1]]
         tables = [bound[name] for name in self.tables]
         cos, sin = (tables[0].real, tables[0].imag) if len(tables) == 1 else tables
         if self.tables[0] == "sin":
@@ -81,7 +81,7 @@ class RotaryForm:
             given = dict(zip(self.tables, self._tables(cos, sin), strict=True))
             if not heads_first:
                 query, key = query.transpose(1, 2), key.transpose(1, 2)
-            if len(self.rotated) == 2:
+            if len(rotated) == 2:
                 query, key = self.function(query, key, **given, **options)
             else:
                 query, key = (self.function(each, **given, **options) for each in (query, key))

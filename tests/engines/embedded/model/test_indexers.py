@@ -97,6 +97,7 @@ def test_layers_say_what_their_indexers_keep(family):
         "glm_moe_dsa-shared-picks": [(True, 0), (False, 0), (True, 2), (False, 2)],
         "hy_v4-picks-streams-sinks": [(True, 0), (False, 0), (True, 2), (False, 2)],
         "minimax_m3-blocks": [(False, None), (True, 1), (True, 2)],
+        "qwen4_exp-blocks-states-ngrams": [(True, 0), (True, 1)],
     }.get(family, [(True, 0), (True, 1), (True, 2)])
     kept = [layer.indexer for layer in layers if layer.indexer is not None]
     assert {each.dim for each in kept} == {16}
@@ -129,4 +130,5 @@ def test_the_referee_finds_picks_by_other_scores():
     assert 0 < referee.error < 1e-6
     assert picked([5.0, 1, 1, 4, 0]) == [0, 2]
     assert referee.error == pytest.approx(3 / 5)
-    assert Picks().highest(module, None, hidden[..., 0], 2).tolist() == [[0, 2]]
+    of_one = Picks().highest(module, None, np.arange(1), hidden[..., 0], 2)
+    assert of_one.tolist() == [[0, 2]]

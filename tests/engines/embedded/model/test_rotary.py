@@ -44,6 +44,16 @@ def test_any_position_is_rotated_and_rounded_once(layout, dtype):
     ) * exact.norm()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tables_are_given_as_the_models_function_takes_them(layout):
+    rotary = toy_rotary(32, **layout)
+    repeat, width = layout["pairing"] or "halves", layout.get("width", 32)
+    module = Angles(width, repeat=repeat, factor=layout.get("factor", 1.0))
+    expected = module(torch.zeros(1), torch.arange(21))
+    for found, own in zip(rotary.model_tables(21), expected, strict=True):
+        torch.testing.assert_close(found, own)
+
+
 def test_heads_may_be_rotated_into_a_part_of_a_pool():
     rotary, heads = (
         toy_rotary(32),

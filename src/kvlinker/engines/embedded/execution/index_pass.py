@@ -94,7 +94,7 @@ class IndexPass:
                 queries = Queries(owner, mine[part], hidden_rows[at], pass_rows[at])
                 own = _Own(indexer, linked, queries.positions)
                 with intercepted(own):
-                    mask = call.picked(queries, own.linked)
+                    mask = call.picked(queries, own.linked, indexer.handed(queries.length))
                 kept[at] = own.kept.to(kept.dtype)
                 parts.append(torch.nn.functional.pad(mask, (0, len(linked) - queries.length)))
             self._picked[owner] = _OfOwner(mine, torch.cat(parts, dim=1))
@@ -127,7 +127,8 @@ class _Own:
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Rotate as the model does."""
-        self._turned = form.rotation(args, kwargs).key
+        if self._indexer.rotary is not None:
+            self._turned = form.rotation(args, kwargs).key
         return form.function(*args, **kwargs)
 
     def linked(self, rotated: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ class _Tracer:
         self._pending: Rotary | None = None
         self._turned: Tensor | None = None
         self._indexer: Indexer | None = None
+        self._linking = False
         self._picker: int | None = None
 
     @property
@@ -146,6 +147,8 @@ class _Tracer:
         self._tables.append((cos_and_sin(output)[0], module, args, kwargs))
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._linking:  # what an indexer makes of all that is kept
+            return
         apply, key, cos, _ = form.rotation(args, kwargs)
         width = key.shape[-1]
         module, inputs, options = self._source(cos)
@@ -167,14 +170,16 @@ class _Tracer:
         def linked(kept: Tensor) -> Tensor:
             offset = None if self._turned is None else place_of(self._turned[0, 0], kept)
             rotary = None if offset is None else self._pending
-            self._indexer = Indexer(kept.shape[-1], rotary, offset or 0)
+            tables = self._pending if call.makes_masks else None
+            self._indexer = Indexer(kept.shape[-1], rotary, offset or 0, tables)
+            self._linking = True
             return kept
 
         everything = torch.arange(LOOKED_AT)
         call.picked(Queries(None, everything.numpy(), everything, everything), linked)
         if self._indexer is None:
             raise LookupError("an indexer keeps nothing that a cache is handed")
-        self._pending = before
+        self._pending, self._linking = before, False
         return call.nothing()
 
     def _picked_by(self, module: nn.Module | None) -> int | None:
@@ -239,7 +244,7 @@ class _Tracer:
         if not call.rules:
             channels, width = call.weight.shape
             self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
-            return torch.zeros_like(call.hidden)
+            return call.apply(call.hidden.new_zeros(1, channels, width - 1), call.hidden)
         self._convolution, self._convolved = call, 0
         if not call.is_taken_apart:
             return torch.zeros_like(call.hidden)

@@ -44,6 +44,10 @@ class Indexer:
     rotary: Rotary | None = None
     offset: int = 0
 
+    tables: Rotary | None = None
+    """The rotary embedding whose cos and sin of all positions it takes; None where it takes those
+    of its queries, or none."""
+
     def rotated(self, kept: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return what is kept of tokens, [tokens, dim], rotated by cos and sin [tokens, columns],
         as the model would rotate it."""
@@ -52,6 +56,11 @@ class Indexer:
         part = slice(self.offset, None)
         self.rotary.rotate_as_model(kept[None, :, part], cos, sin, out=turned[None, :, part])
         return turned
+
+    def handed(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of ``length`` positions, [length, columns] each, where it takes those
+        of all."""
+        return None if self.tables is None else self.tables.model_tables(length)
 
 
 class LinkedCache:
@@ -127,22 +136,40 @@ class IndexerCall:
         """Tells whether it is called in a form that is known: with a mask for all heads at once,
         of which tokens are seen or which are no padding, if with any."""
         mask = self.arguments.get(MASK)
-        return mask is None or mask.ndim in (2, 3)
+        return mask is None or mask.ndim in (2, 3) or self.makes_masks
+
+    @property
+    def makes_masks(self) -> bool:
+        """Tells whether it makes a mask of attention's, picks for one query after the other, and
+        takes cos and sin of all positions up to the last query's."""
+        mask = self.arguments.get(MASK)
+        return mask is not None and mask.ndim == 4 and TABLES in self.arguments
 
     def nothing(self) -> Tensor:
         """Return what the model goes on with, until its attention asks what was picked."""
+        if self.makes_masks:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._hidden.device)
         return torch.zeros(1, 1, 1, dtype=torch.long, device=self._hidden.device)
 
-    def picked(self, queries: Queries, linked: Callable[[Tensor], Tensor]) -> Tensor:
+    def picked(
+        self,
+        queries: Queries,
+        linked: Callable[[Tensor], Tensor],
+        tables: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Return which tokens the indexer picks: [groups of heads, queries, length], booleans.
 
         Of tokens with the same score, the first ones are picked. ``linked`` is what
-        ``LinkedCache`` takes; rotary functions rotate by the model's own tables.
+        ``LinkedCache`` takes; rotary functions rotate by the model's own tables: ``tables``
+        [length, columns] where it takes those of all positions.
         """
         given = {name: self._part(name, value, queries) for name, value in self._each()}
         if CACHE in self.arguments:
             given[CACHE] = LinkedCache(linked, queries.length)
-        with picking(_picks.get() or Picks(), self.module, queries):
+        if tables is not None:
+            given[TABLES] = tuple(table[None].to(self._hidden.dtype) for table in tables)
+        picks = _picks.get() or Picks()
+        with picking(picks, self.module, queries.owner, queries.positions):
             found = self.function(self.module, **given)
         return self._mask(found, queries.length)
 
@@ -166,8 +193,10 @@ class IndexerCall:
         return value[:, queries.rows] if isinstance(value, Tensor) else value
 
     def _mask(self, found: Tensor, length: int) -> Tensor:
-        """Return what the indexer returned, numbers of tokens or of blocks, as booleans: -1 stands
-        for none."""
+        """Return what the indexer returned, a mask, or numbers of tokens or of blocks, as booleans:
+        the number -1 stands for none."""
+        if self.makes_masks:
+            return found.reshape(-1, *found.shape[-2:])
         size = int(getattr(self.module, "block_size", 1))
         blocks = -(-length // size)
         picks = found.reshape(-1, *found.shape[-2:]).long()
@@ -177,21 +206,29 @@ class IndexerCall:
 
 
 def _seen(dimensions: int, queries: Queries, device: torch.device) -> Tensor:
-    """Return the mask that tells which tokens these queries may see; with two dimensions, that none
-    of them is padding."""
+    """Return the mask that tells which tokens these queries may see, [1, (1,) queries, length];
+    with two dimensions, that none of them is padding."""
     if dimensions == 2:
         return torch.ones(1, len(queries.positions), dtype=torch.bool, device=device)
     positions = torch.from_numpy(queries.positions).to(device)
     seen = torch.arange(queries.length, device=device) <= positions[:, None]
-    return seen[None]
+    return seen[(None,) * (dimensions - 2)]
 
 
 class Picks:
     """Says which of the scores that an indexer computed are the highest."""
 
-    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
+    def highest(
+        self,
+        module: nn.Module,
+        owner: object,
+        positions: NDArray[np.int64],
+        scores: Tensor,
+        k: int,
+    ) -> Tensor:
         """Return the indices of the ``k`` highest ``scores`` [..., queries, candidates] of each
-        query, the highest first: of equal ones, the first."""
+        query, the highest first: of equal ones, the first. The queries stand at ``positions`` of
+        what is the ``owner``'s."""
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -209,32 +246,59 @@ def picking_by(picks: Picks) -> Iterator[None]:
 
 
 def picking(
-    picks: Picks, module: nn.Module, queries: Queries | None
+    picks: Picks,
+    module: nn.Module,
+    owner: object = None,
+    positions: NDArray[np.int64] | None = None,
 ) -> AbstractContextManager[object]:
-    """Have what a module computes in this thread pick by ``picks``."""
-    return _Picking(picks, module, queries)
+    """Have what a module computes in this thread for queries at these ``positions``, or for all of
+    a text, pick by ``picks``."""
+    return _Picking(picks, module, owner, positions)
 
 
 class _Picking(TorchFunctionMode):
-    """Replaces top-k, which leaves open what it returns of equal scores."""
+    """Replaces top-k, which leaves open what it returns of equal scores.
 
-    def __init__(self, picks: Picks, module: nn.Module, queries: Queries | None) -> None:
+    Indexers that pick for one query at a time list the tokens that it sees before. It is the last
+    of these, so that their number tells where it stands.
+    """
+
+    def __init__(
+        self,
+        picks: Picks,
+        module: nn.Module,
+        owner: object,
+        positions: NDArray[np.int64] | None,
+    ) -> None:
         super().__init__()
         self._picks = picks
         self._module = module
-        self._queries = queries
+        self._owner = owner
+        self._positions = positions
+        self._listed = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in (torch.topk, Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        return self._topk(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            return self._topk(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.nonzero, Tensor.nonzero):
+            self._listed = len(found)
+        return found
 
     def _topk(self, scores: Tensor, k: int, dim: int = -1) -> torch.return_types.topk:
         assert dim in (-1, scores.ndim - 1), "candidates are in the last dimension"
-        indices = self._picks.highest(self._module, self._queries, scores, k)
+        if scores.ndim == 1:
+            indices = self._highest(np.array([self._listed - 1]), scores[None], k)[0]
+        elif self._positions is None:
+            indices = self._highest(np.arange(scores.shape[-2]), scores, k)
+        else:
+            indices = self._highest(self._positions, scores, k)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+    def _highest(self, positions: NDArray[np.int64], scores: Tensor, k: int) -> Tensor:
+        return self._picks.highest(self._module, self._owner, positions, scores, k)
 
 
 def place_of(part: Tensor, whole: Tensor) -> int | None:

@@ -84,6 +84,16 @@ class Rotary:
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
+    def model_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions [0, length) as the model's function takes them: [length,
+        columns] each, fp32."""
+        cos, sin = self.tables(length)
+        if self._layout is None or self._layout.columns == slice(None):
+            return cos, sin
+        if self._layout.columns.step == 2:
+            return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of integer ``positions`` [tokens], negative ones too: [tokens,
         columns] each, fp32."""

@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.indexers import Picks, Queries, is_indexer, picking
+from kvlinker.engines.embedded.model.indexers import Picks, is_indexer, picking
+
+Recorded = dict[tuple[object, nn.Module, int], Tensor]
+"""What an indexer picked in a text for the query at a position: [..., picked], -1 for none."""
 
 MOST_PICKED = 8
 """The most tokens, or blocks of them, that a query sees in a self-test, so that its short texts are
@@ -26,7 +31,7 @@ class Referee(Picks):
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[tuple[object, nn.Module], Tensor] = {}
+        self._recorded: Recorded = {}
         self.error = 0.0
 
     @contextmanager
@@ -40,13 +45,19 @@ class Referee(Picks):
                     stack.enter_context(_inside(part, own))
             yield
 
-    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
-        assert queries is not None, "passes of the engine alone come here"
-        mine = super().highest(module, queries, scores, min(k, MOST_PICKED))
-        recorded = self._recorded.get((queries.owner, module))
-        if recorded is None:
+    def highest(
+        self,
+        module: nn.Module,
+        owner: object,
+        positions: NDArray[np.int64],
+        scores: Tensor,
+        k: int,
+    ) -> Tensor:
+        mine = super().highest(module, owner, positions, scores, min(k, MOST_PICKED))
+        if (owner, module, int(positions[0])) not in self._recorded:
             return mine
-        theirs = recorded[..., queries.positions, : mine.shape[-1]].to(mine.device)
+        recorded = [self._recorded[owner, module, int(position)] for position in positions]
+        theirs = torch.stack(recorded, -2)[..., : mine.shape[-1]].to(mine.device)
         chosen = torch.where(theirs < 0, mine, theirs.clamp(max=scores.shape[-1] - 1))
         best, found = (scores.gather(-1, each) for each in (mine, chosen))
         found = found.sort(dim=-1, descending=True).values
@@ -57,14 +68,23 @@ class Referee(Picks):
 class _Recording(Picks):
     """Records what a pass picks."""
 
-    def __init__(self, recorded: dict[tuple[object, nn.Module], Tensor], text: object) -> None:
+    def __init__(self, recorded: Recorded, text: object) -> None:
         self._recorded = recorded
         self._text = text
 
-    def highest(self, module: nn.Module, queries: Queries | None, scores: Tensor, k: int) -> Tensor:
-        indices = super().highest(module, queries, scores, min(k, MOST_PICKED))
+    def highest(
+        self,
+        module: nn.Module,
+        owner: object,
+        positions: NDArray[np.int64],
+        scores: Tensor,
+        k: int,
+    ) -> Tensor:
+        indices = super().highest(module, owner, positions, scores, min(k, MOST_PICKED))
         seen = scores.gather(-1, indices) > torch.finfo(scores.dtype).min
-        self._recorded[self._text, module] = indices.masked_fill(~seen, -1)
+        rows = indices.masked_fill(~seen, -1).unbind(-2)
+        for position, row in zip(positions.tolist(), rows, strict=True):
+            self._recorded[self._text, module, position] = row
         return indices
 
 
@@ -74,7 +94,7 @@ def _inside(indexer: nn.Module, picks: Picks) -> Iterator[None]:
     entered = ExitStack()
 
     def enter(module: nn.Module, args: Any) -> None:
-        entered.enter_context(picking(picks, module, None))
+        entered.enter_context(picking(picks, module))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         entered.close()
