@@ -268,6 +268,7 @@ STATES_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 """The families all of whose layers keep states."""
 
 
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 INDEX = LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 9, "head_dim": 8}
 SHARED_PICKS = {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4}
 INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -282,6 +283,16 @@ INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 5, "index_topk_blocks": 3}
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 96}
         | {"shared_intermediate_size": 32},
+    ),
+    "qwen4_exp-blocks-states-ngrams": (
+        "qwen4_exp_text",
+        DELTA
+        | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [1, 3]}
+        | {"ngram_vocab_size_base": 50, "heads_per_ngram": 2, "ple_embed_dim": 16}
+        | {"hc_count": 2, "hc_lowrank": 8, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+        | {"indexer_budget": 12, "indexer_compress_ratio": 4, "rope_parameters": HALF_ROPE},
     ),
 }
 """The families whose indexers pick the tokens that queries see: far fewer than chunks have."""
@@ -346,7 +357,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
             slow = next((low for part, low in SLOW.items() if name.endswith(part)), None)
             if slow is not None:
                 weight.uniform_(*slow, generator=generator)
-            elif "gate_preact.weight" in name:  # which are zeros at first
+            elif "gate_preact.weight" in name or "ple.conv1d" in name:  # which are zeros at first
                 weight.normal_(0, 0.1, generator=generator)
             elif "compress" in name:  # pools are no plain means
                 weight.normal_(generator=generator)

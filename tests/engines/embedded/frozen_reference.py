@@ -18,21 +18,29 @@ def decoder(model):
     return next(part for part in text.modules() if isinstance(part, nn.ModuleList))
 
 
+def takes_ids(part):
+    """Whether a module makes embeddings of n-grams: what comes out is what a chunk keeps."""
+    return "ngram" in type(part).__name__.lower()
+
+
 def places(model):
     """Where hidden states enter: decoder layers, and what sees the tokens before in them, which
-    attention or another of its kind may come before. Each with its decoder layer's index."""
+    attention or another of its kind may come before; and where they are made of ids. Each with its
+    decoder layer's index."""
     seeing = nn.Conv1d | nn.ZeroPad2d
     return [
         (index, part)
         for index, layer in enumerate(decoder(model))
         for part in layer.modules()
-        if part is layer or any(isinstance(child, seeing) for child in part.children())
+        if part is layer
+        or takes_ids(part)
+        or any(isinstance(child, seeing) for child in part.children())
     ]
 
 
 @contextmanager
 def entering(model, change):
-    """Each place gets what ``change`` makes of its number and input."""
+    """Each place gets, or gives, what ``change`` makes of its number and that."""
 
     def hook(place):
         def run(part, args, kwargs):
@@ -42,8 +50,13 @@ def entering(model, change):
 
         return run
 
+    def output_hook(place):
+        return lambda part, args, output: change(place, output)
+
     handles = [
-        part.register_forward_pre_hook(hook(place), with_kwargs=True)
+        part.register_forward_hook(output_hook(place))
+        if takes_ids(part)
+        else part.register_forward_pre_hook(hook(place), with_kwargs=True)
         for place, (_, part) in enumerate(places(model))
     ]
     try:

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.obstacles import Obstacle
 from kvlinker.engines.embedded.selftest import self_test
-from kvlinker_lab.models.small_models import KINDS, small_config, small_model
+from kvlinker_lab.models.small_models import KINDS, small_model
 from kvlinker_lab.models.verdicts import NEWLY_SEEN, read_linked, verdict
 
 REFUSED = {
     Obstacle.STATE: {"reformer", "zaya"},
     Obstacle.COMPRESSION: {"deepseek_v4"},
-    Obstacle.SELECTION: {"qwen4_exp", "qwen4_exp_text"},
     Obstacle.BIDIRECTIONAL: {"bert", "xlnet"},
     Obstacle.LEARNED: {"gpt2", "opt", "bart", "gpt_neo"},
     Obstacle.ALIBI: {"bloom", "mpt"},
@@ -34,13 +32,9 @@ def test_a_refusal_says_what_kind_of_model_it_is(obstacle):
     assert found == dict.fromkeys(REFUSED[obstacle], obstacle)
 
 
-def test_layers_that_take_in_n_grams_are_refused_for_that():
-    config = small_config("qwen4_exp_text")
-    config.ple_layer_ids = [1]
-    config.number_of_conv_states = 3
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(UnsupportedModelError, match="n-grams of the text"):
-        self_test(model)
+def test_indexers_of_an_unknown_form_are_refused_for_that(monkeypatch):
+    monkeypatch.setattr(IndexerCall, "is_known", False)
+    assert verdict("deepseek_v32").reason == Obstacle.SELECTION
 
 
 @pytest.mark.slow
@@ -88,6 +82,8 @@ def test_what_is_linked_is_exact_by_a_wide_margin():
         "nemotron_h",
         "phimoe",
         "qwen3_next",
+        "qwen4_exp",
+        "qwen4_exp_text",
         "recurrent_gemma",
         "rwkv",
         "mamba",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -111,6 +112,7 @@ EXPERIMENTAL = {
     **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32},
     **{
         "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
         "ngram_vocab_size_base": 100,
         "hc_lowrank": 8,
         "ple_embed_dim": 32,
@@ -237,4 +239,6 @@ def small_model(kind: str, *, wide: bool = False) -> Any:
         if "norm" in type(part).__name__.lower():
             for weight in part.parameters(recurse=False):
                 weight.data += NORMS_VARY * torch.randn(weight.shape, generator=generator)
+        if isinstance(part, nn.Conv1d) and not part.weight.any():
+            nn.init.normal_(part.weight, std=0.5, generator=generator)  # else none would see it
     return model

@@ -41,10 +41,6 @@ class Obstacle(StrEnum):
         "its compressors pool tokens, so many at a time from the start of the text, into keys and"
         " values, and chunks begin and end between"
     )
-    NGRAMS = (
-        "its layers take in n-grams of the text, by the tokens before each, and convolve them in a"
-        " form of its own"
-    )
     SELECTION = (
         "its indexer picks the tokens that its queries see in a form of its own (sparse attention)"
     )
@@ -66,7 +62,7 @@ class Obstacle(StrEnum):
     INEXACT = "linked KV and its own forward pass do not agree"
 
 
-NAMED = {"compressor": Obstacle.COMPRESSION, "ngram": Obstacle.NGRAMS}
+NAMED = {"compressor": Obstacle.COMPRESSION}
 """What is told by the names of a model's parts: short texts show some of it, as states."""
 
 

@@ -19,6 +19,7 @@ from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
 from kvlinker.engines.embedded.model.oracles.referee import Referee
+from kvlinker.engines.embedded.model.states.known import NGRAMS
 from kvlinker.linking.plan import Range
 
 
@@ -40,6 +41,7 @@ class FrozenOracle:
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
         self._last = last
         self._layers = [*decoder_layers(model), *_seeing_neighbours(model)]
+        self._of_ids = [part for part in model.modules() if hasattr(part, NGRAMS)]
         self.logits = self._computed(self._tokens)
 
     def linked_logits(
@@ -74,7 +76,7 @@ class FrozenOracle:
 
         with self._entering(note):
             self._computed(self._tokens[begin:end], text=(begin, end))
-        return [found[index] for index in range(len(self._layers))]
+        return [found[index] for index in range(len(self._layers) + len(self._of_ids))]
 
     @torch.inference_mode()
     def _computed(
@@ -91,7 +93,8 @@ class FrozenOracle:
 
     @contextmanager
     def _entering(self, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-        """Have each layer get what ``change`` makes of its input, given its index."""
+        """Have each layer get what ``change`` makes of its input, given its index, and what is made
+        of ids alone be what it makes of that."""
 
         def hook_of(index: int) -> Callable[..., Any]:
             def hook(
@@ -103,9 +106,16 @@ class FrozenOracle:
 
             return hook
 
+        def output_hook_of(index: int) -> Callable[..., Tensor]:
+            return lambda module, args, output: change(index, output)
+
         handles = [
             layer.register_forward_pre_hook(hook_of(index), with_kwargs=True)
             for index, layer in enumerate(self._layers)
+        ]
+        handles += [
+            part.register_forward_hook(output_hook_of(index))
+            for index, part in enumerate(self._of_ids, len(self._layers))
         ]
         try:
             yield

@@ -59,6 +59,12 @@ LIGHTNING = LightningAttention(
     takes_channels=False,
 )
 
+NGRAMS = "_shift_right_ignore_eos"
+"""The method by which embeddings of n-grams see the tokens before each."""
+
+FAR_CONVOLUTION = "short_conv_state_len"
+"""The tokens before each that the convolution behind an embedding of n-grams reaches back to."""
+
 REAL_GATES = "_rnn_scan"
 """The method by which an RG-LRU computes its state."""
 

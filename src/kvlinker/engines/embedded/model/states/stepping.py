@@ -15,14 +15,17 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.states.known import (
     CONVOLUTION,
+    FAR_CONVOLUTION,
     LIGHTNING,
     LIGHTNING_DECAY,
     MATRIX_MEMORY,
     MATRIX_MEMORY_MODULE,
+    NGRAMS,
     REAL_GATED,
     REAL_GATES,
     RESCALE,
@@ -32,6 +35,7 @@ from kvlinker.engines.embedded.model.states.known import (
     TOKEN_SHIFT,
     TOKENS_AT_ONCE,
 )
+from kvlinker.engines.embedded.model.states.ngrams import of_tokens_before
 from kvlinker.engines.embedded.model.states.recurrence import (
     ConvolutionCall,
     convolved,
@@ -105,9 +109,13 @@ def step_into_layers(model: Any, active: Active) -> None:
             _wrap_forward(kind, _real_gated, active)
         if hasattr(kind, TIME_MIXING_INPUTS):
             _wrap_forward(kind, _time_mixing, active)
+        if hasattr(kind, NGRAMS):
+            _wrap_forward(kind, _ngrams, active)
     for part in model.modules():
         if hasattr(part, MATRIX_MEMORY_MODULE):
             _wrap_forward(type(getattr(part, MATRIX_MEMORY_MODULE)), _matrix_memory, active)
+        if hasattr(part, FAR_CONVOLUTION):
+            _wrap_far_convolution(part.conv1d, getattr(part, FAR_CONVOLUTION), active)
         if any(hasattr(child, REAL_GATES) for child in part.children()):
             for child in part.children():
                 if isinstance(child, nn.Conv1d):
@@ -212,6 +220,15 @@ def _time_mixing(
     return call.returned(*interceptor.recur(call))
 
 
+def _ngrams(
+    interceptor: StateInterceptor, original: Callable[..., Any], given: dict[str, Any]
+) -> Any:
+    module, ids = given["self"], given["input_ids"]
+    if given.get("past_key_values") is not None:
+        original(module, ids, given["past_key_values"])  # it keeps ids there
+    return interceptor.convolve(of_tokens_before(original, module, ids)).transpose(1, 2)
+
+
 def _matrix_memory(
     interceptor: StateInterceptor, original: Callable[..., Any], given: dict[str, Any]
 ) -> Any:
@@ -249,6 +266,28 @@ def _wrap_convolving(module: nn.Conv1d, active: Active) -> None:
         options = {"bias": module.bias}
         return interceptor.convolve(
             ConvolutionCall(convolved, hidden, module.weight[:, 0], options, (REAL_GATED,))
+        )
+
+    replace(module, "forward", forward)
+
+
+def _wrap_far_convolution(module: nn.Conv1d, window: int, active: Active) -> None:
+    """Have a module that convolves tokens behind ``window`` others call the interceptor."""
+    original = module.forward
+    if hasattr(original, MARK):
+        return
+
+    def behind_nothing(hidden: Tensor, weight: Tensor) -> Tensor:
+        return original(F.pad(hidden, (window, 0)))
+
+    @wraps(original)
+    def forward(hidden: Tensor) -> Tensor:
+        interceptor = active()
+        if interceptor is None:
+            return original(hidden)
+        width = hidden.new_empty(hidden.shape[1], window + 1)
+        return interceptor.convolve(
+            ConvolutionCall(behind_nothing, hidden[..., window:], width, {}, ())
         )
 
     replace(module, "forward", forward)
