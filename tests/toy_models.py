@@ -320,13 +320,18 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 SIZED = "gemma4-two-sizes", "llama4-without-norms"
+WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 WIDE: dict[str, dict[str, Any]] = {
     "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
     "gpt_neox-partial": {"hidden_size": 128},
     "gptj-interleaved-written-out": {"hidden_size": 128, "num_key_value_heads": 4},
     **{family: {"hidden_size": 128} for family in FOR_VLLM if family not in SIZED},
+    "deepseek_v3-latents-interleaved": WIDE_LATENT
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as checkpoints say it
+    "deepseek_v2-latents-interleaved": WIDE_LATENT,
 }
-"""The families whose heads are as wide as other sizes say: these sizes for heads of 32."""
+"""The families whose heads are as wide as other sizes say: these sizes for heads of 32, and for
+latents as wide as vLLM takes them on CPUs."""
 
 
 SLOW = {
@@ -345,7 +350,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
     families = FAMILIES | FOR_VLLM | HYBRIDS | STATES_ALONE | INDEXED | WITH_IMAGES
     kind, own = families[family]
     if changes.get("head_dim") == 32:
-        own = own | WIDE.get(family, {})
+        changes = changes | WIDE.get(family, {})
     sizes = own if family in WITH_IMAGES else BASE | own | changes
     config = AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)

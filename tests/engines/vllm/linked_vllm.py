@@ -276,7 +276,8 @@ def reference_of(family):
     """The model that tells what is right, in double precision, so that rounding errors are vLLM's
     alone; mixtures of experts have no products for it."""
     model = reference_model(family, **changes_of(family))
-    return model if hasattr(model.config, "num_local_experts") else model.double()
+    mixes = any(hasattr(model.config, name) for name in ("num_local_experts", "n_routed_experts"))
+    return model if mixes else model.double()
 
 
 def changes_of(family):

@@ -21,10 +21,10 @@ class _Shadow:
 
     def __init__(self, layer: AttentionLayer) -> None:
         blocks, heads, block_size, _ = layer.module.kv_cache.shape
-        shape = blocks, block_size, heads, layer.head_dim
         self.layer = layer
         self.keys, self.values = (
-            torch.zeros(shape, dtype=layer.module.kv_cache.dtype) for _ in range(2)
+            torch.zeros(blocks, block_size, heads, dim, dtype=layer.module.kv_cache.dtype)
+            for dim in (layer.key_dim, layer.value_dim)
         )
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -76,7 +76,10 @@ def config(*, speculative_config=None, lora_config=None, model=(), fast_prefill=
         ),
         ({"lora_config": True}, "leave enable_lora out"),
         ({"model": {"is_hybrid": True}}, "Layers of SomeModel keep a state .*--engine embedded"),
-        ({"model": {"use_mla": True}}, "SomeModel keeps latents .*--engine embedded"),
+        (
+            {"model": {"use_mla": True, "hf_text_config": SimpleNamespace(index_topk=2048)}},
+            "An indexer of SomeModel picks .*--engine embedded",
+        ),
         ({"model": {"is_attention_free": True}}, "All layers of SomeModel keep a state"),
         ({"fast_prefill": True}, "kv_sharing_fast_prefill, .* leave it out"),
         ({"model": {"hf_text_config": TUNED}}, "max_model_len is 512, .* set max_model_len to 255"),
@@ -91,6 +94,7 @@ def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, tol
         config(data_parallel_size=2, speculative_config=SimpleNamespace(method="ngram"))
     )
     adapter.require_linkable(config(model={"hf_text_config": SCALED}))
+    adapter.require_linkable(config(model={"use_mla": True}))
     with pytest.raises(UnsupportedModelError, match=told) as error:
         adapter.require_linkable(config(**changes))
     assert "\n" not in str(error.value)

@@ -147,7 +147,7 @@ OWN: dict[str, dict[str, Any]] = {
         "n_layers": 4,
     },
     "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "deepseek_v32": LATENT | INDEX,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "intermediate_size": 96},

@@ -63,6 +63,12 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": True,
 }
 
+LATENTS: dict[str, Any] = {
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    "block_size": 16,
+}
+"""Options for models with latents, of whose queries vLLM's own kernel for CPUs rotates one head."""
+
 Tops = list[dict[int, float]]
 """The most likely tokens of each step of an answer, with their log probabilities."""
 
@@ -90,7 +96,8 @@ def _verdict(kind: str, folder: Path) -> Verdict:
     tokenizer.save_pretrained(folder / "model")
     expected = _embedded(model, tokenizer, folder / "embedded")
     try:
-        engine = _VLLM(folder / "model", folder / "state")
+        latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+        engine = _VLLM(folder / "model", folder / "state", LATENTS if latent else {})
     except UnsupportedModelError as refused:
         return Verdict(kind, reason=refused.message)
     except Exception as error:  # vLLM raises whatever it meets
@@ -140,7 +147,7 @@ def _embedded(model: Any, tokenizer: Any, state: Path) -> _Answers:
 class _VLLM:
     """vLLM in this process, with kvlinker's connector."""
 
-    def __init__(self, model: Path, state: Path) -> None:
+    def __init__(self, model: Path, state: Path, own: dict[str, Any]) -> None:
         """Raises what vLLM does, and UnsupportedModelError."""
         self._signer = PlanSigner.of(state)
         connector = {
@@ -149,7 +156,7 @@ class _VLLM:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"state_dir": str(state)},
         }
-        options: dict[str, Any] = OPTIONS | {"model": str(model), "kv_transfer_config": connector}
+        options = OPTIONS | own | {"model": str(model), "kv_transfer_config": connector}
         require_linkable(EngineArgs(**options).create_engine_config())
         self._engine = vllm.LLM(**options).llm_engine
 

@@ -97,7 +97,7 @@ def worker(layout, dtype=torch.float32, form=None, groups=1, **changes):
         module = SimpleNamespace(impl=Backend(layout, form), kv_cache=cache)
         module._k_scale, module._v_scale = torch.tensor(0.5 + index), torch.tensor(2.0)
         attention = AttentionLayer(
-            f"layer {index}", module, HEADS, DIM, 0, HEADS, group=index % groups
+            f"layer {index}", module, HEADS, DIM, DIM, 0, HEADS, group=index % groups
         )
         layers.append(AttentionModules(attention, rotary))
     return SimpleNamespace(**facts | changes), layers

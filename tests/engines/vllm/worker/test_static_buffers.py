@@ -86,7 +86,8 @@ def true_heads(layer, number):
 def worker(*, fresh):
     model = Replayed(fresh)
     layers = tuple(
-        AttentionLayer(str(part.layer_name), part, HEADS, DIM, 0, HEADS) for part in model.attention
+        AttentionLayer(str(part.layer_name), part, HEADS, DIM, DIM, 0, HEADS)
+        for part in model.attention
     )
     bound: Any = SimpleNamespace(
         model=model,

@@ -3,9 +3,9 @@ written into its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
@@ -21,10 +21,14 @@ class AttentionLayer:
     name: str
     module: Any
     heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     first_head: int
     total_heads: int
     group: int = 0
+
+    keeps_latents: ClassVar[bool] = False
+    """True if all heads attend to one latent of each token (see ``LatentLayer``)."""
 
     @property
     def query_heads(self) -> int:
@@ -48,15 +52,38 @@ class AttentionLayer:
         multiplied; 1 in others. They are the layer's own tensors, on its device."""
         return self.module._k_scale, self.module._v_scale
 
+    def called_with(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of a call of the layer's module."""
+        return first_of(args, kwargs, ("query", "key", "value"))
+
+    def by_heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a call's ``key`` and ``value`` as [tokens, heads, dim]."""
+        return (
+            key.reshape(-1, self.heads, self.key_dim),
+            value.reshape(-1, self.heads, self.value_dim),
+        )
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Return a call's ``query`` as it is multiplied by what is ``asked``: [tokens, query_heads,
+        dim]."""
+        return query.reshape(-1, self.query_heads, self.key_dim)
+
+    def asked(self, key: Tensor, value: Tensor) -> Tensor:
+        """Return what queries are multiplied by, of a ``key`` and a ``value`` [tokens, heads,
+        dim]."""
+        return key
+
     def cache_views(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values [blocks, block_size, heads, head_dim] as backends know to lay them
-        out in the layer's cache, which vLLM shapes [blocks, heads, block_size, 2 * head_dim]."""
+        """Yield keys and values [blocks, block_size, heads, dim] as backends know to lay them out
+        in the layer's cache, which vLLM shapes [blocks, heads, block_size, 2 * dim]."""
         cache = self.module.kv_cache
-        if cache.shape[1] == self.heads and cache.shape[-1] == 2 * self.head_dim:
-            key, value = cache.transpose(1, 2).split(self.head_dim, dim=-1)
+        if cache.shape[1] == self.heads and cache.shape[-1] == 2 * self.key_dim:
+            key, value = cache.transpose(1, 2).split(self.key_dim, dim=-1)
             yield key, value
             if cache.is_contiguous():
-                behind = cache.view(*cache.shape[:2], -1, self.head_dim)
+                behind = cache.view(*cache.shape[:2], -1, self.key_dim)
                 key, value = behind.transpose(1, 2).chunk(2, dim=1)
                 yield key, value
         elif cache.shape[1] == 2 * self.heads:
@@ -64,8 +91,16 @@ class AttentionLayer:
             yield key, value
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
+        """Write ``key`` and ``value`` [tokens, heads, dim] into the KV cache."""
         self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
+
+
+def first_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, str, str]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a call's first three arguments, which have these names."""
+    one, two, three = (*args, *(kwargs[name] for name in names if name in kwargs))[:3]
+    return one, two, three
 
 
 def unplaceable(module: Any, longest: int) -> str | None:

@@ -17,11 +17,13 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
 from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer, unplaceable
 from kvlinker.engines.vllm.adapter.cache_groups import bound_groups, own_group
+from kvlinker.engines.vllm.adapter.latent_layers import LatentLayer, latents_unplaceable
 from kvlinker.store.memory.to_host import finish_copies
 
 
@@ -93,13 +95,11 @@ class BoundModel:
         """Yield the names of layers that have no KV of their own, but attend to another layer's."""
         for group in self._groups:
             for name in group.layer_names:
-                if self._modules[name].kv_sharing_target_layer_name is not None:
+                if getattr(self._modules[name], "kv_sharing_target_layer_name", None) is not None:
                     yield name
 
     def _attention_layers(self) -> Iterator[AttentionLayer]:
         """Yield the layers with KV in the order of their names in vLLM's KV cache."""
-        parallel = self._config.parallel_config.tensor_parallel_size
-        configured = self._config.model_config.get_total_num_kv_heads()
         own = [
             (group.kv_cache_group_id, name)
             for group in self._groups
@@ -108,21 +108,34 @@ class BoundModel:
         ]
         for group, name in own:
             module = self._modules[name]
-            total = module.num_kv_heads if self.is_alone else configured
-            reason = unplaceable(module, self.max_model_len)
+            latent = isinstance(module, MLAAttention)
+            reason = (
+                latents_unplaceable(module) if latent else unplaceable(module, self.max_model_len)
+            )
             if reason is not None:
                 raise UnsupportedModelError(
                     f"kvlinker cannot place KV in the model's layer {name}: {reason}."
                 )
-            yield AttentionLayer(
-                name=name,
-                module=module,
-                heads=module.num_kv_heads,
-                head_dim=module.head_size,
-                first_head=self.rank * total // parallel,
-                total_heads=total,
-                group=group,
+            yield (
+                LatentLayer.of(name, module, group)
+                if latent
+                else self._attention_layer(name, module, group)
             )
+
+    def _attention_layer(self, name: str, module: Any, group: int) -> AttentionLayer:
+        total = module.num_kv_heads
+        if not self.is_alone:
+            total = self._config.model_config.get_total_num_kv_heads()
+        return AttentionLayer(
+            name=name,
+            module=module,
+            heads=module.num_kv_heads,
+            key_dim=module.head_size,
+            value_dim=module.head_size,
+            first_head=self.rank * total // self._config.parallel_config.tensor_parallel_size,
+            total_heads=total,
+            group=group,
+        )
 
     def slots(self, group: int, block_ids: Sequence[int], positions: Tensor) -> Tensor:
         """Return the slots in a group's KV cache of the tokens at ``positions`` [tokens] of a
@@ -192,7 +205,7 @@ class BoundModel:
                 batch.generators[index] = generator
 
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to
+        """Join the ``heads`` [kv_heads, tokens, dim] of all workers, on the CPU; all have to
         ask."""
         if self.is_alone:
             return heads

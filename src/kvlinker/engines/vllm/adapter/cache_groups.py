@@ -11,13 +11,14 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvlinker.base.errors import UnsupportedModelError
 
-LINKED = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
+LINKED = FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
 """The kinds of KV caches that are linked; the last one for prompts of one chunk, of which it keeps
 everything."""
 
@@ -85,4 +86,6 @@ def own_group(group: Any, config: Any, device: torch.device) -> Any:
         builder, "set_workspace_buffer"
     ):  # scratch space, which passes use one after another
         builder.set_workspace_buffer(theirs._get_workspace_buffer())
+    if hasattr(builder, "chunked_prefill_workspace"):  # the same, of latents
+        builder.chunked_prefill_workspace = theirs.chunked_prefill_workspace
     return own

@@ -99,9 +99,9 @@ def _require_movable(model: Any) -> None:
             " them, which kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
             " (--engine embedded), or with vLLM alone."
         )
-    if model.use_mla:
+    if model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None:
         raise UnsupportedModelError(
-            f"Attention of {model.architecture} keeps latents instead of keys and values, which"
+            f"An indexer of {model.architecture} picks the tokens that its queries see, which"
             " kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
             " (--engine embedded), or with vLLM alone."
         )

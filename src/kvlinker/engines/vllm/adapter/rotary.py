@@ -6,12 +6,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
 
+from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer
 from kvlinker.engines.vllm.adapter.bound_model import BoundModel
 from kvlinker.engines.vllm.adapter.transformers_modules import watched_modules
 
@@ -24,8 +28,10 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
     as long. May change ``key``.
     """
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
-    query = key[:, 0].clone()  # some take no key without one
-    rotated: Tensor = kernel(positions, query, key.flatten(1))[1]
+    apart = isinstance(rotary, DeepseekScalingRotaryEmbedding)
+    given = key if apart else key.flatten(1)
+    query = key[:, :1].clone() if apart else key[:, 0].clone()  # some take no key without one
+    rotated: Tensor = kernel(positions, query, given)[1]
     return rotated.view_as(key)
 
 
@@ -33,7 +39,7 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
     """Have passes by the modules call back, as long as the context lasts.
 
-    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
+    ``rotated(module, positions, key)`` gets keys [tokens, heads * dim] before their rotary
     embedding, ``attended(layer_name, query, key, value)`` what attention takes. Neither is called
     for layers that attend to another one's KV.
     """
@@ -46,20 +52,17 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
         if key is not None:
             rotated(module, positions, key)
 
-    def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key, value = (
-            *args,
-            *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
-        )[:3]
-        if module.layer_name not in bound.borrowing:
-            attended(module.layer_name, query, key, value)
+    def before_attention(
+        layer: AttentionLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        attended(layer.name, *layer.called_with(args, kwargs))
 
     rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
     handles = [
         module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries
     ]
     handles += [
-        layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+        layer.module.register_forward_pre_hook(partial(before_attention, layer), with_kwargs=True)
         for layer in bound.layers
     ]
     try:

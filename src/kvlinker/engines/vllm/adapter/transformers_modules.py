@@ -111,21 +111,19 @@ class _Watch:
         self,
         layer: AttentionLayer,
         forward: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Call back for what the layer rotated, and for its attention."""
+        query, key, value = layer.called_with(args, kwargs)
         if self._pending is not None:
             rotary, positions, turned = self._pending
             self._pending = None
-            plain = key.reshape(-1, layer.heads, layer.head_dim).clone()
+            plain = layer.by_heads(key, value)[0].clone()
             plain[..., : turned.shape[-1]] = turned
             self._rotated(rotary, positions, plain.flatten(1))
         self._attended(layer.name, query, key, value)
-        return forward(query, key, value, *args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 def _tables(

@@ -34,6 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedShape(AttentionShape):
+    """One layer's attention over keys and values that are made of one latent and one key of each
+    token: a head's have ``expanded`` values."""
+
+    expanded: int
+
+    @property
+    def operations_per_pair(self) -> int:
+        return 2 * self.query_heads * self.expanded
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The facts that kvlinker needs about a model that vLLM runs."""
 
@@ -72,9 +84,7 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
             f"{folder} has no config.json with weight files beside it, by which chunks are named."
         )
     logger.info("The model's files are identified (%.1f s).", time.monotonic() - began)
-    heads, head_dim = model.model_arch_config.total_num_attention_heads, model.get_head_size()
-    layers = (AttentionShape(heads, model.get_total_num_kv_heads(), head_dim, head_dim),)
-    layers *= model.get_total_num_hidden_layers()
+    layers = (_shape(model),) * model.get_total_num_hidden_layers()
     weights = (
         _weights(model)
         or sum(path.stat().st_size for path in weight_files(folder)) // model.dtype.itemsize
@@ -87,6 +97,17 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
         layers=layers,
         cost=CostModel(weights, layers),
     )
+
+
+def _shape(model: Any) -> AttentionShape:
+    """Return one layer's attention. vLLM computes prompts over keys and values to which it has
+    expanded latents."""
+    heads, head_dim = model.model_arch_config.total_num_attention_heads, model.get_head_size()
+    if not model.use_mla:
+        return AttentionShape(heads, model.get_total_num_kv_heads(), head_dim, head_dim)
+    text = model.hf_text_config
+    expanded = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+    return ExpandedShape(heads, 1, text.qk_rope_head_dim, text.kv_lora_rank, expanded)
 
 
 def tokenizer_of(vllm_config: Any, settings: Settings) -> Any:

@@ -87,7 +87,7 @@ class FusedPlacing:
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
             attention = layer.attention
-            kind = id(layer.rotary), attention.heads, attention.head_dim, attention.group
+            kind = id(layer.rotary), attention.heads, attention.key_dim, attention.group
             alike[kind].append(index)
         self._groups = sorted(
             (
@@ -180,13 +180,18 @@ def _require_same(
     """Raises LookupError unless some tokens are placed as layer by layer."""
     generator = torch.Generator().manual_seed(0)
 
-    def random(layer: AttentionLayer) -> Tensor:
-        size = layer.heads, CHECKED_TOKENS + 5, layer.head_dim
-        heads = torch.randn(size, generator=generator).to(bound.dtype)
-        return heads if bound.device.type == "cpu" else heads.pin_memory()
+    def random(heads: int, dim: int) -> Tensor:
+        size = heads, CHECKED_TOKENS + 5, dim
+        made = torch.randn(size, generator=generator).to(bound.dtype)
+        return made if bound.device.type == "cpu" else made.pin_memory()
 
     attentions = [layer.attention for layer in layers]
-    kv = ChunkKV(tuple(LayerKV(random(each), random(each)) for each in attentions))
+    kv = ChunkKV(
+        tuple(
+            LayerKV(random(each.heads, each.key_dim), random(each.heads, each.value_dim))
+            for each in attentions
+        )
+    )
     farthest = min(1000, bound.max_model_len - 1)
     positions = torch.arange(CHECKED_TOKENS) * farthest // CHECKED_TOKENS
     slots = torch.randperm(CHECKED_TOKENS, generator=generator)
@@ -240,14 +245,16 @@ def _cache_of(layer: AttentionLayer, bound: BoundModel) -> _FoundCache:
     """
     from kvlinker.engines.gpu.launching import FP8_FORMS
 
-    size = CHECKED_TOKENS, layer.heads, layer.head_dim
-    written = torch.randn(2, *size).to(bound.device, bound.dtype)
-    layer.write(written[0], written[1], torch.arange(CHECKED_TOKENS, device=bound.device))
+    key, value = (
+        torch.randn(CHECKED_TOKENS, layer.heads, dim).to(bound.device, bound.dtype)
+        for dim in (layer.key_dim, layer.value_dim)
+    )
+    layer.write(key, value, torch.arange(CHECKED_TOKENS, device=bound.device))
     forms = tuple(FP8_FORMS) if bound.has_rounded_cache else (None,)
     for cache, form in product(layer.cache_views(), forms):
         if form is not None:
             cache = cache[0].view(torch.uint8), cache[1].view(torch.uint8)
-        if all(map(partial(_holds, form), cache, written, layer.scales)):
+        if all(map(partial(_holds, form), cache, (key, value), layer.scales)):
             return _FoundCache(cache, form)
     raise LookupError(f"the KV cache of {layer.name} is laid out in another way")
 

@@ -26,7 +26,7 @@ class AttentionModules:
     rotary: Any | None
 
     def rotated(self, key: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own
+        """Rotate ``key`` [tokens, heads, dim] to ``positions`` [tokens] by the model's own
         arithmetic. May change ``key``."""
         return key if self.rotary is None else rotate(self.rotary, positions, key)
 
@@ -40,21 +40,30 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     """
     by_name = {layer.name: layer for layer in bound.layers}
     layers: list[AttentionModules] = []
-    pending: list[Any] = []
+    pending: list[tuple[Any, int]] = []  # and how many values of each token it rotates
 
     def rotated(module: Any, positions: Tensor, key: Tensor | None) -> None:
         if positions.ndim != 1 or key is None:
             raise UnsupportedModelError(
                 "The model's rotary embedding is not one of positions in a text."
             )
-        pending.append(module)
+        pending.append((module, key.numel() // len(positions)))
 
     def attended(name: str, *_: Tensor) -> None:
         if name not in by_name or len(pending) > 1:
             raise UnsupportedModelError(
                 f"The model's attention layer {name} is not one that kvlinker can place KV in."
             )
-        layers.append(AttentionModules(by_name[name], pending.pop() if pending else None))
+        attention = by_name[name]
+        module, width = pending.pop() if pending else (None, None)
+        if width not in (None, attention.heads * attention.key_dim):
+            raise UnsupportedModelError(
+                f"The model rotates a part of the keys of its attention layer {name} before it"
+                " makes keys of it, as where latents are expanded, which kvlinker does not link in"
+                " vLLM: if VLLM_MLA_DISABLE is set, leave it out, else serve the model with"
+                " kvlinker's own engine (--engine embedded)."
+            )
+        layers.append(AttentionModules(attention, module))
 
     with watched(bound, rotated=rotated, attended=attended):
         bound.trace()
@@ -81,8 +90,8 @@ def own_heads(layers: Sequence[AttentionModules], dtype: torch.dtype, kv: ChunkK
 
     def own(index: int, layer: LayerKV) -> LayerKV:
         attention = layers[index].attention
-        found = layer.key.shape[0], layer.key.shape[2]
-        expected = attention.total_heads, attention.head_dim
+        found = layer.key.shape[0], layer.key.shape[2], layer.value.shape[2]
+        expected = attention.total_heads, attention.key_dim, attention.value_dim
         if found != expected:
             raise ValueError(f"its heads are {found}, the model's {expected}")
         if layer.key.dtype != dtype:
@@ -154,42 +163,40 @@ def layer_launches(layers: Sequence[AttentionModules], parts: GroupParts) -> Ite
 def placed_kv(
     layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts' keys, rotated, and values in layer ``index``: [all tokens, heads, head_dim]
-    on the model's device."""
+    """Return the parts' keys, rotated, and values in layer ``index``: [all tokens, heads, dim] on
+    the model's device."""
     values = [part.kv.layers[index].value for part in parts]
-    return placed_keys(layers, index, parts), _gathered(layers[index], values, parts)
+    return _placed_keys(layers[index], index, parts), _gathered(values, parts)
 
 
-def placed_keys(
-    layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
-) -> Tensor:
-    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads,
-    head_dim]."""
+def asked_kv(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return what queries are multiplied by of the parts in layer ``index``, rotated: [all tokens,
+    heads, dim]. Values are copied only where that takes them."""
+    attention = layers[index].attention
+    if attention.keeps_latents:
+        return attention.asked(*placed_kv(layers, index, parts))
+    return _placed_keys(layers[index], index, parts)
+
+
+def _placed_keys(layer: AttentionModules, index: int, parts: Sequence[ChunkPart]) -> Tensor:
     keys = [part.kv.layers[index].key for part in parts]
-    return layers[index].rotated(
-        _gathered(layers[index], keys, parts), torch.cat([part.positions for part in parts])
-    )
+    return layer.rotated(_gathered(keys, parts), torch.cat([part.positions for part in parts]))
 
 
-def _gathered(
-    layer: AttentionModules, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]
-) -> Tensor:
-    """Gather all parts from their ``chunks`` [heads, tokens, head_dim], as [all tokens, heads,
-    head_dim].
+def _gathered(chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
+    """Gather all parts from their ``chunks`` [heads, tokens, dim], as [all tokens, heads, dim].
 
     A chunk is copied to another device as it lies in memory, which waits for nothing where that is
     pinned, and is cut and transposed there.
     """
-    attention = layer.attention
+    heads, _, dim = chunks[0].shape
     tokens = sum(part.last - part.first for part in parts)
     device = parts[0].slots.device
-    gathered = torch.empty(
-        (tokens, attention.heads, attention.head_dim), dtype=chunks[0].dtype, device=device
-    )
+    gathered = torch.empty((tokens, heads, dim), dtype=chunks[0].dtype, device=device)
     begin = 0
     for chunk, part in zip(chunks, parts, strict=True):
         end = begin + part.last - part.first
-        heads = chunk.to(device, non_blocking=True)
-        gathered[begin:end].copy_(heads[:, part.first : part.last].transpose(0, 1))
+        copied = chunk.to(device, non_blocking=True)
+        gathered[begin:end].copy_(copied[:, part.first : part.last].transpose(0, 1))
         begin = end
     return gathered

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.vllm.adapter import BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, placed_keys, placed_kv
+from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, asked_kv, placed_kv
 
 
 class QuestionObservation:
@@ -31,20 +31,20 @@ class QuestionObservation:
         self._weights: list[Tensor] = []
 
     def note(self, layer: int, begin: int, key: Tensor) -> None:
-        """Keep the computed keys [tokens, heads, head_dim], with their rotary embedding, of the
-        positions from ``begin`` on."""
+        """Keep what queries are multiplied by of computed tokens, [tokens, heads, dim], with its
+        rotary embedding, of the positions from ``begin`` on."""
         self._computed[layer].append((begin, key.clone()))
 
     def ask(self, layer: int, query: Tensor, parts: Sequence[ChunkPart]) -> None:
-        """Weigh all positions by the last token's ``query`` [heads, head_dim], once all others'
-        keys are noted.
+        """Weigh all positions by the last token's ``query`` [heads, dim], once all others' keys
+        are noted.
 
         ``parts`` are all chunks of the request; those that are unplaced are placed, before the
         layer attends.
         """
         attention = self._layers[layer].attention
         keys = query.new_empty(
-            (attention.heads, self._length, attention.head_dim)
+            (attention.heads, self._length, query.shape[-1])
         )  # as a matrix product reads them
         placed = self._placed_keys(layer, parts).transpose(0, 1)
         begin = 0
@@ -61,10 +61,11 @@ class QuestionObservation:
 
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
         if not self.unplaced:
-            return placed_keys(self._layers, layer, parts)
+            return asked_kv(self._layers, layer, parts)
+        attention = self._layers[layer].attention
         key, value = placed_kv(self._layers, layer, parts)
-        self._layers[layer].attention.write(key, value, torch.cat([part.slots for part in parts]))
-        return key
+        attention.write(key, value, torch.cat([part.slots for part in parts]))
+        return attention.asked(key, value)
 
     def finish(self, bound: BoundModel) -> bytes:
         """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for
@@ -95,16 +96,17 @@ def observing(
     observations."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
 
-    def attended(name: str, query: Tensor, key: Tensor, _: Tensor) -> None:
+    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
         attention = layers[index].attention
-        keys = key.reshape(-1, attention.heads, attention.head_dim)
-        queries = query.reshape(-1, attention.query_heads, attention.head_dim)
+        asked = attention.asked(*attention.by_heads(key, value))
+        queries = query.reshape(len(asked), -1)
         for each in rows:
             end = each.first + each.count
-            each.observation.note(index, each.begin, keys[each.first : end])
+            each.observation.note(index, each.begin, asked[each.first : end])
             if each.parts:
-                each.observation.ask(index, queries[end - 1], each.parts)
+                (last,) = attention.queries(queries[end - 1 : end])
+                each.observation.ask(index, last, each.parts)
 
     with watched(bound, rotated=lambda *_: None, attended=attended):
         yield

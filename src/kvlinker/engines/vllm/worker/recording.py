@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import content_of
-from kvlinker.engines.contract.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.vllm.adapter import BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
@@ -45,21 +45,24 @@ class ChunkCapture:
         """``tokens`` [linked] are the request's, ``device`` the model's."""
         self.chunk = chunk
         length = chunk.end - chunk.begin
-        shapes = [(length, layer.attention.heads, layer.attention.head_dim) for layer in layers]
         room = partial(host_room, dtype=dtype, device=device)
-        self._kv = [(room(shape), room(shape)) for shape in shapes]
+        self._attentions = [layer.attention for layer in layers]
+        self._kv = [
+            (room((length, each.heads, each.key_dim)), room((length, each.heads, each.value_dim)))
+            for each in self._attentions
+        ]
         self._scores: ScoreCollector | None = None
         if with_scores:
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
             self._scores = ScoreCollector(
                 len(layers), [(chunk.begin, chunk.end)], [content], device=device
             )
-            self._rotated: list[list[Tensor]] = [
+            self._asked: list[list[Tensor]] = [
                 [] for _ in layers
-            ]  # keys [heads, tokens, head_dim], slice by slice
+            ]  # what queries are multiplied by, [heads, tokens, dim], slice by slice
 
     def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys, before their rotary embedding, and values [tokens, heads, head_dim] of the
+        """Keep the keys, before their rotary embedding, and values [tokens, heads, dim] of the
         positions from ``begin`` on."""
         first = max(begin, self.chunk.begin)
         last = min(begin + len(key), self.chunk.end)
@@ -68,15 +71,14 @@ class ChunkCapture:
                 room = kept[first - self.chunk.begin : last - self.chunk.begin]
                 copy_to_host(room, new[first - begin : last - begin])
 
-    def observe(
-        self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions
-    ) -> None:
-        """Score by queries and keys [tokens, heads, head_dim] with their rotary embedding; a
-        request's slices come in order."""
+    def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Score by a call's query [tokens, …] and by keys and values [tokens, heads, dim], with
+        their rotary embedding; a request's slices come in order."""
         if self._scores is not None:
-            earlier = self._rotated[layer]
-            earlier.append(key.transpose(0, 1).clone())
-            keys, queries = torch.cat(earlier, dim=1), query.transpose(0, 1)
+            attention, earlier = self._attentions[layer], self._asked[layer]
+            earlier.append(attention.asked(key, value).transpose(0, 1).clone())
+            keys = torch.cat(earlier, dim=1)
+            queries, options = attention.queries(query).transpose(0, 1), attention.options
 
             def weights(first: int, last: int) -> Tensor:
                 positions = Queries(torch.arange(begin + first, begin + last))
@@ -122,8 +124,7 @@ class KVComparison:
         self._squares = torch.zeros(2, length, device=device)
 
     def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
-        """Compare keys (``part`` 0) or values (1) [tokens, heads, head_dim] from ``position``
-        on."""
+        """Compare keys (``part`` 0) or values (1) [tokens, heads, dim] from ``position`` on."""
         distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
         self._squares[part, position : position + len(distances)] = distances
 
@@ -171,15 +172,14 @@ def capturing(
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
         attention = layers[index].attention
-        shape = (-1, attention.heads, attention.head_dim)
-        plain = (unrotated.pop() if unrotated else key).reshape(shape)
-        queries = query.reshape(-1, attention.query_heads, attention.head_dim)
-        keys, values = key.reshape(shape), value.reshape(shape)
+        keys, values = attention.by_heads(key, value)
+        plain = unrotated.pop().reshape(keys.shape) if unrotated else keys
+        queries = query.reshape(len(keys), -1)
         for part in rows:
             own = slice(part.first, part.first + part.count)
             for capture in part.captures:
                 capture.note(index, part.begin, plain[own], values[own])
-                capture.observe(index, part.begin, queries[own], keys[own], attention.options)
+                capture.observe(index, part.begin, queries[own], keys[own], values[own])
 
     with watched(bound, rotated=rotated, attended=attended):
         yield
@@ -200,7 +200,7 @@ def comparing(
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name != attention.name:
             return
-        new = [part.reshape(-1, attention.heads, attention.head_dim) for part in (key, value)]
+        new = attention.by_heads(key, value)
         for each in rows:
             for part in each.parts:
                 first = each.first + part.begin - each.begin

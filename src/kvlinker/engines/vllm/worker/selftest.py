@@ -169,9 +169,16 @@ class _Subject:
         positions = torch.arange(begin, end, device=self.bound.device)
         for layer in self.layers:
             slots = self._slots(layer.attention.group, positions)
-            shape = (end - begin, layer.attention.heads, layer.attention.head_dim)
-            filled = torch.full(shape, value, dtype=self.bound.dtype, device=self.bound.device)
-            layer.attention.write(filled, filled, slots)
+            key, values = (
+                torch.full(
+                    (end - begin, layer.attention.heads, dim),
+                    value,
+                    dtype=self.bound.dtype,
+                    device=self.bound.device,
+                )
+                for dim in (layer.attention.key_dim, layer.attention.value_dim)
+            )
+            layer.attention.write(key, values, slots)
 
     @property
     def _groups(self) -> range:
