@@ -1,5 +1,6 @@
 // Rows times a matrix of weights in bf16 that lie as PyTorch has them, one output's after the other's: those that are read
 // elsewhere, too, such as embeddings.
+#include "product.h"
 #include "vectors.h"
 
 namespace {
@@ -7,17 +8,6 @@ namespace {
 constexpr int TOGETHER = 4;       // outputs, and rows, whose sums are computed at once
 constexpr int THREAD_BLOCK = 64;  // outputs
 constexpr int PAIRS = 2 * LANES;  // numbers that are multiplied at once
-
-// As in products.cpp; there are no groups.
-struct Product {
-    const bf16* inputs;  // [rows, width]
-    int64_t rows, width;
-    const bf16* weights;  // [outputs, width]
-    int64_t outputs, group;
-    const bf16* bias;  // [outputs], or null
-    bf16* output;      // [rows, outputs]
-    int64_t threads;
-};
 
 // Inputs as weights meet them: pairs of bf16; or the first numbers of all pairs of a vector, then the second ones.
 struct Inputs {
@@ -39,11 +29,12 @@ struct Inputs {
 
 template <int OUTPUTS, int ROWS>
 void multiply(const Product& product, const Inputs& inputs, int64_t output, int64_t first_row) {
+    const auto* weights = static_cast<const bf16*>(product.weights) + output * product.width;  // [outputs, width]
     Floats sums[OUTPUTS][ROWS] = {};
     for (int64_t i = 0; i < product.width; i += PAIRS) {
 #pragma GCC unroll 4
         for (int o = 0; o < OUTPUTS; ++o) {
-            const Words pairs = load_some<Words>(product.weights + (output + o) * product.width + i, product.width - i);
+            const Words pairs = load_some<Words>(weights + o * product.width + i, product.width - i);
             const Floats low = low_of(pairs), high = high_of(pairs);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {

@@ -8,6 +8,7 @@
 // Codes meet inputs that are rounded to bytes, by products of integers. Weights in bf16, and codes of 8 bits where inputs
 // have to keep 16, meet them in pairs of bf16 where the processor multiplies these, elsewhere in fp32: for few rows weights
 // are widened in registers, each time; for more rows a block is widened once for all of them.
+#include "product.h"
 #include "product_bytes.h"
 
 namespace {
@@ -17,17 +18,7 @@ constexpr int ROWS_TOGETHER = 6;
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
 constexpr int FETCHED_AHEAD = 4096;              // bytes, where a block is read once
 
-struct Product {
-    const bf16* inputs;  // [rows, width]
-    int64_t rows, width;
-    const uint8_t* weights;
-    int64_t outputs, group;  // of inputs; the whole width but in 4 bits
-    const bf16* bias;        // [outputs], or null
-    bf16* output;            // [rows, outputs]
-    int64_t threads;
-
-    int64_t groups() const { return width / group; }
-};
+inline int64_t groups_of(const Product& product) { return product.width / product.group; }
 
 // A block's weights; strides are in bytes, from group to group.
 struct OutputBlock {
@@ -58,7 +49,7 @@ template <typename Step, typename Form, int ROWS>
 void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
               int64_t first_row, Fetch fetch) {
     constexpr int PANEL = panel_of(ROWS);
-    const int64_t groups = product.groups();
+    const int64_t groups = groups_of(product);
     for (int first = 0; first < VECTORS; first += PANEL) {
         const auto* numbers = inputs.numbers + first_row * inputs.stride;
         Floats totals[ROWS][PANEL] = {};
@@ -145,13 +136,13 @@ OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wid
 // The bytes of a block.
 template <typename Form>
 int64_t block_bytes(const Product& product) {
-    return product.groups() * (Form::HEADER + product.group / (2 * Form::PAIRS) * STEP);
+    return groups_of(product) * (Form::HEADER + product.group / (2 * Form::PAIRS) * STEP);
 }
 
 template <typename Form>
 OutputBlock block_at(const Product& product, int64_t index) {
-    const uint8_t* headers = product.weights + index * block_bytes<Form>(product);
-    const int64_t stride = block_bytes<Form>(product) / product.groups();
+    const uint8_t* headers = static_cast<const uint8_t*>(product.weights) + index * block_bytes<Form>(product);
+    const int64_t stride = block_bytes<Form>(product) / groups_of(product);
     return {index * BLOCK, headers + Form::HEADER, headers, stride, stride};
 }
 
@@ -161,12 +152,13 @@ template <typename Form, typename Multiply>
 void for_each_block(const Product& product, int64_t own, const Multiply& multiply) {
     if (product.rows == 0) return;
     const int64_t blocks = round_up(product.outputs, BLOCK) / BLOCK, size = block_bytes<Form>(product);
+    const auto* weights = static_cast<const uint8_t*>(product.weights);
 #pragma omp parallel for num_threads(static_cast<int>(product.threads)) schedule(static, 1)
     for (int64_t thread = 0; thread < product.threads; ++thread) {
         const int64_t end = blocks * (thread + 1) / product.threads;
         const auto memory = allocate<uint8_t>(own);
         for (int64_t index = blocks * thread / product.threads; index < end; ++index) {
-            const uint8_t* next = product.weights + (index + 1) * size;
+            const uint8_t* next = weights + (index + 1) * size;
             if (product.rows <= ROWS_TOGETHER) next += FETCHED_AHEAD - size;
             const bool fetches = product.rows <= ROWS_TOGETHER || index + 1 < end;
             multiply(block_at<Form>(product, index), next, fetches ? next + size : next, memory.get());

@@ -136,7 +136,7 @@ def native_products() -> NativeProducts | None:
 
 
 class Product(ctypes.Structure):
-    """Describes the product of rows and a matrix: ``Product`` of products.cpp."""
+    """Describes the product of rows and a matrix: ``Product`` of product.h."""
 
     _fields_ = (
         ("inputs", ctypes.c_void_p),
