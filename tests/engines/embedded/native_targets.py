@@ -13,16 +13,29 @@ from kvlinker.engines.embedded.native import targets
 from kvlinker.engines.embedded.native.targets import TARGETS, Target
 
 HERE = [target for target in TARGETS if target.is_here]
+
+
+def in_software(target: Target, header: str, name: str) -> Target:
+    """What runs on processors with instructions that this one, of kind ``target``, lacks: those are
+    functions of a header."""
+    options = f"{target.options} -include {Path(__file__).with_name(header)}"
+    return replace(target, name=f"{name} in software", options=options)
+
+
 if HERE and HERE[0].name.startswith("avx512") and not HERE[0].multiplies_bf16:
-    # What runs on processors with AVX512-BF16, for one that has but the rest of AVX-512.
-    header = Path(__file__).with_name("software_bf16.h")
-    options = f"{HERE[0].options} -include {header}"
-    HERE.append(replace(HERE[0], name="avx512-bf16 in software", options=options))
+    HERE.append(in_software(HERE[0], "software_bf16.h", "avx512-bf16"))
 EACH = [
     pytest.param(target, id=target.name, marks=[pytest.mark.slow] if index else [])
     for index, target in enumerate(HERE)
 ]
 """What tests are to be run for; all but the first take a while longer."""
+
+VNNI_OF_AVX2 = [
+    pytest.param(in_software(target, "software_vnni.h", "avx2-vnni"), marks=pytest.mark.slow)
+    for target in HERE
+    if target.name == "avx2"
+]
+"""What runs on processors with AVX-VNNI but not AVX-512."""
 
 
 @contextmanager

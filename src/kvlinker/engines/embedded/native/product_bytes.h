@@ -49,10 +49,11 @@ struct RoundedInputs {
     std::unique_ptr<int8_t, Free> numbers;
     std::unique_ptr<float, Free> scales, sums;
     std::unique_ptr<int32_t, Free> starts;
-    int64_t stride, groups, group;
+    int64_t width, stride, groups, group;
 
+    // The last group may be smaller than the others.
     RoundedInputs(int64_t rows, int64_t width, int64_t group)
-        : stride(round_up(width, VECTOR)), groups(width / group), group(group) {
+        : width(width), stride(round_up(width, VECTOR)), groups(round_up(width, group) / group), group(group) {
         numbers = allocate<int8_t>(rows * stride);
         scales = allocate<float>(rows * groups);
         sums = allocate<float>(rows * groups);
@@ -65,20 +66,19 @@ struct RoundedInputs {
     template <typename Form>
     void round(const bf16* inputs, int64_t row) {
         int8_t* to = numbers.get() + row * stride;
-        for (int64_t index = row * groups; index < (row + 1) * groups; ++index, inputs += group, to += group)
-            round<Form>(inputs, to, index);
-        to = numbers.get() + row * stride;
+        for (int64_t index = row * groups, first = 0; first < width; ++index, first += group)
+            round<Form>(inputs + first, std::min(group, width - first), to + first, index);
         for (int64_t at = 0; at < stride; at += VECTOR) store(to + at, ordered<Form>(load<Bytes>(to + at)));
     }
 
 private:
     template <typename Form>
-    void round(const bf16* from, int8_t* to, int64_t index) {
+    void round(const bf16* from, int64_t count, int8_t* to, int64_t index) {
         constexpr float ROUNDS = 12582912.0f;  // 1.5 * 2^23: what is added to it becomes whole, the nearest
         constexpr float LEAST = 1e-30f;        // what is less counts as zero
         Floats largest{}, sum{};
-        for (int64_t at = 0; at < group; at += LANES) {
-            const Floats numbers = load_bf16(from + at, group - at);
+        for (int64_t at = 0; at < count; at += LANES) {
+            const Floats numbers = load_bf16(from + at, count - at);
             largest = larger(largest, (Floats)((Words)numbers & 0x7fffffff));
             sum += numbers;
         }
@@ -86,11 +86,11 @@ private:
         sums.get()[index] = sum_of(sum);
         scales.get()[index] = most / MOST_BYTE + 0.0f * sums.get()[index];
         Words total{};
-        for (int64_t at = 0; at < group; at += LANES) {
-            const Floats numbers = load_bf16(from + at, group - at);
+        for (int64_t at = 0; at < count; at += LANES) {
+            const Floats numbers = load_bf16(from + at, count - at);
             const Words bytes = (Words)(numbers * factor + ROUNDS) - (Words)floats(ROUNDS);
             total += bytes;
-            store_some(to + at, __builtin_convertvector(bytes, VectorOf<int8_t, LANES>::type), group - at);
+            store_some(to + at, __builtin_convertvector(bytes, VectorOf<int8_t, LANES>::type), count - at);
         }
         starts.get()[index] = -Form::OFFSET * sum_of(total);
     }

@@ -15,20 +15,23 @@ inline Floats header_at(const uint8_t* header, int vector) {
     return load_bf16(reinterpret_cast<const bf16*>(header) + vector * LANES);
 }
 
-// Forms of weights: how words become numbers or bytes, and what a group's header does to the sum of its products. Bytes
-// are codes plus OFFSET.
+// Forms of weights: how words become numbers or bytes; what is added to the total of an output for each group of inputs,
+// by the sum of their products; and what scales the total. Bytes are codes plus OFFSET.
 struct InBf16 {
     static constexpr int PAIRS = 1;  // of inputs in a word
     static constexpr int HEADER = 0;
+    static constexpr bool HEADED_GROUPS = false;  // else a block has one header
     static constexpr int WIDENED_FROM = MULTIPLIES_BF16 ? INT32_MAX : 96;  // rows
 
     static Floats numbers_of(Words words, int, int input) { return input == 0 ? low_of(words) : high_of(words); }
-    static Floats scaled(Floats, Floats sum, const uint8_t*, int, float) { return sum; }
+    static Floats added(Floats total, Floats sum, const uint8_t*, int, float) { return total + sum; }
+    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
 // Header: the scale of each output.
 struct In8Bits {
     static constexpr int PAIRS = 2, HEADER = BLOCK * sizeof(bf16);
+    static constexpr bool HEADED_GROUPS = false;
     static constexpr int WIDENED_FROM = 20;
     static constexpr int OFFSET = SIGNED_BYTES ? 0 : 128;
     static constexpr int32_t SIGNS = static_cast<int32_t>(0x80808080);
@@ -37,20 +40,21 @@ struct In8Bits {
         return __builtin_convertvector((words ^ SIGNS) << (24 - 16 * input - 8 * pair) >> 24, Floats);
     }
     static Words bytes_of(Words words, int) { return SIGNED_BYTES ? words ^ SIGNS : words; }
-    static Floats scaled(Floats, Floats sum, const uint8_t* header, int vector, float) {
-        return sum * header_at(header, vector);
-    }
+    static Floats added(Floats total, Floats sum, const uint8_t*, int, float) { return total + sum; }
+    static Floats scaled(Floats total, const uint8_t* header, int vector) { return total * header_at(header, vector); }
 };
 
 // Header: the scale of each output, then what code 8 means.
 struct In4Bits {
     static constexpr int PAIRS = 4, HEADER = 2 * BLOCK * sizeof(bf16);
+    static constexpr bool HEADED_GROUPS = true;
     static constexpr int OFFSET = 8;
 
     static Words bytes_of(Words words, int part) { return words >> 4 * part & 0x0f0f0f0f; }
-    static Floats scaled(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
+    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
         return total + sum * header_at(header, vector) + inputs * header_at(header, VECTORS + vector);
     }
+    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
 // Inputs of all rows.

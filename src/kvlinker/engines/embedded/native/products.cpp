@@ -1,13 +1,13 @@
 // Rows times a matrix of weights in bf16, 8 or 4 bits. With few rows, reading the weights is most of the work.
 //
-// Outputs lie in blocks of 64. A block is a sequence of groups of inputs; a group has a header and then steps of 64 words,
-// one for each output. A word has 16 bits for each input of a pair, the first one's low: in bf16 its weight, so that a
-// block is what oneDNN makes of it; in 8 bits the codes of that input of two pairs, in 4 bits those of four, the first
-// pair's lowest.
+// Outputs lie in blocks of 64. A block is a header and then steps of 64 words, one for each output; in 4 bits each group of
+// inputs is. A word has 16 bits for each input of a pair, the first one's low: in bf16 its weight, so that a block is what
+// oneDNN makes of it; in 8 bits the codes of that input of two pairs, in 4 bits those of four, the first pair's lowest.
 //
-// Codes meet inputs that are rounded to bytes, by products of integers. Weights in bf16, and codes of 8 bits where inputs
-// have to keep 16, meet them in pairs of bf16 where the processor multiplies these, elsewhere in fp32: for few rows weights
-// are widened in registers, each time; for more rows a block is widened once for all of them.
+// Codes meet inputs that are rounded to bytes, each group of a row by a scale of its own, by products of integers. Weights
+// in bf16, and codes of 8 bits where inputs have to keep 16, meet them in pairs of bf16 where the processor multiplies
+// these, elsewhere in fp32: for few rows weights are widened in registers, each time; for more rows a block is widened once
+// for all of them.
 #include "product.h"
 #include "product_bytes.h"
 
@@ -18,7 +18,7 @@ constexpr int ROWS_TOGETHER = 6;
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
 constexpr int FETCHED_AHEAD = 4096;              // bytes, where a block is read once
 
-inline int64_t groups_of(const Product& product) { return product.width / product.group; }
+inline int64_t groups_of(const Product& product) { return round_up(product.width, product.group) / product.group; }
 
 // A block's weights; strides are in bytes, from group to group.
 struct OutputBlock {
@@ -61,7 +61,9 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
             for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 16
                 for (int v = 0; v < PANEL; ++v) sums[row][v] = inputs.start((first_row + row) * groups + group);
-            for (int64_t step = 0; step < product.group / Step::INPUTS; ++step) {
+            const int64_t left = product.width - group * product.group;
+            const int64_t steps = std::min(product.group, left) / Step::INPUTS;
+            for (int64_t step = 0; step < steps; ++step) {
                 fetch.step();
                 Step::template add<ROWS, PANEL>(sums, at + first * VECTOR, numbers, inputs.stride);
                 at += STEP;
@@ -72,15 +74,16 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
                 const int64_t index = (first_row + row) * groups + group;
 #pragma GCC unroll 16
                 for (int v = 0; v < PANEL; ++v)
-                    totals[row][v] = Form::scaled(totals[row][v], inputs.product(sums[row][v], index), header,
-                                                  first + v, inputs.sum(index));
+                    totals[row][v] = Form::added(totals[row][v], inputs.product(sums[row][v], index), header,
+                                                 first + v, inputs.sum(index));
             }
         }
         for (int v = 0; v < PANEL; ++v) {
             const int64_t output = block.first + (first + v) * LANES, left = product.outputs - output;
             const Floats bias = product.bias ? load_bf16(product.bias + output, left) : Floats{};
             for (int row = 0; row < ROWS; ++row)
-                store_bf16(product.output + (first_row + row) * product.outputs + output, totals[row][v] + bias, left);
+                store_bf16(product.output + (first_row + row) * product.outputs + output,
+                           Form::scaled(totals[row][v], block.headers, first + v) + bias, left);
         }
         fetch.lines = 0;  // has all that it was to fetch
     }
@@ -126,8 +129,8 @@ OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wid
                 if constexpr (MULTIPLIES_BF16) {
                     store(wide + v * VECTOR, pairs_of(first, second));
                 } else {
-                    store(wide + v * VECTOR, Form::scaled(Floats{}, first, block.headers, v, 0.0f));
-                    store(wide + STEP + v * VECTOR, Form::scaled(Floats{}, second, block.headers, v, 0.0f));
+                    store(wide + v * VECTOR, Form::scaled(first, block.headers, v));
+                    store(wide + STEP + v * VECTOR, Form::scaled(second, block.headers, v));
                 }
             }
     return widened;
@@ -136,14 +139,16 @@ OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wid
 // The bytes of a block.
 template <typename Form>
 int64_t block_bytes(const Product& product) {
-    return groups_of(product) * (Form::HEADER + product.group / (2 * Form::PAIRS) * STEP);
+    const int64_t headers = Form::HEADED_GROUPS ? groups_of(product) : 1;
+    return headers * Form::HEADER + product.width / (2 * Form::PAIRS) * STEP;
 }
 
 template <typename Form>
 OutputBlock block_at(const Product& product, int64_t index) {
     const uint8_t* headers = static_cast<const uint8_t*>(product.weights) + index * block_bytes<Form>(product);
-    const int64_t stride = block_bytes<Form>(product) / groups_of(product);
-    return {index * BLOCK, headers + Form::HEADER, headers, stride, stride};
+    const int64_t header = Form::HEADED_GROUPS ? Form::HEADER : 0;  // of a group
+    const int64_t stride = header + product.group / (2 * Form::PAIRS) * STEP;
+    return {index * BLOCK, headers + Form::HEADER, headers, stride, header ? stride : 0};
 }
 
 // Calls `multiply` with each block of outputs, with the bytes that are to be fetched meanwhile, and with its thread's own

@@ -22,8 +22,9 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt8Matrix,
     multiplied_in_int8,
 )
+from kvlinker.engines.embedded.model.weights.quantized import int4_group
 from kvlinker.engines.embedded.model_loading import prepare_model
-from tests.engines.embedded.native_targets import EACH, passing_for
+from tests.engines.embedded.native_targets import EACH, VNNI_OF_AVX2, passing_for
 from tests.toy_models import tiny_model
 
 pytestmark = [
@@ -36,7 +37,7 @@ Kind = type[NativeInt8Matrix | NativeInt4Matrix]
 KINDS: list[Kind] = [NativeInt8Matrix, NativeInt4Matrix]
 
 
-@pytest.fixture(scope="module", params=EACH)
+@pytest.fixture(scope="module", params=[*EACH, *VNNI_OF_AVX2])
 def target(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each kind of processor that this one is of."""
     native_products.cache_clear()
@@ -53,8 +54,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def matrix_of(kind: Kind, weight: Tensor) -> CodesMatrix:
     """A matrix by which rounded inputs are multiplied."""
     matrix = kind(weight)
-    if kind is NativeInt8Matrix:
-        matrix.form = "int8_int8"
+    if isinstance(matrix, NativeInt8Matrix):
+        matrix.round_inputs()
     return matrix
 
 
@@ -63,28 +64,47 @@ def whole(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high + 1, shape, generator=generator).bfloat16()
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("outputs", "width"), [(70, 36), (192, 1000), (5, 4)])
-def test_whole_numbers_are_multiplied_exactly_in_8_bits(
-    rows: int, outputs: int, width: int
-) -> None:
-    weight, inputs = whole(-127, 127, outputs, width), whole(-127, 127, rows, width)
-    weight[:, 0], inputs[:, -1] = 127, -127  # so that scales are 1
-    exact = (inputs.long() @ weight.long().T).to(torch.int32)
+def rounded_inputs(rows: int, width: int, group: int) -> Tensor:
+    """Inputs that rounding leaves as they are: whole numbers up to 127 times a power of two,
+    another one for each group of each row."""
+    numbers = whole(-127, 127, rows, width)
+    numbers[:, group - 1 :: group] = numbers[:, -1] = -127
+    groups = -(-width // group)
+    sizes = 2 ** whole(-3, 3, rows, groups)
+    return numbers * sizes.repeat_interleave(group, dim=1)[:, :width]
+
+
+def check_8_bits(rows: int, outputs: int, width: int) -> None:
+    weight = whole(-127, 127, outputs, width)
+    weight[:, 0] = 127  # so that scales are 1
+    inputs = rounded_inputs(rows, width, NativeInt8Matrix.GROUP)
     output = matrix_of(NativeInt8Matrix, weight).multiply(inputs, None)
-    assert torch.equal(output, exact.float().bfloat16())
+    assert torch.equal(output, (inputs.double() @ weight.double().T).float().bfloat16())
+
+
+def check_4_bits(rows: int, outputs: int, width: int) -> None:
+    group = int4_group(width)
+    weight, inputs = whole(-8, 7, outputs, width), rounded_inputs(rows, width, group)
+    weight[:, ::group], weight[:, 1::group] = -8, 7  # so that scales are 1
+    weight += whole(-5, 5, outputs, width // group).repeat_interleave(group, dim=1)
+    output = matrix_of(NativeInt4Matrix, weight).multiply(inputs, None)
+    assert torch.equal(output, (inputs.double() @ weight.double().T).float().bfloat16())
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("outputs", "width"), [(70, 32), (192, 1056), (5, 128)])
-def test_whole_numbers_are_multiplied_exactly_in_4_bits(
+@pytest.mark.parametrize(("outputs", "width"), [(70, 36), (192, 1000), (5, 4), (65, 512)])
+def test_rounded_inputs_are_multiplied_exactly_in_8_bits(
     rows: int, outputs: int, width: int
 ) -> None:
-    weight, inputs = whole(-8, 7, outputs, width), whole(-127, 127, rows, width)
-    weight[:, ::32], weight[:, 1::32], inputs[:, 2::32] = -8, 7, 127
-    exact = (inputs.long() @ weight.long().T).to(torch.int32)
-    output = matrix_of(NativeInt4Matrix, weight).multiply(inputs, None)
-    assert torch.equal(output, exact.float().bfloat16())
+    check_8_bits(rows, outputs, width)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "width"), [(70, 32), (192, 1056), (5, 128), (65, 512)])
+def test_rounded_inputs_are_multiplied_exactly_in_4_bits(
+    rows: int, outputs: int, width: int
+) -> None:
+    check_4_bits(rows, outputs, width)
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:
@@ -99,7 +119,7 @@ def test_the_largest_numbers_do_not_overflow() -> None:
 @given(
     rows=st.integers(1, 60),
     outputs=st.integers(1, 150),
-    groups=st.integers(1, 6),
+    groups=st.integers(1, 20),
     size=st.sampled_from([1e-20, 1e-3, 1.0, 1e5]),
 )
 @torch.inference_mode()
@@ -152,8 +172,8 @@ def test_inputs_with_outliers_keep_16_bits() -> None:
     assert 0.005 < matrix.rounding_error < 0.012
     assert NativeInt8Matrix(weight).form == "int8"
     changing, constant = inputs.clone(), inputs.clone()
-    changing[:, 37] *= 300
-    constant[:, 37] = 300.0  # its outputs are far larger than the others', but the same for all
+    changing[:, 37::256] *= 300
+    constant[:, 37::256] = 300.0  # outputs are far larger than others', but the same for all
     for outliers in (changing, constant):
         matrix = NativeInt8Matrix(weight, outliers)
         assert matrix.form == "int8"
@@ -165,9 +185,23 @@ def test_inputs_with_outliers_keep_16_bits() -> None:
 
 def test_a_token_that_is_far_larger_than_others_does_not_hide_them() -> None:
     weight, inputs = random(128, 512), random(32, 512, seed=1)
-    inputs[:, 37] = 300.0
+    inputs[:, 37::256] = 300.0
     inputs[0] *= 1e4
     assert NativeInt8Matrix(weight, inputs).form == "int8"
+
+
+def test_large_inputs_leave_few_bits_to_those_of_their_group_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = random(128, 2816)
+    inputs = torch.nn.functional.silu(random(32, 2816, seed=1)) * random(32, 2816, seed=2)
+    inputs[:, 37] = 10.0
+    matrix = NativeInt8Matrix(weight, inputs)
+    assert (matrix.form, matrix.group) == ("int8_int8", 256)
+    monkeypatch.setattr(NativeInt8Matrix, "GROUP", 2816)
+    whole_rows = NativeInt8Matrix(weight, inputs)
+    assert (whole_rows.form, whole_rows.group) == ("int8", 2816)
+    assert whole_rows.rounding_error > 2 * matrix.rounding_error
 
 
 def test_a_models_layers_with_outliers_keep_16_bits(caplog: pytest.LogCaptureFixture) -> None:

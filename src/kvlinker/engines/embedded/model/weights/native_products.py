@@ -8,7 +8,7 @@ from functools import cache
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
@@ -29,11 +29,13 @@ MOST_BYTE = 127
 
 def rounded_to_bytes(inputs: Tensor, group: int) -> Tensor:
     """Return ``inputs`` [rows, width] as native code rounds them where it multiplies by codes:
-    fp32. Of each ``group`` of neighbours in a row, the one of the largest magnitude becomes 127."""
-    groups = inputs.float().view(len(inputs), -1, group)
+    fp32. Of each ``group`` of neighbours in a row, of which the last may be smaller, the one of the
+    largest magnitude becomes 127."""
+    rows, width = inputs.shape
+    groups = nn.functional.pad(inputs.float(), (0, -width % group)).view(rows, -1, group)
     most = groups.abs().amax(dim=2, keepdim=True)
     codes = (groups * (MOST_BYTE / most).nan_to_num(posinf=0.0)).round()
-    return (codes * (most / MOST_BYTE)).view(inputs.shape)
+    return (codes * (most / MOST_BYTE)).view(rows, -1)[:, :width]
 
 
 class NativeProducts:
@@ -61,7 +63,7 @@ class NativeProducts:
         outputs], bf16.
 
         ``weights`` is the address of the blocks, and ``group`` the number of neighbouring inputs
-        that share a header. Sums are fp32.
+        that share scales; the last ones may be fewer. Sums are fp32.
         """
         inputs = inputs.contiguous()
         assert inputs.dtype == torch.bfloat16, inputs.dtype
@@ -113,7 +115,7 @@ class NativeProducts:
         cases: dict[Form, tuple[Tensor, Tensor, int]] = {
             "bf16": (bf16_blocks(weight), weight, width),
             "int8": (bytes_blocks, bytes_dense, width),
-            "int8_int8": (bytes_blocks, bytes_dense, width),
+            "int8_int8": (bytes_blocks, bytes_dense, 2 * group),
             "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
         }
         bias = random(outputs)

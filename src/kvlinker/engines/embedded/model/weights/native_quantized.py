@@ -1,9 +1,9 @@
 """Weights in 8 and 4 bits in the blocks of ``native/products.cpp``: faster than PyTorch's kernels
 for any rows.
 
-By codes of 4 bits, inputs are multiplied that are rounded to 8 bits, each group of them by a scale
-of its own. Those of 8 bits have one scale for all inputs of a row, so that an input that is far
-larger than the others leaves few bits to these; where that does harm, inputs keep 16 bits.
+By codes, inputs are multiplied that are rounded to 8 bits, each group of them by a scale of its
+own. By codes of 8 bits, inputs keep 16 where one of them is so much larger than the others of its
+group that rounding these would do harm.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class NativeInt8Matrix(CodesMatrix):
     """The most by which rounding inputs to 8 bits may move outputs, beside how far these are apart
     for different tokens; weights in 8 bits move them by 0.01."""
 
-    MOST_INPUTS = 1 << 17
-    """The most inputs whose products with codes fit in 32 bits together."""
+    GROUP = 256
+    """The neighbouring inputs of a row that are rounded to 8 bits by one scale."""
 
     def __init__(self, weight: Tensor, sampled: Tensor | None = None) -> None:
         """``sampled`` [rows, inputs], bf16, are inputs that the layer gets: by them it is decided
@@ -96,8 +96,12 @@ class NativeInt8Matrix(CodesMatrix):
             blocks.append(code_blocks(headers, codes.int() + 128, self.BITS))
         super().__init__("int8", torch.cat(blocks), weight.shape, weight.shape[1])
         self.rounding_error = float("inf") if sampled is None else self._rounding_error(sampled)
-        if self.rounding_error <= self.LARGEST_ERROR and self.inputs <= self.MOST_INPUTS:
-            self.form = "int8_int8"
+        if self.rounding_error <= self.LARGEST_ERROR:
+            self.round_inputs()
+
+    def round_inputs(self) -> None:
+        """From now on, multiply inputs that are rounded to 8 bits."""
+        self.form, self.group = "int8_int8", self.GROUP
 
     def _rounding_error(self, sampled: Tensor) -> float:
         """Return how far rounding inputs to 8 bits moves outputs, beside how far these are from the
@@ -108,7 +112,7 @@ class NativeInt8Matrix(CodesMatrix):
         another, and would hide what rounding does to the rest; so would a token that is far larger
         than others.
         """
-        rounding = rounded_to_bytes(sampled, self.inputs) - sampled.float()
+        rounding = rounded_to_bytes(sampled, self.GROUP) - sampled.float()
         apart = sampled.float() - sampled.float().median(dim=0).values
         moved, distance = (
             self.product("int8", part.bfloat16()).float().norm(dim=1) for part in (rounding, apart)
