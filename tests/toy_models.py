@@ -167,6 +167,7 @@ FOR_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         FAMILIES["llama4-interleaved-nope"][1] | {"use_qk_norm": False},
     ),
+    "nanochat-norms-behind": ("nanochat", {}),
     "olmo2": ("olmo2", {}),
     "phi-partial": ("phi", {"partial_rotary_factor": 0.5}),
     "seed_oss": ("seed_oss", HEADS_OF_16),

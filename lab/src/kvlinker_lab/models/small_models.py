@@ -96,6 +96,8 @@ WIDE_OWN: dict[str, dict[str, Any]] = {
     "granitemoe_swa": GRANITE,
     "granitemoeshared": GRANITE,
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "xlstm": {"embedding_dim": 128},
+    "zamba": {"attention_hidden_size": 256, "attention_head_dim": 64},
 }
 """What vLLM asks of a configuration, as released models have it: sizes that transformers has
 another name for, and a scale of attention by which its rounding is not magnified."""

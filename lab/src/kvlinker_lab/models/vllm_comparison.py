@@ -4,7 +4,7 @@ runs in a process of its own."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,11 +12,13 @@ from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.vllm.adapter import require_linkable
+from kvlinker.engines.vllm.adapter.configurations import movable_length
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.transfer_plan import (
     TransferPlan,
@@ -49,7 +51,20 @@ LARGEST_DIFFERENCE = 5e-4
 """Of a log probability, where both engines compute the same, in fp32: some models have logits of
 several hundred, in which the last bits are as large."""
 
+WIDER_WINDOWS = "cohere2", "cohere2_moe"
+"""The classes whose windows are a token wider in vLLM, as their models were trained, than in
+transformers; the reference then has them, too."""
+
 NOT_RUN = "vLLM does not run it on a CPU, or not at these sizes"
+REASONS = {
+    "are not supported for now": "vLLM has no code for its layers",
+    "not dispatch through the Transformers attention": "vLLM has no code for its layers",
+    "Can't load image processor": "not tried here: vLLM wants its parts for images",
+    "Unrecognized configuration class": "not tried here: vLLM wants its parts for images",
+}
+"""What words in vLLM's errors mean."""
+
+LONGEST_DETAIL = 300
 TOKENS_IN_ALL = 512
 
 OPTIONS: dict[str, Any] = {
@@ -68,6 +83,8 @@ LATENTS: dict[str, Any] = {
     "block_size": 16,
 }
 """Options for models with latents, of whose queries vLLM's own kernel for CPUs rotates one head."""
+MISSING: list[str] = []
+"""The packages that vLLM's code of this process's model needs, and that are not here."""
 
 Tops = list[dict[int, float]]
 """The most likely tokens of each step of an answer, with their log probabilities."""
@@ -79,6 +96,27 @@ class _Answers:
 
     prompt: Prompt
     by_policy: dict[str, Tops]
+
+
+def _look(look: Callable[[], Any]) -> Any:
+    """Look at a model's class for vLLM, which would import all of itself in another process, for
+    the sake of GPUs: the class is needed here anyway."""
+    try:
+        return look()
+    except ModuleNotFoundError as error:
+        MISSING.append(_package(error))
+        raise
+
+
+def _package(error: ModuleNotFoundError) -> str:
+    """Return the package that is missing: transformers names it in the error behind its own."""
+    behind = error.__cause__
+    if error.name is None and isinstance(behind, ModuleNotFoundError):
+        return _package(behind)
+    return error.name or str(error)
+
+
+registry._run_in_subprocess = _look
 
 
 def verdict_in_vllm(kind: str) -> Verdict:
@@ -94,14 +132,19 @@ def _verdict(kind: str, folder: Path) -> Verdict:
     model, tokenizer = small_model(kind, wide=True), byte_tokenizer(SMALL["vocab_size"])
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    options = _options(folder / "model", folder / "state") | (LATENTS if latent else {})
+    try:  # before anything is computed
+        require_linkable(EngineArgs(**options).create_engine_config())
+    except Exception as error:
+        return _refused(kind, error)
+    if kind in WIDER_WINDOWS:
+        _widen_windows(model)
     expected = _embedded(model, tokenizer, folder / "embedded")
     try:
-        latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-        engine = _VLLM(folder / "model", folder / "state", LATENTS if latent else {})
-    except UnsupportedModelError as refused:
-        return Verdict(kind, reason=refused.message)
-    except Exception as error:  # vLLM raises whatever it meets
-        return Verdict(kind, reason=NOT_RUN, detail=_first_line(error))
+        engine = _VLLM(options, PlanSigner.of(folder / "state"))
+    except Exception as error:
+        return _refused(kind, error)
     for chunk in expected.prompt.chunks:
         engine.capture(chunk)
     differences = {
@@ -110,11 +153,41 @@ def _verdict(kind: str, folder: Path) -> Verdict:
     }
     largest = max(differences.values())
     if largest <= LARGEST_DIFFERENCE:
-        return Verdict(kind, error=largest)
+        bounded = movable_length(model.config.get_text_config()) is not None
+        return Verdict(kind, error=largest, bounded=bounded)
     if differences["full"] > LARGEST_DIFFERENCE:
         reason = "vLLM computes something else than transformers, linked or not"
         return Verdict(kind, reason=reason, detail=f"{differences['full']:.1e}")
     return Verdict(kind, reason=f"linked, but not exactly ({largest:.1e})")
+
+
+def _widen_windows(model: Any) -> None:
+    for part in (model.config, *model.modules()):
+        if getattr(part, "sliding_window", None):
+            part.sliding_window += 1
+
+
+def _refused(kind: str, error: Exception) -> Verdict:
+    """Return the verdict on a class that vLLM, which raises whatever it meets, does not start
+    with."""
+    if isinstance(error, UnsupportedModelError):
+        return Verdict(kind, reason=error.message)
+    if MISSING:
+        return Verdict(kind, reason=f"not tried here: vLLM's code for it needs {MISSING[0]}")
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = next((reason for words, reason in REASONS.items() if words in told), NOT_RUN)
+    return Verdict(kind, reason=reason, detail=told[:LONGEST_DETAIL])
+
+
+def _options(model: Path, state: Path) -> dict[str, Any]:
+    """Return vLLM's options for a model, with kvlinker's connector over a state directory."""
+    connector = {
+        "kv_connector": "KVLinkerConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"state_dir": str(state)},
+    }
+    return OPTIONS | {"model": str(model), "kv_transfer_config": connector}
 
 
 def _embedded(model: Any, tokenizer: Any, state: Path) -> _Answers:
@@ -147,17 +220,9 @@ def _embedded(model: Any, tokenizer: Any, state: Path) -> _Answers:
 class _VLLM:
     """vLLM in this process, with kvlinker's connector."""
 
-    def __init__(self, model: Path, state: Path, own: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], signer: PlanSigner) -> None:
         """Raises what vLLM does, and UnsupportedModelError."""
-        self._signer = PlanSigner.of(state)
-        connector = {
-            "kv_connector": "KVLinkerConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"state_dir": str(state)},
-        }
-        options = OPTIONS | own | {"model": str(model), "kv_transfer_config": connector}
-        require_linkable(EngineArgs(**options).create_engine_config())
+        self._signer = signer
         self._engine = vllm.LLM(**options).llm_engine
 
     def capture(self, chunk: Chunk) -> None:
@@ -209,7 +274,3 @@ def _difference(ours: Tops, expected: Tops) -> float:
 
 def _key(chunk: Chunk) -> str:
     return chunk_key(chunk, fingerprint="small", tenant="default")
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

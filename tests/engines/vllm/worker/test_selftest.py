@@ -21,7 +21,6 @@ from tests.toy_models import BASE, FAMILIES, FOR_VLLM
 TOLERANCE = 3e-5
 REFUSED = [
     ("llama4-interleaved-nope", 1024, "set max_model_len to 256"),
-    ("llama4-interleaved-nope", 256, "cannot be linked exactly in vLLM"),
     ("gemma3n-shared", 1024, "numbers that are not finite"),
     ("minicpm3-latents", 1024, "as where latents are expanded"),
 ]
@@ -31,7 +30,6 @@ NOT_RUN = {
     "diffllama-two-attentions",  # vLLM does not run it
     "falcon-one-key-written-out",  # vLLM's attention on CPUs wants other sizes of heads
     "gemma3n-shared",  # vLLM's class for text alone gives NaN
-    "llama4-interleaved-nope",  # see below
     "longcat-latents-interleaved",  # vLLM does not run it on CPUs
     "minicpm3-latents",  # see below
 }
@@ -42,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # the prompts below are longer than what these models were pretrained with, or not
     "dynamic-rope": {"max_model_len": 256},
     "longrope": {"max_model_len": 256},
+    "llama4-interleaved-nope": {"max_model_len": 256},
     "llama4-without-norms": {"max_model_len": 256},
     # vLLM's kernel for CPUs rotates one head of the queries here
     "deepseek_v2-latents-interleaved": {
@@ -124,6 +123,15 @@ def test_a_rotary_embedding_that_is_not_seen_is_noticed(models, tmp_path, monkey
     """Keys would be stored with it, and never be moved."""
     monkeypatch.setattr(rotary, "_is_rotary", lambda module: False)
     assert_refused("applies no rotary embedding", "longrope", models, tmp_path)
+
+
+def test_norms_behind_the_rotary_embedding_that_are_not_seen_are_noticed(
+    models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rotary, "have_same_numbers", lambda given, turned: False)
+    assert_refused(
+        "link (stored KV", "llama4-interleaved-nope", models, tmp_path, max_model_len=256
+    )
 
 
 def test_a_rotary_embedding_that_is_not_applied_is_noticed(models, tmp_path, monkeypatch):

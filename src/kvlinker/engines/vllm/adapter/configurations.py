@@ -105,7 +105,7 @@ def _require_movable(model: Any) -> None:
             " kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
             " (--engine embedded), or with vLLM alone."
         )
-    length = _movable_length(model.hf_text_config)
+    length = movable_length(model.hf_text_config)
     if length is not None and model.max_model_len > length:
         raise UnsupportedModelError(
             f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries"
@@ -114,7 +114,7 @@ def _require_movable(model: Any) -> None:
         )
 
 
-def _movable_length(config: Any) -> int | None:
+def movable_length(config: Any) -> int | None:
     """Return the most tokens within which KV can be moved, by the configuration of
     transformers'; None where there is no bound."""
     bounds = [getattr(config, "attention_chunk_size", None)]

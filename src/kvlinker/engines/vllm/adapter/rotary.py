@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +18,11 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
 
 from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer
 from kvlinker.engines.vllm.adapter.bound_model import BoundModel
-from kvlinker.engines.vllm.adapter.transformers_modules import watched_modules
+from kvlinker.engines.vllm.adapter.transformers_modules import (
+    have_same_numbers,
+    normalised,
+    watched_modules,
+)
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -39,38 +44,79 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
     """Have passes by the modules call back, as long as the context lasts.
 
-    ``rotated(module, positions, key)`` gets keys [tokens, heads * dim] before their rotary
-    embedding, ``attended(layer_name, query, key, value)`` what attention takes. Neither is called
-    for layers that attend to another one's KV.
+    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
+    embedding, ``attended(layer_name, query, key, value)``, right behind it, what attention takes.
+    Neither is called for layers that attend to another one's KV.
     """
+    watch = _Watch(rotated, attended)
+    with ExitStack() as undo:
+        for module in bound.model.modules():
+            if _is_rotary(module):
+                before = module.register_forward_pre_hook(watch.before_rotary, with_kwargs=True)
+                undo.callback(before.remove)
+                undo.callback(module.register_forward_hook(watch.behind_rotary).remove)
+            elif "norm" in type(module).__name__.lower():
+                undo.callback(module.register_forward_hook(watch.behind_norm).remove)
+        for layer in bound.layers:
+            called = partial(watch.before_attention, layer)
+            hook = layer.module.register_forward_pre_hook(called, with_kwargs=True)
+            undo.callback(hook.remove)
+        undo.enter_context(
+            watched_modules(bound.model, bound.layers, rotated=rotated, attended=attended)
+        )
+        yield
 
-    def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+@dataclass(slots=True)
+class _Rotation:
+    """One call of a rotary embedding: keys before and behind it."""
+
+    module: nn.Module
+    positions: Tensor
+    key: Tensor
+    turned: Tensor | None = None
+
+
+class _Watch:
+    """Keeps what is rotated until attention is called."""
+
+    def __init__(self, rotated: Any, attended: Any) -> None:
+        self._rotated = rotated
+        self._attended = attended
+        self._pending: list[_Rotation] = []
+
+    def before_rotary(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Keep a key, in whose place the rotated one may be written."""
         positions, _, key = (
             *args,
             *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs),
         )[:3]
         if key is not None:
-            rotated(module, positions, key)
+            self._pending.append(_Rotation(module, positions, key.clone()))
+
+    def behind_rotary(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what is made of it."""
+        if self._pending and isinstance(output, tuple):
+            self._pending[-1].turned = output[1]
+
+    def behind_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Normalise the key before its rotation where the model does so behind it."""
+        if self._pending and args:
+            last = self._pending[-1]
+            if last.turned is not None and have_same_numbers(args[0], last.turned):
+                last.key = normalised(module, last.key, args[0])
+                last.turned = None
 
     def before_attention(
-        layer: AttentionLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: AttentionLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        attended(layer.name, *layer.called_with(args, kwargs))
-
-    rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
-    handles = [
-        module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries
-    ]
-    handles += [
-        layer.module.register_forward_pre_hook(partial(before_attention, layer), with_kwargs=True)
-        for layer in bound.layers
-    ]
-    try:
-        with watched_modules(bound.model, bound.layers, rotated=rotated, attended=attended):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        """Call back for what was rotated, and for attention."""
+        for each in self._pending:
+            self._rotated(each.module, each.positions, each.key)
+        self._pending.clear()
+        self._attended(layer.name, *layer.called_with(args, kwargs))
 
 
 def _is_rotary(module: nn.Module) -> bool:

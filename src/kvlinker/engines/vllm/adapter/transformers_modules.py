@@ -20,6 +20,22 @@ BACKEND = "vllm.model_executor.models.transformers"
 FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_emb"
 
 
+def have_same_numbers(given: Tensor, turned: Tensor) -> bool:
+    """Tell if what a norm is given are the keys that were rotated, perhaps in another shape and
+    precision."""
+    return given.numel() == turned.numel() and torch.equal(
+        given.flatten(), turned.to(given.dtype).flatten()
+    )
+
+
+def normalised(norm: nn.Module, key: Tensor, like: Tensor) -> Tensor:
+    """Return keys that are not rotated yet, normalised as the rotated ones are, which come in the
+    shape and precision of ``like``: the same but for their rotation, unless the norm has weights,
+    which the self-test sees."""
+    made: Tensor = norm.forward(key.to(like.dtype).reshape(like.shape))
+    return made.reshape(key.shape).to(key.dtype)
+
+
 class FunctionRotary:
     """Rotates as a function of transformers does, by the tables of a model's module."""
 
@@ -60,6 +76,8 @@ def watched_modules(
             if "rotary" in type(part).__name__.lower():
                 handle = part.register_forward_hook(watch.saw_tables, with_kwargs=True)
                 undo.callback(handle.remove)
+            if "norm" in type(part).__name__.lower():
+                undo.callback(part.register_forward_hook(watch.saw_norm).remove)
         for source in sources:
             for name in FUNCTIONS:
                 form = RotaryForm.of(getattr(source, name)) if hasattr(source, name) else None
@@ -86,6 +104,7 @@ class _Watch:
         self._attended = attended
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._pending: tuple[FunctionRotary, Tensor, Tensor] | None = None
+        self._turned: Tensor | None = None
 
     def saw_tables(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -105,7 +124,19 @@ class _Watch:
                 given = next(v for v in (*inputs, *options.values()) if _is_positions(v))
                 self._pending = rotary, given.reshape(-1), key[0].transpose(0, 1).clone()
                 break
-        return form.function(*args, **kwargs)
+        result = form.function(*args, **kwargs)
+        self._turned = result[-1]
+        return result
+
+    def saw_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Normalise keys before their rotation where the model does so behind it."""
+        if self._pending is None or self._turned is None or not args:
+            return
+        if have_same_numbers(args[0], self._turned):
+            rotary, positions, key = self._pending
+            heads_first = normalised(module, key.transpose(0, 1), args[0])
+            self._pending = rotary, positions, heads_first.transpose(0, 1)
+            self._turned = None
 
     def attend(
         self,
@@ -118,7 +149,7 @@ class _Watch:
         query, key, value = layer.called_with(args, kwargs)
         if self._pending is not None:
             rotary, positions, turned = self._pending
-            self._pending = None
+            self._pending = self._turned = None
             plain = layer.by_heads(key, value)[0].clone()
             plain[..., : turned.shape[-1]] = turned
             self._rotated(rotary, positions, plain.flatten(1))

@@ -167,7 +167,7 @@ def capturing(
     unrotated: list[Tensor] = []
 
     def rotated(_: object, __: Tensor, key: Tensor) -> None:
-        unrotated.append(key.clone())  # the embedding may be written in place
+        unrotated.append(key)
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
