@@ -9,7 +9,7 @@ import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyError
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.embedded.model.states.delta_step import DeltaStep
+from kvlinker.engines.embedded.model.states.delta_rule import DeltaRule
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
@@ -27,7 +27,9 @@ from tests.engines.embedded.native_targets import HERE
 from tests.toy_models import HYBRIDS, STATES_ALONE, tiny_model
 from tests.waiting import wait_until
 
-TOLERANCE = 3e-5
+TOLERANCE = 5e-5
+"""Of log probabilities: rounding alone comes to 3.4e-5, where Mamba 2 computes scattered tokens."""
+
 PROMPT = linked_prompt(50, 36, 3, 130, 35, 1, header=5, middle=2, fresh=9)
 """Chunks with and without inner tokens, and chunks that are shorter than a convolution sees."""
 
@@ -225,7 +227,7 @@ def test_states_remember_for_hundreds_of_tokens(bench, family):
     made.store.delete(key)
     made.store.put(key, replace(kv, states=states))
     after = made.answer(prompt, "naive", max_tokens=1).logprobs
-    assert abs(after[0] - before[0]) > 20 * TOLERANCE
+    assert abs(after[0] - before[0]) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", [*SOME, BESIDE, BEHIND, HEADS])
@@ -271,13 +273,13 @@ def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
 def test_decoding_takes_native_steps(bench, monkeypatch):
     """One call for all sequences that decode together, in each of the layers."""
     sizes = []
-    computed = DeltaStep.__call__
+    computed = DeltaRule.__call__
 
     def counted(self, mixed, gates, states):
         sizes.append(len(states))
         return computed(self, mixed, gates, states)
 
-    monkeypatch.setattr(DeltaStep, "__call__", counted)
+    monkeypatch.setattr(DeltaRule, "__call__", counted)
     expected = full_forward(DELTA, SHORT, 5)
     made = bench(DELTA)
     for outcome in made.submit_choices(SHORT, 3, "full", max_tokens=5)[0]:

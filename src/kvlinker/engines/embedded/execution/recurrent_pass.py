@@ -24,7 +24,7 @@ from kvlinker.engines.embedded.execution.courses import (
 )
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy
-from kvlinker.engines.embedded.model.states.delta_step import DeltaStep, delta_step
+from kvlinker.engines.embedded.model.states.delta_rule import DeltaRule, delta_rule
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
 from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall, Seam
 from kvlinker.engines.embedded.model.states.stepping import AnyLength
@@ -96,9 +96,9 @@ class RecurrentPass:
         """Return the rule's output [1, tokens, heads, dim]."""
         layer = self._convolved.popleft()
         shape = self._anatomy.recurrences[self._layer].state_shape
-        step = delta_step(call, shape, call.mixed[0].device) if self._native else None
+        rule = delta_rule(call, shape, call.mixed[0].device) if self._native else None
         self._layer += 1
-        return layer.finish(call, step), None
+        return layer.finish(call if rule is None else rule.taking_over(call), rule), None
 
 
 class _Part(NamedTuple):
@@ -118,6 +118,9 @@ class _Part(NamedTuple):
 
     convolved: Tensor | None = None
     """What is convolved of them: [sequences, channels, tokens]."""
+
+    mixed: Mixed = ()
+    """The arguments of a rule that only take that apart: [sequences, tokens, …] each."""
 
     @property
     def tokens(self) -> list[list[Tokens]]:
@@ -168,20 +171,45 @@ class _Layer:
                 begin += part.size
                 parts.append(part)
                 before = self._behind(part)
-            self._groups.append(_Group(courses, parts, before))
+            self._groups.append(_Group(courses, self._convolved(parts), before))
+
+    def _convolved(self, parts: Sequence[_Part]) -> list[_Part]:
+        """Return the parts with what is convolved of their tokens: of all in one call, since each
+        token sees those of its own part alone, behind what its convolution sees."""
+        pieces = [
+            torch.cat([part.before, part.entering], -1)
+            for part in parts
+            if part.entering is not None
+        ]
+        if not pieces:
+            return list(parts)
+        together, window = torch.cat(pieces, -1), self._recurrence.window
+        convolved = self._convolution.apply(together[..., :window], together[..., window:])
+        mixed = self._recurrence.mixed(convolved)
+        found, begin = [], 0
+        for part in parts:
+            if part.entering is not None:
+                rows = slice(begin, begin + part.entering.shape[-1])
+                part = part._replace(
+                    convolved=convolved[..., rows], mixed=tuple(each[:, rows] for each in mixed)
+                )
+                begin = rows.stop + window
+            found.append(part)
+        return found
 
     def convolved(self) -> Tensor:
         """Return what is convolved of all tokens, those of chunks too: [1, channels, tokens]."""
         found = (part.convolved for group in self._groups for part in group.parts)
         return torch.cat([each for rows in found if rows is not None for each in rows], -1)[None]
 
-    def finish(self, call: RuleCall | None = None, step: DeltaStep | None = None) -> Tensor:
+    def finish(self, call: RuleCall | None = None, rule: DeltaRule | None = None) -> Tensor:
         """Return the output of all tokens of the batch, [1, tokens, …]: the rule's, or what is
-        convolved where there is none. Sequences that take a step are computed by ``step``."""
+        convolved where there is none. Sequences that take a step are computed by ``rule``, each
+        from and to where its state lies."""
         states: Sequence[Tensor] | Tensor
         for group in self._groups:
-            if call is not None and step is not None and group.takes_a_step:
-                states = self._stepped(group, call, step)
+            if call is not None and rule is not None and group.takes_a_step:
+                states = self._stepped(group, call, rule)
             else:
                 states = self._behind_all(group, call)
             for course, before, state in zip(group.courses, group.before, states, strict=True):
@@ -189,12 +217,12 @@ class _Layer:
         assert self._output is not None, "a batch has tokens"
         return self._output[None]
 
-    def _stepped(self, group: _Group, call: RuleCall, step: DeltaStep) -> Sequence[Tensor]:
+    def _stepped(self, group: _Group, call: RuleCall, rule: DeltaRule) -> Sequence[Tensor]:
         """Return the states behind one token of each sequence."""
         (part,) = group.parts
         states = [self._state(course).state for course in group.courses]
         gates = self._gates(part, call)
-        output, after = step(self._mixed(part, call), gates, states)
+        output, after = rule(self._mixed(part, call), gates, states)
         for index, tokens, _ in _new_tokens(part):
             self._put(tokens.rows, output[index])
         return after
@@ -235,8 +263,9 @@ class _Layer:
         part = _Part(stretches, before, begin)
         if not part.tokens:
             return part
-        entering = torch.stack([self._entering_of(stretch) for stretch in part.tokens])
-        return part._replace(entering=entering, convolved=self._convolution.apply(before, entering))
+        return part._replace(
+            entering=torch.stack([self._entering_of(stretch) for stretch in part.tokens])
+        )
 
     def _behind(self, part: _Part) -> Tensor:
         """Return what a convolution behind this part sees: [sequences, channels, window]."""
@@ -301,9 +330,8 @@ class _Layer:
     def _mixed(self, part: _Part, call: RuleCall) -> Mixed:
         """Return the arguments of a rule that are made of what is convolved of a part's tokens:
         [sequences, tokens, …] each."""
-        assert part.convolved is not None
         if self._recurrence.columns:
-            return self._recurrence.mixed(part.convolved)
+            return part.mixed
         rows = slice(part.begin, part.begin + part.size)
         found = (each[0, rows] for each in call.mixed)
         return tuple(each.reshape(len(part.tokens), -1, *each.shape[1:]) for each in found)
