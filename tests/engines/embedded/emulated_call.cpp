@@ -17,7 +17,7 @@ void kvlinker_multiply_int8(const void*);
 void kvlinker_multiply_int8_int8(const void*);
 void kvlinker_multiply_int4(const void*);
 void kvlinker_norm(const void*);
-void kvlinker_delta_step(const void*);
+void kvlinker_delta_rule(const void*);
 }
 
 const struct {
@@ -32,7 +32,7 @@ const struct {
     {"kvlinker_multiply_int8_int8", kvlinker_multiply_int8_int8},
     {"kvlinker_multiply_int4", kvlinker_multiply_int4},
     {"kvlinker_norm", kvlinker_norm},
-    {"kvlinker_delta_step", kvlinker_delta_step},
+    {"kvlinker_delta_rule", kvlinker_delta_rule},
 };
 
 struct Pointer {

@@ -20,12 +20,8 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import Settings
 from tests.toy_models import BASE
 
-FEW_BLOCKS = {
-    "enforce_eager": True,
-    "gpu_memory_utilization": 0.05,
-    "block_size": 32,
-    "num_gpu_blocks_override": 1,
-}
+OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 32}
+FEW_BLOCKS = OPTIONS | {"num_gpu_blocks_override": 1}
 """Options that vLLM takes, and with which its process finds no room for a prompt."""
 
 LEARNED = {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 2}
@@ -62,5 +58,5 @@ def test_what_the_engines_process_meets_is_told(vllm_settings: Settings, tmp_pat
 
 @pytest.mark.slow
 def test_what_a_worker_refuses_is_told(learned: Path, tmp_path: Path) -> None:
-    line = served(learned, tmp_path, FEW_BLOCKS | {"num_gpu_blocks_override": 64})
+    line = served(learned, tmp_path, OPTIONS)
     assert line.startswith("kvlinker: OPTForCausalLM applies no rotary embedding in vLLM")
