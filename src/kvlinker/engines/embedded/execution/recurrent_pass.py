@@ -171,9 +171,9 @@ class _Layer:
                 begin += part.size
                 parts.append(part)
                 before = self._behind(part)
-            self._groups.append(_Group(courses, self._convolved(parts), before))
+            self._groups.append(_Group(courses, self._with_convolved(parts), before))
 
-    def _convolved(self, parts: Sequence[_Part]) -> list[_Part]:
+    def _with_convolved(self, parts: Sequence[_Part]) -> list[_Part]:
         """Return the parts with what is convolved of their tokens: of all in one call, since each
         token sees those of its own part alone, behind what its convolution sees."""
         pieces = [
