@@ -92,6 +92,22 @@ def test_a_call_that_is_taken_over_has_the_same_output_states_and_maps(function,
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
+def test_fewer_heads_of_keys_are_left_to_the_model():
+    given, states = call(True, tokens=3)
+    rule = delta_rule(given, states.shape[1:], CPU)
+    assert rule is not None
+    asked = []
+
+    def own(**arguments):
+        asked.append(arguments["key"].shape[2])
+        return arguments["value"], states
+
+    taken = rule.taking_over(RuleCall(given.rule, own, given.arguments))
+    query, key, value = taken.mixed
+    taken.scan((query[:, :, :1], key[:, :, :1], value), taken.gates, states)
+    assert asked == [1]
+
+
 def test_inputs_in_bf16_are_computed_in_fp32():
     given, states = call(True, torch.bfloat16, tokens=9)
     rule = delta_rule(given, states.shape[1:], CPU)

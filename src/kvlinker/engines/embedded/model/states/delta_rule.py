@@ -60,17 +60,19 @@ class DeltaRule:
 
     def taking_over(self, call: RuleCall) -> RuleCall:
         """Return the call with this in place of the model's function, but for shapes that native
-        code does not compute."""
+        code does not compute, such as fewer heads of keys than of values."""
         rule = call.rule
 
         def compute(**given: Any) -> Any:
             mixed = tuple(given[name] for name in rule.mixed)
-            if mixed[2].shape[-1] % LANES:
+            query, key, value = mixed
+            alike = query.shape == key.shape and key.shape[:-1] == value.shape[:-1]
+            if value.shape[-1] % LANES or not alike:
                 return call.function(**given)
             state = given[rule.initial]
             if state is None:
-                shape = (len(mixed[0]), *mixed[1].shape[2:], mixed[2].shape[-1])
-                state = mixed[0].new_zeros(shape, dtype=torch.float32)
+                shape = (len(key), *key.shape[2:], value.shape[-1])
+                state = key.new_zeros(shape, dtype=torch.float32)
             gates = tuple(given[name] for name in rule.gates)
             output, after = self(mixed, gates, list(state))
             return output, torch.stack(after)
