@@ -11,6 +11,7 @@ from kvlinker.engines.embedded.model import bounds, precision
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import attention_of
+from kvlinker.engines.embedded.model.obstacles import depends_on_place
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.selftest import require_exact, self_test
@@ -219,6 +220,19 @@ def test_a_norm_behind_the_rotary_embedding_is_found_out():
                 weight += 0.3 * torch.randn_like(weight)
     with pytest.raises(UnsupportedModelError, match=r"further on\. The check prefill"):
         require_exact(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpt2", {"max_position_embeddings": 110}),
+        ("mamba", {}),
+    ],  # positions end before, or are none
+)
+def test_where_a_model_takes_no_such_positions_nothing_is_found(kind, options):
+    config = AutoConfig.for_model(kind, **BASE | options)
+    torch.manual_seed(0)
+    assert not depends_on_place(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_layers_tell_their_shapes_and_rotary_kinds():

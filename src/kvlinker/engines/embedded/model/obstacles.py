@@ -112,16 +112,20 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
 
 
 def depends_on_place(model: Any) -> bool:
-    """Tell if the model computes something else where the same text stands further on. Computes two
-    short forward passes of the model's own, which is to be in fp32."""
+    """Tell if the model computes something else where the same text stands further on, as far as it
+    takes positions. Computes two short forward passes of the model's own, which is to be in
+    fp32."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(LOOKED_AT, device=device)[None]
     vocabulary = model.config.get_text_config().vocab_size
-    with attention_of(model, "eager"), torch.inference_mode():
-        here, there = (
-            model(input_ids=ids % vocabulary, position_ids=ids + moved, use_cache=False).logits
-            for moved in (0, FURTHER)
-        )
+    try:
+        with attention_of(model, "eager"), torch.inference_mode():
+            here, there = (
+                model(input_ids=ids % vocabulary, position_ids=ids + moved, use_cache=False).logits
+                for moved in (0, FURTHER)
+            )
+    except Exception:  # whatever the model's code raises of positions that it does not know
+        return False
     return bool((here - there).norm() > ROUNDING * here.norm())
 
 
