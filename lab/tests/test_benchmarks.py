@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.embedded.native.peaks import peaks
+from kvlinker.engines.native.peaks import peaks
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer

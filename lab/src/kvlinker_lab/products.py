@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
     NativeInt8Matrix,
 )
-from kvlinker.engines.embedded.native.peaks import Peaks, peaks
+from kvlinker.engines.native.peaks import Peaks, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark
 from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions

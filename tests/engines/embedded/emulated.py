@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.engines.embedded import native
-from kvlinker.engines.embedded.native.targets import Target
-from tests.engines.embedded.native_targets import passing_for
+from kvlinker.engines import native
+from kvlinker.engines.native.targets import Target
+from tests.engines.native.native_targets import passing_for
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FRAMES = 4

@@ -8,7 +8,7 @@ from kvlinker.engines.embedded.attention.native_dots import NativeDots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.model.norms import FORMS, NativeNorm, native_norm
 from kvlinker.engines.embedded.model.weights.native_products import NativeProducts
-from kvlinker.engines.embedded.native.targets import TARGETS
+from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene
 from tests.engines.embedded.attention.test_native_kernel import check
 from tests.engines.embedded.emulated import build, emulated

@@ -23,7 +23,7 @@ from tests.engines.embedded.conftest import (
 )
 from tests.engines.embedded.execution.test_oracle import computed_layers
 from tests.engines.embedded.frozen_reference import frozen_answer
-from tests.engines.embedded.native_targets import HERE
+from tests.engines.native.native_targets import HERE
 from tests.toy_models import HYBRIDS, STATES_ALONE, tiny_model
 from tests.waiting import wait_until
 

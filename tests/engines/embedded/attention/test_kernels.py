@@ -3,17 +3,17 @@ import logging
 import pytest
 import torch
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention import kernels
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
 from kvlinker.engines.embedded.attention.native_dots import NativeDots, dot_products, native_dots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.model.anatomy import LayerShape
-from kvlinker.engines.embedded.native import NativeUnavailableError
-from kvlinker.engines.embedded.native.targets import TARGETS
-from tests.engines.embedded.native_targets import passing_for
+from kvlinker.engines.native import NativeUnavailableError
+from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.toy_rotary import toy_rotary
+from tests.engines.native.native_targets import passing_for
 
 CPU = torch.device("cpu")
 

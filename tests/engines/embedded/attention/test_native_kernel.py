@@ -9,9 +9,9 @@ from kvlinker.engines.embedded.attention.bundles import bundle_views
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
-from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.native import NativeUnavailableError
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
-from tests.engines.embedded.native_targets import EACH, passing_for
+from tests.engines.native.native_targets import EACH, passing_for
 
 
 @pytest.fixture(scope="session", params=EACH)

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
 from tests.toy_models import tiny_model

@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.model.norms import (
     MOST_UNEQUAL,
     NativeNorm,

@@ -8,14 +8,14 @@ from functools import cache
 
 import torch
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.kernel_check import require_right
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.model.anatomy import LayerShape
-from kvlinker.engines.embedded.native import NativeUnavailableError
 from kvlinker.engines.gpu import has_kernels
+from kvlinker.engines.native import NativeUnavailableError
 
 
 def choose_kernel(

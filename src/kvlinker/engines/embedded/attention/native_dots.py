@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.native_call import Dots, Heads, heads
 
 MOST_QUERIES = 8

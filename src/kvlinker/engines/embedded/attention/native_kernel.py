@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.engines import native
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded import native
 from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
 from kvlinker.engines.embedded.attention.native_call import (
     Heads,
@@ -28,7 +28,7 @@ from kvlinker.engines.embedded.attention.views import (
     farthest,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.native import NativeUnavailableError
 
 
 class NativeAttention:

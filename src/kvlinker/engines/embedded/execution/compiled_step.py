@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.native_call import (
     Heads,
     NativeCall,

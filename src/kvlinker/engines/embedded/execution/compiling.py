@@ -27,7 +27,7 @@ from kvlinker.engines.embedded.model.obstacles import EXHAUSTED
 from kvlinker.engines.embedded.model.recording.lowering import record_program
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
-from kvlinker.engines.embedded.native import NativeUnavailableError
+from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 LARGEST_ERROR = 1e-2

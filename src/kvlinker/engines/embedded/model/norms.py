@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """The attributes in which modules hold what they add to the mean of squares."""

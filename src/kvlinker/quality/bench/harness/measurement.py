@@ -240,7 +240,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     a CPU with native code, else of a large matrix product."""
     import torch
 
-    from kvlinker.engines.embedded.native.peaks import peaks
+    from kvlinker.engines.native.peaks import peaks
 
     if device.type == "cpu" and dtype == torch.bfloat16 and (most := peaks()) is not None:
         return most.operations_per_s

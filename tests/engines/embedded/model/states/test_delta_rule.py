@@ -8,7 +8,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from kvlinker.engines.embedded.model.states.delta_rule import NORMED, delta_rule
 from kvlinker.engines.embedded.model.states.known import RULES
 from kvlinker.engines.embedded.model.states.rules import RuleCall
-from tests.engines.embedded.native_targets import HERE
+from tests.engines.native.native_targets import HERE
 
 pytestmark = pytest.mark.skipif(not HERE, reason="no native code for this CPU")
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.model.weights import matrices, native_products
 from kvlinker.engines.embedded.model.weights.matrices import (
     BlockedMatrix,
@@ -28,7 +28,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt8Matrix,
 )
 from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
-from kvlinker.engines.embedded.native.targets import TARGETS
+from kvlinker.engines.native.targets import TARGETS
 
 pytestmark = pytest.mark.skipif(
     native_products.native_products() is None, reason="no native products"

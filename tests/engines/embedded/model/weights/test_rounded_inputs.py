@@ -24,7 +24,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
 )
 from kvlinker.engines.embedded.model.weights.quantized import int4_group
 from kvlinker.engines.embedded.model_loading import prepare_model
-from tests.engines.embedded.native_targets import EACH, VNNI_OF_AVX2, passing_for
+from tests.engines.native.native_targets import EACH, VNNI_OF_AVX2, passing_for
 from tests.toy_models import tiny_model
 
 pytestmark = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.model.states.rules import Gates, Mixed, Rule, RuleCall
 
 DECAYS = {"torch_chunk_gated_delta_rule": "head", "chunk_kimi_delta_attention": "row"}

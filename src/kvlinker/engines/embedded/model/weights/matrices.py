@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
-from kvlinker.engines.embedded.native.targets import this_target
+from kvlinker.engines.native.targets import this_target
 
 PADDED_ROWS = 4
 """The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
 
 Form = Literal["bf16", "int8", "int8_int8", "int4"]

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.weights.native_products import native_products
-from kvlinker.engines.embedded.native import NativeUnavailableError, load_library
-from kvlinker.engines.embedded.native.targets import TARGETS
-from tests.engines.embedded.native_targets import HERE
+from kvlinker.engines.native import NativeUnavailableError, load_library
+from kvlinker.engines.native.targets import TARGETS
+from tests.engines.native.native_targets import HERE
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
 PEAKS = SOURCE.with_name("peaks.cpp")

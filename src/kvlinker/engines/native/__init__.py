@@ -1,5 +1,5 @@
-"""Native code of the engine: compiled by the machine's C++ compiler when first needed, then kept
-per user.
+"""Native code for CPUs, which both engines use: compiled by the machine's C++ compiler when first
+needed, then kept per user.
 
 A module that has a native variant takes its functions from here (``functions``), compares what they
 compute with PyTorch on a small case (``require_close``), and falls back where that fails
@@ -21,8 +21,8 @@ from typing import TypeVar
 from blake3 import blake3
 from torch import Tensor
 
-from kvlinker.engines.embedded.native import targets
-from kvlinker.engines.embedded.native.targets import Target
+from kvlinker.engines.native import targets
+from kvlinker.engines.native.targets import Target
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from kvlinker.engines.embedded import native
+from kvlinker.engines import native
 
 STEPS = 2_000_000
 """Of the products of each thread: a few tens of milliseconds."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.engines.embedded.native import targets
-from kvlinker.engines.embedded.native.targets import TARGETS, Target
+from kvlinker.engines.native import targets
+from kvlinker.engines.native.targets import TARGETS, Target
 
 HERE = [target for target in TARGETS if target.is_here]
 
