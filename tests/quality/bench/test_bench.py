@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli import app
-from kvlinker.quality.bench.decode import run_decode
+from kvlinker.quality.bench.decode import SAMPLING, run_decode
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step
 from kvlinker.quality.bench.harness.report import Report
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
@@ -113,6 +113,19 @@ def test_decode_compares_formats_and_transformers(subject):
     assert rows[0]["ratio"] == 1
 
 
+def test_decode_tells_what_is_outside_of_the_model_by_what_requests_ask_for(subject):
+    rows = run_decode(
+        {"auto": subject}, [1, 2], Workload(0, 1, 20), sampling=tuple(SAMPLING), steps=6, repeat=1
+    ).rows
+    assert [(row["case"], row["sampling"]) for row in rows] == [
+        (case, sampling) for case in ("1 × 20", "2 × 20") for sampling in SAMPLING
+    ]
+    for row in rows:
+        assert row["outside_cpu_ms"] > 0
+        assert 0 < row["outside_ms"] < row["ms_per_step"] * 5  # medians of different steps
+        assert 0 < row["outside_%"] < 100
+
+
 def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
     (row,) = run_decode(
         {"auto": subject}, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1
@@ -185,6 +198,7 @@ def test_the_byte_tokenizer_has_a_token_per_byte():
         (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
         (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
         (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
+        (["decode", "--shape", "tiny", "--sampling", "greedy"], "known are plain, drawn, json"),
         (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -31,7 +32,7 @@ from kvlinker.engines.embedded.execution.capturing import RecordingRoom
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
-from kvlinker.engines.embedded.loop import EngineLoop
+from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.generation import Generation
 from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
@@ -223,6 +224,11 @@ class EmbeddedEngine:
     def scheduler(self) -> Scheduler:
         """The scheduler, for tests."""
         return self._scheduler
+
+    @property
+    def step_times(self) -> deque[StepTime]:
+        """How long the last steps took, for benchmarks and tests."""
+        return self._loop.times
 
     def unsupported(self, policy: Policy) -> str | None:
         return self._loaded.unsupported(policy)

@@ -6,9 +6,11 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +24,32 @@ from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.store.loading.arriving import ArrivingKV
 
 logger = logging.getLogger(__name__)
+
+REMEMBERED_STEPS = 1024
+"""The number of steps whose times are remembered."""
+
+
+class StepTime(NamedTuple):
+    """Says how long a step took: ``inside`` the model's forward pass, and ``outside``, where the
+    step is composed before it, and tokens are chosen and told behind it."""
+
+    requests: int
+    tokens: int
+
+    inside: float
+    """Seconds by the clock."""
+
+    outside: float
+    """Seconds by the clock."""
+
+    outside_cpu: float
+    """Seconds in which the engine's thread was computing: without those in which it waited for
+    other threads, or for a processor."""
+
+    @property
+    def share(self) -> float:
+        """The part of the step outside of the model."""
+        return self.outside / (self.inside + self.outside)
 
 
 class EngineLoop:
@@ -47,6 +75,9 @@ class EngineLoop:
         self._throughput = throughput
         self._computing = computing
         self._clock = clock
+        self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
+        """How long the last steps took, in order."""
+
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
 
     @property
@@ -75,18 +106,31 @@ class EngineLoop:
                 _tell(partial(request.fail, engine_closed()))
 
     def _turn(self) -> None:
+        began, began_cpu = self._clock(), time.thread_time()
         self._tell_cancelled()
         step = self._scheduler.next_step()
-        if step is not None:
-            self._run(step)
+        inside = None if step is None else self._run(step)
+        if step is not None and inside is not None:
+            seconds, cpu = inside
+            self.times.append(
+                StepTime(
+                    len(step.requests),
+                    sum(len(run.tokens) for run in step.batch.runs),
+                    seconds,
+                    self._clock() - began - seconds,
+                    time.thread_time() - began_cpu - cpu,
+                )
+            )
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step) -> tuple[float, float] | None:
+        """Compute a step, and go on with its requests. Returns the seconds of the forward pass, by
+        the clock and of this thread; None where it failed."""
         for request in step.requests:
             request.mark_started()
         for _, chunk in step.batch.shared():
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
-        begin = self._clock()
+        begin, begin_cpu = self._clock(), time.thread_time()
         try:
             with self._computing():
                 result = self._runner.step(step.batch, self._scheduler.wait_in_step)
@@ -95,12 +139,14 @@ class EngineLoop:
             for request in step.requests:
                 failed = KVLinkerError(f"The model failed on this request: {type(error).__name__}.")
                 self._end(request, self._failure(request, failed))
-            return
-        self._throughput.note(step.batch, self._clock() - begin)
+            return None
+        seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
+        self._throughput.note(step.batch, seconds)
         self._tell_cancelled()
         for request in step.requests:
             if request.state is RequestState.RUNNING:
                 self._go_on(request, result)
+        return seconds, cpu
 
     def _go_on(self, request: Request, result: StepResult) -> None:
         """Process a request's part of the step's result: it advances, or leaves the step to begin

@@ -1,5 +1,5 @@
 """Measures the time per decoded token, alone and in a batch, by weight format, beside transformers'
-own decoding."""
+own decoding, and what of it is outside of the model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import in_own_thread
+from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.sampling import SamplingFields
+from kvlinker.engines.contract.contract import Engine
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.benchmark import (
@@ -36,11 +40,60 @@ from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 
-COLUMNS = ("case", "system", "ms_per_step", "ratio")
+COLUMNS = (
+    "case",
+    "system",
+    "sampling",
+    "ms_per_step",
+    "ratio",
+    "outside_ms",
+    "outside_cpu_ms",
+    "outside_%",
+)
 FRESH_TOKENS = 32
+
+RECORDS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "age", "tags"],
+    },
+}
+"""The schema of answers that follow one."""
+
+SAMPLING: Mapping[str, SamplingFields] = {
+    "plain": {},
+    "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 0},
+    "json": {"grammar": AnswerGrammar.json_schema(RECORDS)},
+    "logprobs": {"logprobs": 5},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "stop": {"stop": ("\n\n", "Question:")},
+}
+"""What requests may ask for, by its name; tokens are the likeliest unless they are drawn."""
 
 Batches = Mapping[int, Sequence[Prompt]]
 """As many prompts as each batch has, by their number."""
+
+
+class Case(NamedTuple):
+    """A case of one system."""
+
+    batch: int
+    sampling: str
+
+
+class Taken(NamedTuple):
+    """What a step took: in all, and outside of the model; None where the system does not say."""
+
+    seconds: float
+    outside: float | None = None
+    outside_cpu: float | None = None
+    share: float | None = None
 
 
 @benchmark("decode")
@@ -63,15 +116,27 @@ def decode(
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
     formats: WeightFormats = "",
+    sampling: Annotated[
+        str,
+        typer.Option(help=f"What requests ask for, with commas between: {', '.join(SAMPLING)}."),
+    ] = "plain",
     repeat: Repeat = 5,
 ) -> Report:
     """Measure the time per decoded token, by weight format, beside transformers' own cached
     decoding.
 
+    Of a step, "outside" is what kvlinker does between two forward passes: it composes the step,
+    chooses tokens, and tells them. "outside_cpu" is the part of that in which it computes, and
+    does not wait for a processor.
     With --chunks, requests decode behind linked chunks that they share, and transformers takes no
     part.
     """
-    sizes = counts(batches)
+    sizes, samplings = counts(batches), names(sampling)
+    unknown = [name for name in samplings if name not in SAMPLING]
+    if unknown or not samplings:
+        raise InvalidRequestError(
+            f"--sampling is {sampling!r}; known are {', '.join(SAMPLING)}.", param="sampling"
+        )
     workload = (
         Workload(chunks, chunk_tokens, FRESH_TOKENS) if chunks else Workload(0, 1, context_tokens)
     )
@@ -84,6 +149,7 @@ def decode(
         workload,
         plain=plain,
         policy=linked_by,
+        sampling=samplings,
         steps=steps,
         repeat=repeat,
         progress=setup.progress,
@@ -97,6 +163,7 @@ def run_decode(
     *,
     plain: Any = None,
     policy: str = "full",
+    sampling: Sequence[str] = ("plain",),
     steps: int,
     repeat: int,
     progress: Progress = silent,
@@ -106,13 +173,14 @@ def run_decode(
 
     ``subjects`` hold the model in the weight formats to compare; ratios are to the first. ``plain``
     is the model as transformers has it; None: transformers takes no part, as where there are
-    chunks. Requests have the workload's chunks in common, linked by ``policy``. A system computes
-    in a thread that ends with its turn: the OpenMP pools of two would slow both down.
+    chunks. Requests have the workload's chunks in common, linked by ``policy``, and ask for each
+    ``sampling`` in turn. A system computes in a thread that ends with its turn: the OpenMP pools of
+    two would slow both down.
     """
     first, *_ = subjects.values()
     prompts = {size: workload.prompts(first.loaded.vocabulary, size) for size in batches}
-    systems: dict[str, Callable[[], dict[int, float]]] = {
-        f"kvlinker {form}": partial(_in_kvlinker, subject, prompts, policy, steps)
+    systems: dict[str, Callable[[], dict[Case, Taken]]] = {
+        f"kvlinker {form}": partial(_in_kvlinker, subject, prompts, policy, sampling, steps)
         for form, subject in subjects.items()
     }
     if plain is not None:
@@ -120,22 +188,34 @@ def run_decode(
     taken = in_turn(systems, repeat=repeat, progress=progress)
     rows: list[Row] = []
     for size in batches:
-        medians = {
-            system: statistics.median(turn[size] for turn in turns)
-            for system, turns in taken.items()
-        }
-        reference, *_ = medians.values()
-        case = decode_case(size, workload)
-        rows += [
-            {
-                "case": case,
-                "system": system,
-                "ms_per_step": 1e3 * median,
-                "ratio": median / reference,
-            }
-            for system, median in medians.items()
-        ]
+        reference: float | None = None
+        for system, turns in taken.items():
+            for case in (case for case in turns[0] if case.batch == size):
+                median = statistics.median(turn[case].seconds for turn in turns)
+                reference = reference or median
+                row: dict[str, Any] = {
+                    "case": decode_case(size, workload),
+                    "system": system,
+                    "sampling": case.sampling,
+                    "ms_per_step": 1e3 * median,
+                    "ratio": median / reference,
+                }
+                rows.append(row | _outside([turn[case] for turn in turns]))
     return replace(first.report(rows), columns=COLUMNS)
+
+
+def _outside(turns: Sequence[Taken]) -> dict[str, float]:
+    """Return the columns of what a step takes outside of the model, medians of all turns."""
+    found: dict[str, float] = {}
+    for column, scale, values in (
+        ("outside_ms", 1e3, [turn.outside for turn in turns]),
+        ("outside_cpu_ms", 1e3, [turn.outside_cpu for turn in turns]),
+        ("outside_%", 1e2, [turn.share for turn in turns]),
+    ):
+        known = [value for value in values if value is not None]
+        if known:
+            found[column] = scale * statistics.median(known)
+    return found
 
 
 def decode_case(batch: int, workload: Workload) -> str:
@@ -149,28 +229,55 @@ def decode_case(batch: int, workload: Workload) -> str:
 
 
 def _in_kvlinker(
-    subject: MeasuredModel, prompts: Batches, policy: str, steps: int
-) -> dict[int, float]:
-    """Return the seconds of a step by batch size, from an engine that is started for it."""
+    subject: MeasuredModel,
+    prompts: Batches,
+    policy: str,
+    sampling: Sequence[str],
+    steps: int,
+) -> dict[Case, Taken]:
+    """Return what a step takes, by an engine that is started for it."""
     slots = max(size * (len(batch[0]) + steps + START_TOKENS) for size, batch in prompts.items())
     with subject.llm(kv_slots=slots) as llm:
         first, *_ = prompts.values()
         cache_chunks(llm.engine, first[0])
         return {
-            size: decode_step(llm.engine, batch, policy, steps=steps)
+            Case(size, name): _step(llm.engine, batch, policy, SAMPLING[name], steps)
             for size, batch in prompts.items()
+            for name in sampling
         }
 
 
+def _step(
+    engine: Engine, prompts: Sequence[Prompt], policy: str, sampling: SamplingFields, steps: int
+) -> Taken:
+    """Return what a step takes in which every prompt gets a token."""
+    from kvlinker.engines.embedded.engine import EmbeddedEngine
+
+    assert isinstance(engine, EmbeddedEngine), engine
+    engine.step_times.clear()
+    seconds = decode_step(engine, prompts, policy, steps=steps, sampling=sampling)
+    times = [
+        time for time in engine.step_times.copy() if time.requests == time.tokens == len(prompts)
+    ]
+    return Taken(
+        seconds,
+        statistics.median(time.outside for time in times),
+        statistics.median(time.outside_cpu for time in times),
+        statistics.median(time.share for time in times),
+    )
+
+
 @in_own_thread
-def _in_transformers(model: Any, prompts: Batches, steps: int) -> dict[int, float]:
-    """Return the seconds of a step by batch size."""
+def _in_transformers(model: Any, prompts: Batches, steps: int) -> dict[Case, Taken]:
+    """Return what a step takes."""
     from kvlinker.engines.embedded.model.interception import attention_of
 
     with attention_of(model, "sdpa"):
         return {
-            size: transformers_decode_step(
-                model, np.stack([prompt.tokens for prompt in batch]), steps=steps
+            Case(size, "plain"): Taken(
+                transformers_decode_step(
+                    model, np.stack([prompt.tokens for prompt in batch]), steps=steps
+                )
             )
             for size, batch in prompts.items()
         }

@@ -16,7 +16,7 @@ import numpy as np
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, Timing
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.engines.contract.contract import (
     Engine,
     Failed,
@@ -74,10 +74,15 @@ class Workload:
         return [Prompt((*cached, FreshSegment(tokens(self.fresh_tokens)))) for _ in range(count)]
 
 
-def greedy_request(prompt: Prompt, policy: str, *, max_tokens: int = 1) -> GenerationRequest:
-    """Make a request for exactly ``max_tokens`` tokens, sampled greedily."""
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return GenerationRequest(prompt, parse_policy(policy), sampling, TENANT)
+def greedy_request(
+    prompt: Prompt, policy: str, *, max_tokens: int = 1, sampling: SamplingFields | None = None
+) -> GenerationRequest:
+    """Make a request for exactly ``max_tokens`` tokens, sampled greedily unless ``sampling`` says
+    otherwise."""
+    fields: SamplingFields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    fields.update(sampling or {})
+    params = SamplingParams(**fields)  # type: ignore[arg-type]  # which it makes what they are to be
+    return GenerationRequest(prompt, parse_policy(policy), params, TENANT)
 
 
 def cache_chunks(engine: Engine, prompt: Prompt) -> None:
@@ -110,8 +115,16 @@ def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstTokenAnswer
     return FirstTokenAnswer(seconds, event.timing)
 
 
-def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps: int) -> float:
-    """Return the median seconds of ``steps`` steps in which every prompt gets a token, greedily.
+def decode_step(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    policy: str,
+    *,
+    steps: int,
+    sampling: SamplingFields | None = None,
+) -> float:
+    """Return the median seconds of ``steps`` steps in which every prompt gets a token, greedily
+    unless ``sampling`` says otherwise.
 
     Requests begin one after another: what is decoded before the last of them has its first token
     does not count. Raises what a request failed with, and InvalidRequestError where the first ends
@@ -124,7 +137,8 @@ def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps
 
     handles = [
         engine.generate(
-            greedy_request(prompt, policy, max_tokens=steps + START_TOKENS), listen(request)
+            greedy_request(prompt, policy, max_tokens=steps + START_TOKENS, sampling=sampling),
+            listen(request),
         )
         for request, prompt in enumerate(prompts)
     ]

@@ -31,6 +31,7 @@ _TEXT_COLUMNS = (
     "policy",
     "engine",
     "system",
+    "sampling",
     "case",
     "dataset",
     "task",
