@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
+from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.messages import Implicit
 from kvlinker.base.types.sampling import SamplingFields
@@ -145,12 +145,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Submit a request for one choice, and yield its events as they come. Closing it cancels
         the request."""
-        loop = asyncio.get_running_loop()
+        inbox = inbox_of(asyncio.get_running_loop())
         events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
 
         def sink(_: int, event: GenerationEvent) -> None:
-            with suppress(RuntimeError):  # the loop was closed while the engine still cancelled
-                loop.call_soon_threadsafe(events.put_nowait, event)
+            inbox.put(events.put_nowait, event)
 
         handle = await _cancelled_with_its_task(lambda: submit(sink))
         try:

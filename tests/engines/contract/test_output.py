@@ -128,7 +128,7 @@ def test_a_start_that_is_told_late_lies_between_loading_and_the_first_token(cloc
     assert clock.timing(105.0) == Timing(load=2, queue=3, link=0, decode=5)
 
 
-def output_of(sampling=PLAIN, choice=0):
+def output_of(sampling=PLAIN, choice=0, tokenizer=TOKENIZER):
     """The output of a choice, its events, and what listeners are told."""
     told: list[tuple[object, ...]] = []
     listened: list[Event] = []
@@ -140,7 +140,7 @@ def output_of(sampling=PLAIN, choice=0):
         lambda *event: told.append(event),
         choice=choice,
         clock=RequestClock(),
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         events=events,
         broken=lambda: None,
     )
@@ -198,3 +198,19 @@ def test_listeners_count_the_prompt_with_the_first_choice():
     finished = [events_of(choice)[1][-1] for choice in range(3)]
     assert [event.cached_tokens + event.fresh_tokens for event in finished] == [7, 0, 0]
     assert [event.output_tokens for event in finished] == [2, 2, 2]
+
+
+def test_a_token_is_decoded_once_for_all_who_ask(monkeypatch):
+    tokenizer = byte_tokenizer()
+    decoded = []
+    decode = tokenizer.decode
+
+    def noting(ids):
+        decoded.append(ids)
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", noting)
+    outputs = [output_of(tokenizer=tokenizer)[0] for _ in range(2)]
+    (token,) = ids_of("a")
+    assert {output.token_text(token) for output in outputs for _ in range(3)} == {"a"}
+    assert decoded == [[token]]

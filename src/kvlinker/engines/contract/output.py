@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
 
@@ -28,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 End = tuple[str, Delta | None]
 """The reason why an answer ends, and its last piece, if there is one."""
+
+
+_TEXTS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+"""By tokenizer, the texts of single tokens that somebody asked for: decoding one takes longer than
+finding the token's log probability."""
 
 
 class RequestClock:
@@ -177,6 +184,10 @@ def _special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(index for index, token in added.items() if token.special)
 
 
+def _now(call: Callable[[], None]) -> None:
+    call()
+
+
 class Output:
     """Turns the tokens of one choice into events for its request's sink. One thread at a time may
     use it."""
@@ -191,8 +202,10 @@ class Output:
         tokenizer: Any,
         events: Events,
         broken: Callable[[], None],
+        later: Callable[[Callable[[], None]], None] = _now,
     ) -> None:
-        """``broken`` is called when the sink raises, since the caller has then gone."""
+        """``broken`` is called when the sink raises, since the caller has then gone. ``later``
+        makes the calls of the sink, in order; by default at once."""
         self.tokens = 0
         """The number of generated tokens."""
 
@@ -204,8 +217,10 @@ class Output:
         self._choice = choice
         self._clock = clock
         self._tokenizer = tokenizer
+        self._texts = _TEXTS.setdefault(tokenizer, {})
         self._events = events
         self._broken = broken
+        self._later = later
         sampling = request.sampling
         self._text = TextStream(
             tokenizer,
@@ -291,7 +306,9 @@ class Output:
 
     def token_text(self, token: int) -> str:
         """Return the token alone, decoded."""
-        text: str = self._tokenizer.decode([token])
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
         return text
 
     def _publish(self, reason: str, usage: Usage) -> None:
@@ -312,6 +329,9 @@ class Output:
         )
 
     def _send(self, event: GenerationEvent) -> None:
+        self._later(partial(self._deliver, event))
+
+    def _deliver(self, event: GenerationEvent) -> None:
         try:
             self._sink(self._choice, event)
         except Exception:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -34,6 +34,7 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.generation import Generation
 from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request
@@ -204,8 +205,18 @@ class EmbeddedEngine:
             elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
         )
-        computing = store.throttle.computing if on_host else nullcontext
-        self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)
+        throttled = store.throttle.computing if on_host else nullcontext
+
+        @contextmanager
+        def computing() -> Iterator[None]:
+            self._grammars.start()
+            with throttled():
+                yield
+
+        self._outbox = Outbox()
+        self._loop = EngineLoop(
+            self._scheduler, self._runner, throughput, outbox=self._outbox, computing=computing
+        )
         self._loop.start()
         atexit.register(
             self.close
@@ -285,6 +296,7 @@ class EmbeddedEngine:
             linked=self._note_use,
             cancel=self._scheduler.cancel,
             room=self._recording,
+            later=self._outbox.put,
             head=None if request.sampling.prompt_logprobs is None else self._runner.head,
             guide=None if grammar is None else self._grammars.prepare(grammar),
         )

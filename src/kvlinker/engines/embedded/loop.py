@@ -18,6 +18,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler, Step
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
@@ -65,14 +66,17 @@ class EngineLoop:
         runner: Runner,
         throughput: ComputeThroughput,
         *,
+        outbox: Outbox,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` is told how long steps take, by the ``clock``; ``computing`` is a context
-        entered around each step."""
+        """``throughput`` is told how long steps take, by the ``clock``; ``outbox`` has
+        what callers are told until the model computes. ``computing`` is a context entered around
+        each step."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
+        self._outbox = outbox
         self._computing = computing
         self._clock = clock
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
@@ -96,20 +100,24 @@ class EngineLoop:
         self._thread.join()
 
     def _loop(self) -> None:
+        self._outbox.own()
         try:
-            while self._scheduler.wait():
+            while self._scheduler.wait(self._outbox.flush):
                 self._turn()
         except Exception:
             logger.exception("The engine failed; its requests are given up.")
         finally:
             for request in self._scheduler.finish_all():
                 _tell(partial(request.fail, engine_closed()))
+            self._outbox.disown()
 
     def _turn(self) -> None:
         began, began_cpu = self._clock(), time.thread_time()
         self._tell_cancelled()
         step = self._scheduler.next_step()
         inside = None if step is None else self._run(step)
+        if step is None:
+            self._outbox.flush()
         if step is not None and inside is not None:
             seconds, cpu = inside
             self.times.append(
@@ -133,6 +141,7 @@ class EngineLoop:
         begin, begin_cpu = self._clock(), time.thread_time()
         try:
             with self._computing():
+                self._outbox.flush()
                 result = self._runner.step(step.batch, self._scheduler.wait_in_step)
         except Exception as error:
             logger.exception("A step failed; its requests are given up.")

@@ -212,3 +212,43 @@ def test_a_grammar_is_compiled_once_and_a_closed_engine_takes_none():
     guides.close()
     with pytest.raises(EngineClosedError):
         make()
+
+
+def first_allowed(guide):
+    allowed = guide.allowed()
+    assert allowed is not None
+    return int(allowed.argmax())
+
+
+def test_masks_wait_for_the_next_step_or_for_who_needs_one():
+    guides = GrammarGuides(loaded_model("llama"))
+    first, other = (guides.prepare(AnswerGrammar("regex", "[ab]{2}"))() for _ in range(2))
+    for guide in (first, other):
+        guide.accept(first_allowed(guide))
+        assert not guide._next.done()
+    guides.start()
+    assert other._next.result() is not None
+    first.accept(first_allowed(first))
+    assert first.allowed() is None  # nobody has started it
+    other.accept(first_allowed(other))
+    guides.close()
+    with pytest.raises(EngineClosedError):
+        guides.start()
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_answer_alone(monkeypatch):
+    guides = GrammarGuides(loaded_model("llama"))
+    first, other = (guides.prepare(AnswerGrammar("regex", "[ab]{2}"))() for _ in range(2))
+    tokens = [first_allowed(guide) for guide in (first, other)]
+
+    def fails():
+        raise InvalidRequestError("too complex")
+
+    monkeypatch.setattr(first, "_mask", fails)
+    for guide, token in zip((first, other), tokens, strict=True):
+        guide.accept(token)
+    guides.start()
+    with pytest.raises(InvalidRequestError, match="too complex"):
+        first.allowed()
+    assert other.allowed() is not None
+    guides.close()

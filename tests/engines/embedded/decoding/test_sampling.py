@@ -2,15 +2,25 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.answers import TokenLogprob
 from kvlinker.base.types.sampling import SamplingParams
-from kvlinker.engines.embedded.decoding.sampling import Sampler
+from kvlinker.engines.embedded.decoding.sampling import Sampler, likelihoods
 
-LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
+LOGITS = np.array([1.0, 3.0, 2.0, -1.0, 0.5], np.float32)
 
 
 def draws(
@@ -19,8 +29,26 @@ def draws(
     sampler = Sampler(
         SamplingParams(**params), prompt_length=prompt_length, endings=endings, bad_words=bad_words
     )
-    history = torch.tensor(tokens, dtype=torch.long)
+    history = np.array(tokens, np.int64)
     return [sampler.sample(logits, lambda: history) for _ in range(count)]
+
+
+def softmax(scores):
+    likely = np.exp(scores - scores.max())
+    return likely / likely.sum()
+
+
+def by_transformers(scores, temperature, top_k, top_p, min_p):
+    """Probabilities as transformers' warpers leave them, in the order in which it applies them."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    rows = torch.from_numpy(scores).double()[None]
+    return torch.softmax(warpers(None, rows), -1)[0].numpy()
 
 
 def logprob(token: int, params: SamplingParams) -> TokenLogprob:
@@ -36,16 +64,14 @@ def test_temperature_zero_is_greedy():
 
 def test_sampling_follows_the_softmax():
     drawn = draws(20_000, seed=1)
-    expected = torch.softmax(LOGITS, -1)
+    expected = softmax(LOGITS)
     for token in range(5):
         assert drawn.count(token) / 20_000 == pytest.approx(float(expected[token]), abs=0.02)
 
 
 def test_temperature_sharpens():
     drawn = draws(5000, temperature=0.5, seed=1)
-    assert drawn.count(1) / 5000 == pytest.approx(
-        float(torch.softmax(LOGITS / 0.5, -1)[1]), abs=0.02
-    )
+    assert drawn.count(1) / 5000 == pytest.approx(float(softmax(LOGITS / 0.5)[1]), abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +87,41 @@ def test_temperature_sharpens():
 )
 def test_filters_keep_the_likeliest(params, allowed):
     assert set(draws(seed=2, **params)) == allowed
+
+
+@given(
+    seed=st.integers(0, 100_000),
+    size=st.integers(1, 400),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 7, 1000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.4]),
+)
+def test_likelihoods_are_those_that_transformers_leaves(
+    seed, size, temperature, top_k, top_p, min_p
+):
+    generator = np.random.default_rng(seed)
+    scores = generator.permutation(np.linspace(-6, 6, size, dtype=np.float32))  # no two are alike
+    found = likelihoods(scores, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = by_transformers(scores, temperature, top_k, top_p, min_p)
+    np.testing.assert_allclose(found / found.sum(), expected, atol=1e-5)
+
+
+def test_what_cannot_come_is_never_drawn():
+    logits = np.array([-np.inf, 1.0, -np.inf, 1.0, -np.inf], np.float32)
+    assert set(draws(500, seed=3, logits=logits)) == {1, 3}
+    assert set(draws(500, seed=3, logits=logits, top_p=0.999, min_p=0.1)) == {1, 3}
+
+
+def test_logits_that_are_no_numbers_end_the_request_that_draws():
+    with pytest.raises(KVLinkerError, match="no numbers"):
+        draws(1, logits=np.full(5, np.nan, np.float32))
+
+
+def test_the_logits_stay_as_they_are():
+    logits = LOGITS.copy()
+    draws(3, logits=logits, tokens=[1, 2], allowed_token_ids=(0, 1), presence_penalty=1, top_p=0.5)
+    assert np.array_equal(logits, LOGITS)
 
 
 def test_a_seed_repeats_and_another_does_not():
@@ -91,7 +152,7 @@ def test_repetition_penalty_counts_the_prompt_too():
 
 def test_logprobs_are_of_the_raw_distribution():
     entry = logprob(2, SamplingParams(temperature=0.1, top_k=1, logprobs=2))
-    expected = torch.log_softmax(LOGITS, -1)
+    expected = np.log(softmax(LOGITS))
     assert entry.token_id == 2
     assert entry.text == "2"
     assert entry.logprob == pytest.approx(float(expected[2]))

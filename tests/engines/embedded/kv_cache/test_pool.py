@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotAllocator, SlotSpan
+from kvlinker.engines.embedded.kv_cache.pool import (
+    KVPool,
+    SlotAllocator,
+    SlotSpan,
+    slots_between,
+    slots_of,
+)
 from tests.toy_models import loaded_model
 
 SLOTS = 50
@@ -121,3 +127,15 @@ def test_a_pool_holds_zeros_at_first(dtype: torch.dtype) -> None:
         assert not tensor.any()
         tensor += 1
     assert not any(tensor.any() for tensor in pool.values)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    begin=st.integers(0, 20),
+    size=st.integers(1, 9),
+)
+def test_slots_between_are_a_part_of_all(sizes, begin, size):
+    spans = [SlotSpan(100 * (index + 1), each) for index, each in enumerate(sizes)]
+    begin = min(begin, sum(sizes) - 1)
+    expected = slots_of(spans)[begin : begin + size]
+    assert slots_between(spans, begin, begin + size).tolist() == expected.tolist()

@@ -542,7 +542,9 @@ def test_an_idle_engine_hears_of_what_comes(end):
     simulation = Simulation(200)
     loading = simulation.enter(5)
     answers = []
-    waiting = threading.Thread(target=lambda: answers.append(simulation.scheduler.wait()))
+    waiting = threading.Thread(
+        target=lambda: answers.append(simulation.scheduler.wait(lambda: None))
+    )
     waiting.start()
     if end == "enter":
         simulation.load_all()

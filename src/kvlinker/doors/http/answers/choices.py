@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from starlette.types import Receive
 
 from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import Delta
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.doors.http.edge.errors import blaming
@@ -67,7 +68,7 @@ class Choices:
         self.n = n
         self.prompts = asked.prompts
         self._count = len(asked.prompts) * n
-        self._loop = loop
+        self._inbox = inbox_of(loop)
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         with self._cancelled_on_error():
@@ -159,7 +160,6 @@ class Choices:
                 trace.ended(index, prompt, event)
 
         def sink(index: int, event: GenerationEvent) -> None:
-            with suppress(RuntimeError):  # the loop was closed while the engine still cancelled
-                self._loop.call_soon_threadsafe(take, index, event)
+            self._inbox.put(take, index, event)
 
         return sink

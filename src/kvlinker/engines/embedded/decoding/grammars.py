@@ -1,21 +1,21 @@
 """Guides answers through grammars, by llguidance: tells which tokens may come next.
 
-Masks of tokens are computed in a thread of their own, while the engine's thread runs the model.
+Masks of tokens are computed in a thread of their own, while the engine's thread runs the model:
+not sooner, since both need Python's lock until then.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
-from torch import Tensor
+from numpy.typing import NDArray
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import compute_serially
@@ -27,9 +27,8 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 MOST_COMPILED = 32
 """The number of grammars that are kept compiled, for requests that bring the same one again."""
 
-Mask = Tensor | None
-"""The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is
-complete."""
+Mask = NDArray[np.bool_] | None
+"""The tokens that may come next [vocabulary]; None where the answer is complete."""
 
 
 class GrammarGuides:
@@ -39,7 +38,7 @@ class GrammarGuides:
         self._loaded = loaded
         self._preparing = threading.Lock()
         self._compiled = lru_cache(MOST_COMPILED)(self._compile)
-        self._worker = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
+        self._worker = MaskWorker()
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
         """Compile a grammar, and return what makes a guide for one answer that follows it.
@@ -49,11 +48,16 @@ class GrammarGuides:
         """
         check_enforceable(grammar)
         matcher = self._compiled(grammar)
-        return lambda: GrammarGuide(matcher.deep_copy(), self._loaded.vocabulary, self._submit)
+        return lambda: GrammarGuide(matcher.deep_copy(), self._loaded.vocabulary, self._worker)
+
+    def start(self) -> None:
+        """Have the masks computed that are wanted after the step that begins. For the engine's
+        thread."""
+        self._worker.start()
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
-        self._worker.shutdown()
+        self._worker.close()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -86,39 +90,73 @@ class GrammarGuides:
             raise unenforceable(grammar, matcher.get_error())
         return matcher
 
-    def _submit(self, work: Callable[[], Mask]) -> Future[Mask]:
+
+class MaskWorker:
+    """Computes masks in a thread, one after the other: at once, or together with all others of the
+    next step."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
+        self._put_off: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+
+    def submit(self, work: Callable[[], Mask]) -> Future[Mask]:
+        """Have a mask computed now. Any thread may call it. Raises EngineClosedError."""
         try:
-            return self._worker.submit(work)
+            return self._thread.submit(work)
         except RuntimeError:  # it was shut down
             raise engine_closed() from None
+
+    def put_off(self, work: Callable[[], Mask]) -> Future[Mask]:
+        """Have a mask computed after ``start``. For the engine's thread."""
+        future: Future[Mask] = Future()
+        self._put_off.append((future, work))
+        return future
+
+    def start(self) -> None:
+        """Begin what was put off. For the engine's thread. Raises EngineClosedError."""
+        if self._put_off:
+            together, self._put_off = self._put_off, []
+            try:
+                self._thread.submit(_compute, together)
+            except RuntimeError:
+                raise engine_closed() from None
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._thread.shutdown()
+
+
+def _compute(together: Iterable[tuple[Future[Mask], Callable[[], Mask]]]) -> None:
+    for future, work in together:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
 
 class GrammarGuide:
     """Follows one answer through its grammar. Only the engine's thread uses it, once it is made."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        vocabulary: int,
-        submit: Callable[[Callable[[], Mask]], Future[Mask]],
-    ) -> None:
-        """``submit`` has the masks computed in another thread, one after the other."""
+    def __init__(self, matcher: LLMatcher, vocabulary: int, worker: MaskWorker) -> None:
+        """``worker`` computes the masks."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._submit = submit
-        self._next = submit(self._mask)
+        self._worker = worker
+        self._next = worker.submit(self._mask)
 
     def allowed(self) -> Mask:
         """Return the tokens that may come next, as soon as they are known.
 
         Raises InvalidRequestError where the answer has become too complex for the grammar's parser.
         """
+        if not self._next.done():
+            self._worker.start()  # it may have been put off
         return self._next.result()
 
     def accept(self, token: int) -> None:
         """Note the token that came, which must be one of those allowed, and have the next mask
-        computed."""
-        self._next = self._submit(partial(self._follow, token))
+        computed together with others of the step."""
+        self._next = self._worker.put_off(partial(self._follow, token))
 
     def _follow(self, token: int) -> Mask:
         self._matcher.consume_token(token)
@@ -133,7 +171,7 @@ class GrammarGuide:
         if self._matcher.is_stopped():
             return None
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-        return torch.from_numpy(bits[: self._vocabulary].view(np.bool_))
+        return bits[: self._vocabulary].view(np.bool_)
 
 
 def _framed(compiled: str, frame: str) -> str:

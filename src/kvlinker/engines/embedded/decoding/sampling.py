@@ -1,46 +1,72 @@
-"""Chooses the next token of one answer, with transformers' logits processors."""
+"""Chooses the next token of one answer: the likeliest, or one that is drawn.
+
+It is the engine's thread that chooses, between two steps, so that nothing else is computed
+meanwhile: rows of logits are NumPy's, whose operations on one row take a fraction of PyTorch's, and
+what few requests ask for is left to transformers' logits processors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.answers import TokenLogprob
 from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.engines.embedded.decoding.rows import Row, at_point, largest
+
+CANDIDATE = np.float32(2**-10)
+"""Tokens that are so likely, as a multiple of the likeliest one, are mostly all that ``top_p``
+leaves."""
 
 
-class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
-    """Applies OpenAI's presence and frequency penalties, which count generated tokens only.
+def likelihoods(
+    scores: Row,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Row:
+    """Return how likely each token is, as a multiple of the likeliest one: [vocabulary].
 
-    logit ← logit − frequency_penalty · count − presence_penalty · [count > 0]
+    exp((score − largest) / temperature); 0 for all but the ``top_k`` likeliest, for the least
+    likely ones that have 1 − ``top_p`` of what is left together, and for those under ``min_p``.
     """
+    found: Row = scores - scores.max()
+    if temperature != 1:
+        found /= np.float32(temperature)
+    np.exp(found, out=found)
+    if 0 < top_k < len(found):
+        found *= found >= found[largest(found, top_k)[-1]]
+    if top_p < 1:
+        found *= found >= _least_of(found, top_p)
+    if min_p:
+        found *= found >= np.float32(min_p)
+    return found
 
-    def __init__(self, prompt_length: int, *, presence: float, frequency: float) -> None:
-        self._prompt_length = prompt_length
-        self._presence = presence
-        self._frequency = frequency
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the ``scores`` [1, vocabulary] with penalties for what is generated in
-        ``input_ids`` [1, tokens]."""
-        generated = input_ids[0, self._prompt_length :]
-        counts = torch.bincount(generated, minlength=scores.shape[-1])[None].to(scores)
-        return scores - self._frequency * counts - self._presence * (counts > 0)
+def _least_of(likely: Row, share: float) -> np.float32:
+    """Return the likelihood of the least likely token of the fewest that have this share of all
+    together."""
+    total = float(likely.sum(dtype=np.float64))
+    candidates = likely[likely >= CANDIDATE]
+    outside = total - float(candidates.sum(dtype=np.float64))
+    if outside > (1 - share) * total:
+        candidates, outside = likely, 0.0
+    ascending = np.sort(candidates)
+    point = ((1 - share) * total - outside) / (total - outside)
+    return np.float32(ascending[min(at_point(ascending, point), len(ascending) - 1)])
 
 
 class Sampler:
@@ -57,13 +83,12 @@ class Sampler:
     ) -> None:
         """``endings`` are the tokens that end the answer, which do not come before
         ``params.min_tokens``; ``bad_words`` are the sequences of tokens that never come."""
-        self._logprobs = params.logprobs
-        self._greedy = params.greedy
+        self._params = params
+        self._prompt_length = prompt_length
         self._allowed = (
-            None if params.allowed_token_ids is None else torch.tensor(params.allowed_token_ids)
+            None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
         )
         self._processors = LogitsProcessorList()
-        self._warpers = LogitsProcessorList()
         if params.logit_bias:
             bias = {(token,): float(value) for token, value in params.logit_bias.items()}
             self._processors.append(SequenceBiasLogitsProcessor(bias))
@@ -77,70 +102,84 @@ class Sampler:
             )
         if params.repetition_penalty != 1:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-        if params.presence_penalty or params.frequency_penalty:
-            self._processors.append(
-                OutputPenalty(
-                    prompt_length,
-                    presence=params.presence_penalty,
-                    frequency=params.frequency_penalty,
-                )
-            )
-        if not self._greedy:
-            self._add_warpers(params)
-            self._generator = torch.Generator()
-            if params.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(params.seed % 2**63)
+        self._penalises = bool(params.presence_penalty or params.frequency_penalty)
+        seed = None if params.seed is None else params.seed % 2**63
+        self._random = None if params.greedy else np.random.default_rng(seed)
 
     def sample(
-        self, logits: Tensor, tokens: Callable[[], Tensor], allowed: Tensor | None = None
+        self,
+        logits: Row,
+        tokens: Callable[[], NDArray[np.int64]],
+        allowed: NDArray[np.bool_] | None = None,
     ) -> int:
-        """Choose the next token by its ``logits`` [vocabulary], fp32, on the CPU.
+        """Choose the next token by its ``logits`` [vocabulary].
 
         ``tokens`` gives prompt and output so far: [tokens]; ``allowed`` [vocabulary] the tokens
         that a grammar lets come, None for all. Raises InvalidRequestError where no token is left.
         """
-        history = tokens()[None] if self._processors or self._warpers else None
-        scores = self._processors(history, logits[None])
+        scores = logits
+        if self._processors:
+            scores = self._processed(scores, tokens())
+        if self._penalises:
+            scores = self._penalised(scores, tokens()[self._prompt_length :])
         if allowed is not None:
-            scores = scores.masked_fill(~allowed, -torch.inf)
+            scores = np.where(allowed, scores, np.float32(-np.inf))
         if self._allowed is not None:
-            kept = scores[:, self._allowed]
-            scores = torch.full_like(scores, -torch.inf).index_copy(1, self._allowed, kept)
-        best = scores.argmax()
-        if scores[0, best] == -torch.inf:
+            kept = scores[self._allowed]
+            scores = np.full_like(scores, -np.inf)
+            scores[self._allowed] = kept
+        best = int(scores.argmax())
+        if scores[best] == -np.inf:
             raise InvalidRequestError(
                 "No token is left to choose: what the request forbids is all that could come."
                 " Change 'bad_words', 'allowed_token_ids', 'min_tokens' or the grammar."
             )
-        if self._greedy:
-            return int(best)
-        scores = self._warpers(history, scores)
-        probabilities = torch.softmax(scores[0], dim=-1)
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        return best if self._random is None else self._drawn(scores, self._random.random())
 
     def logprob(
-        self, logits: Tensor, token: int, text_of: Callable[[int], str]
+        self, logits: Row, token: int, text_of: Callable[[int], str]
     ) -> TokenLogprob | None:
         """Return the log probabilities of the token and of the best alternatives, if the request
         wants them."""
-        if self._logprobs is None:
+        if self._params.logprobs is None:
             return None
-        logprobs = torch.log_softmax(logits, dim=-1)
-        best = logprobs.topk(min(self._logprobs, len(logprobs)))
+        greatest = logits.max()
+        total = float(greatest) + float(np.log(np.exp(logits - greatest).sum()))
+        best = largest(logits, min(self._params.logprobs, len(logits)))
         top = tuple(
-            TokenLogprob(index, text_of(index), value)
-            for value, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            TokenLogprob(index, text_of(index), value - total)
+            for index, value in zip(best.tolist(), logits[best].tolist(), strict=True)
         )
-        return TokenLogprob(token, text_of(token), float(logprobs[token]), top)
+        return TokenLogprob(token, text_of(token), float(logits[token]) - total, top)
 
-    def _add_warpers(self, params: SamplingParams) -> None:
-        if params.temperature != 1:
-            self._warpers.append(TemperatureLogitsWarper(params.temperature))
-        if params.top_k:
-            self._warpers.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(params.top_p))
-        if params.min_p:
-            self._warpers.append(MinPLogitsWarper(params.min_p))
+    def _processed(self, scores: Row, tokens: NDArray[np.int64]) -> Row:
+        """Return the scores as transformers' processors change them."""
+        changed = self._processors(torch.from_numpy(tokens)[None], torch.from_numpy(scores)[None])
+        found: Row = changed[0].numpy()
+        return found
+
+    def _penalised(self, scores: Row, generated: NDArray[np.int64]) -> Row:
+        """Return the scores with OpenAI's penalties, which count ``generated`` tokens only.
+
+        score ← score − frequency_penalty · count − presence_penalty · [count > 0]
+        """
+        found, counts = np.unique(generated, return_counts=True)
+        scores = scores.copy()
+        scores[found] -= self._params.frequency_penalty * counts + self._params.presence_penalty
+        return scores
+
+    def _drawn(self, scores: Row, point: float) -> int:
+        """Return the token at this point, from 0 to 1, of all that may come, each as long as it is
+        likely. Raises KVLinkerError for scores that are no numbers."""
+        params = self._params
+        likely = likelihoods(
+            scores,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+        token = at_point(likely, point)
+        if token == len(likely):
+            raise KVLinkerError("The model's logits are no numbers.")
+        return token

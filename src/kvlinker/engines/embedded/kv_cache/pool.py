@@ -37,6 +37,16 @@ def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(span.slot, span.end) for span in spans])
 
 
+def slots_between(spans: Sequence[SlotSpan], begin: int, end: int) -> NDArray[np.int64]:
+    """Return the numbers of those slots of these spans that are [begin, end) of all, in order."""
+    parts = []
+    for slot, size in spans:
+        if begin < size and end > 0:
+            parts.append(np.arange(slot + max(begin, 0), slot + min(end, size)))
+        begin, end = begin - size, end - size
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class SlotAllocator:
     """Hands out a fixed number of slots, and counts the users of each: what is computed once may be
     seen by many."""

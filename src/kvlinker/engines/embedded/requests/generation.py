@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from kvlinker.base.errors import KVLinkerError
@@ -44,13 +43,15 @@ class Generation(PromptRequest):
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
         room: RecordingRoom,
+        later: Callable[[Callable[[], None]], None],
         head: Head | None = None,
         guide: Callable[[], GrammarGuide] | None = None,
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
         """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices
-        when the sink fails. An answer that is to be kept takes ``room`` meanwhile. ``head``
+        when the sink fails. An answer that is to be kept takes ``room`` meanwhile. ``later``
+        makes the calls of the sink. ``head``
         computes the log probabilities of the prompt, all of which is computed then; None where they
         are not asked for. ``guide`` makes what guides a choice through the request's grammar.
         ``first`` is given to all choices but that one."""
@@ -87,6 +88,7 @@ class Generation(PromptRequest):
             tokenizer=loaded.tokenizer,
             events=events,
             broken=lambda: cancel(self.choices),
+            later=later,
         )
         self._forks: tuple[Generation, ...] = ()
         if first is None:
@@ -101,6 +103,7 @@ class Generation(PromptRequest):
                     linked=None,
                     cancel=cancel,
                     room=room,
+                    later=later,
                     head=head,
                     guide=guide,
                     first=self,
@@ -163,12 +166,13 @@ class Generation(PromptRequest):
             if allowed is None:
                 return self._ended("stop", self._output.rest())
         sequence = self.sequence
-        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens), allowed)
+        row = logits.numpy()
+        token = self._sampler.sample(row, lambda: sequence.tokens, allowed)
         if token in self._endings or self._output.stops_at(token):
             end = self._output.push(token, ends="stop")
         else:
             is_last = self._output.tokens + 1 >= self._max_tokens
-            logprob = self._sampler.logprob(logits, token, self._output.token_text)
+            logprob = self._sampler.logprob(row, token, self._output.token_text)
             logprobs = () if logprob is None else (logprob,)
             if self._guide is not None:
                 self._guide.accept(token)

@@ -20,7 +20,7 @@ from kvlinker.engines.embedded.execution.batch import (
 )
 from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
-from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, first_slots, slots_of
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, first_slots, slots_between
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
@@ -366,7 +366,7 @@ class TokenSequence:
         """Return the slots of its own tokens at the positions [begin, end)."""
         assert self.spans is not None
         own = self._own_before(begin)
-        return slots_of(self.spans)[own : own + end - begin]
+        return slots_between(self.spans, own, own + end - begin)
 
     def _ends_prompt(self, taken: Sequence[Range]) -> bool:
         """Return whether a step shall end with the prompt, of which it has ``taken`` the last

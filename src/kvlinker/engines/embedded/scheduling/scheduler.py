@@ -182,20 +182,22 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._lock.notify_all()
 
-    def wait(self) -> bool:
+    def wait(self, before: Callable[[], None]) -> bool:
         """Wait until there is something to compute or to cancel; False once the scheduler is
-        closed."""
+        closed. If there is nothing now, ``before`` is called first."""
         with self._lock:
             self._in_step = frozenset()
-            self._lock.wait_for(
-                lambda: (
-                    self._closed
-                    or self._cancelled
-                    or self._places.running
-                    or any(self._waiting.values())
-                )
-            )
+            if self._has_work():
+                return not self._closed
+        before()
+        with self._lock:
+            self._lock.wait_for(self._has_work)
             return not self._closed
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._closed or self._cancelled or self._places.running or any(self._waiting.values())
+        )
 
     def take_cancelled(self) -> list[Request]:
         """End the requests that were cancelled, and return them, so that their callers can be
