@@ -91,3 +91,29 @@ def test_a_loop_that_was_closed_is_told_nothing_and_goes():
     gc.collect()
     assert gone() is None
     LoopInbox.put(inbox, print, "never")
+
+
+def test_a_loop_that_closes_before_it_looks_is_let_go_with_its_calls():
+    loop = CountingLoop()
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    inbox = inbox_of(loop)
+    inbox.put(loop.call_soon, print, "never")  # a call that holds the loop
+    loop.close()
+    for number in range(1000):
+        inbox.put(queue.put_nowait, number)
+    assert not inbox._calls
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_loop_with_calls_that_nobody_empties_goes_with_those_who_put():
+    loop = CountingLoop()
+    inbox = inbox_of(loop)
+    inbox.put(loop.call_soon, print, "never")
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop, inbox
+    gc.collect()
+    assert gone() is None

@@ -30,19 +30,20 @@ class LoopInbox:
         self._is_woken = False
 
     def put(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the loop call a function. Any thread may put; when the loop is closed, nobody is
-        called."""
+        """Have the loop call a function. Any thread may put; once the loop is closed, nothing is
+        called or kept."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            self._calls.clear()
+            return
         self._calls.append(partial(function, *args, **kwargs))
         if self._is_woken:
             return
         self._is_woken = True
-        loop = self._loop()
         try:
-            if loop is not None:
-                loop.call_soon_threadsafe(self._empty)
-        except RuntimeError:  # it was closed while an engine still cancelled
+            loop.call_soon_threadsafe(self._empty)
+        except RuntimeError:  # it was closed meanwhile
             self._calls.clear()
-            self._is_woken = False
 
     def _empty(self) -> None:
         self._is_woken = False  # before the last look: who puts behind it wakes the loop again
@@ -53,16 +54,21 @@ class LoopInbox:
                 logger.exception("A call that was handed to the event loop failed.")
 
 
-_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = (
+_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopInbox]] = (
     weakref.WeakKeyDictionary()
 )
+"""By loop; those who put hold the inboxes, whose calls may hold the loop."""
+
 _making = threading.Lock()
 
 
 def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
-    """Return the inbox of an event loop, always the same. Any thread may ask."""
+    """Return the inbox of an event loop, the same for all who hold it at a time. Any thread may
+    ask."""
     with _making:
-        inbox = _inboxes.get(loop)
+        known = _inboxes.get(loop)
+        inbox = None if known is None else known()
         if inbox is None:
-            inbox = _inboxes[loop] = LoopInbox(loop)
+            inbox = LoopInbox(loop)
+            _inboxes[loop] = weakref.ref(inbox)
         return inbox

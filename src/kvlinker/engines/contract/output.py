@@ -31,10 +31,9 @@ logger = logging.getLogger(__name__)
 End = tuple[str, Delta | None]
 """The reason why an answer ends, and its last piece, if there is one."""
 
-
 _TEXTS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
-"""By tokenizer, the texts of single tokens that somebody asked for: decoding one takes longer than
-finding the token's log probability."""
+"""By tokenizer, the texts of single tokens that were asked for: decoding one takes longer than
+finding the token's log probability. At most one for each token of the vocabulary."""
 
 
 class RequestClock:

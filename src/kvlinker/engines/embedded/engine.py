@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -205,17 +205,14 @@ class EmbeddedEngine:
             elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
         )
-        throttled = store.throttle.computing if on_host else nullcontext
-
-        @contextmanager
-        def computing() -> Iterator[None]:
-            self._grammars.start()
-            with throttled():
-                yield
-
         self._outbox = Outbox()
         self._loop = EngineLoop(
-            self._scheduler, self._runner, throughput, outbox=self._outbox, computing=computing
+            self._scheduler,
+            self._runner,
+            throughput,
+            outbox=self._outbox,
+            ahead=self._grammars.start,
+            computing=store.throttle.computing if on_host else nullcontext,
         )
         self._loop.start()
         atexit.register(

@@ -57,7 +57,8 @@ class EngineLoop:
     """Runs steps until it is closed or fails; then all unfinished requests fail.
 
     Its thread owns the runner and the requests' sequences. It alone ends requests whose KV is
-    there, so that the events of a request come from one thread.
+    there. Their events come from it, or from a thread that has an event of another request, but
+    always one after the other, in order.
     """
 
     def __init__(
@@ -67,16 +68,18 @@ class EngineLoop:
         throughput: ComputeThroughput,
         *,
         outbox: Outbox,
+        ahead: Callable[[], None] = lambda: None,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` is told how long steps take, by the ``clock``; ``outbox`` has
-        what callers are told until the model computes. ``computing`` is a context entered around
-        each step."""
+        """``throughput`` gets the times of steps, by the ``clock``. ``outbox`` keeps events for
+        callers until the model is about to compute; ``ahead`` is called then, too, and begins what
+        others compute meanwhile. ``computing`` is a context entered around each forward pass."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
         self._outbox = outbox
+        self._ahead = ahead
         self._computing = computing
         self._clock = clock
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
@@ -115,10 +118,11 @@ class EngineLoop:
         began, began_cpu = self._clock(), time.thread_time()
         self._tell_cancelled()
         step = self._scheduler.next_step()
-        inside = None if step is None else self._run(step)
         if step is None:
             self._outbox.flush()
-        if step is not None and inside is not None:
+            return
+        inside = self._run(step)
+        if inside is not None:
             seconds, cpu = inside
             self.times.append(
                 StepTime(
@@ -138,10 +142,11 @@ class EngineLoop:
         for _, chunk in step.batch.shared():
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
+        self._ahead()
+        self._outbox.flush()
         begin, begin_cpu = self._clock(), time.thread_time()
         try:
             with self._computing():
-                self._outbox.flush()
                 result = self._runner.step(step.batch, self._scheduler.wait_in_step)
         except Exception as error:
             logger.exception("A step failed; its requests are given up.")

@@ -1,4 +1,4 @@
-"""Puts off what callers are told until the model computes."""
+"""Holds events for callers back until the model computes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Outbox:
-    """Keeps calls that tell callers something, in order, until ``flush``.
+    """Keeps calls of sinks, in order, until ``flush``.
 
-    Who is told wakes up, and competes with the engine's thread for Python's lock. So callers are
-    told of all tokens of a step at once, when the engine's thread is about to run the model, which
-    needs no lock.
+    A caller that gets an event wakes up, and competes with the engine's thread for Python's lock.
+    So callers get all tokens of a step at once, when the engine's thread is about to run the model,
+    which needs the lock little, or not at all where native code computes the step.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class Outbox:
         self._owner: int | None = None
 
     def own(self) -> None:
-        """Put off what this thread says from now on: it promises to ``flush``. What other threads
-        say is told at once, behind what was put off."""
+        """Hold back the calls that this thread puts from now on: it promises to ``flush``. A call
+        of another thread is made at once, after all that were held back."""
         self._owner = threading.get_ident()
 
     def disown(self) -> None:
-        """Tell what was put off, and put nothing off any more."""
+        """Make all calls, and hold none back any more."""
         self._owner = None
         self.flush()
 
@@ -38,7 +38,7 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Make all calls that were put off. Any thread may call it."""
+        """Make all calls that were held back. Any thread may call it."""
         while self._calls:
             with self._flushing:
                 if self._calls:

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from decimal import Decimal
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvlinker.base.errors import EngineClosedError, InvalidRequestError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.decoding.grammars import GrammarGuide, GrammarGuides
+from kvlinker.engines.embedded.decoding.grammars import GrammarGuide, GrammarGuides, MaskWorker
 from kvlinker.linking import parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import Outcome, linked_prompt
@@ -28,6 +29,11 @@ SAMPLING = {
     "logprobs": None,
     "max_tokens": 300,
 }
+
+
+def exactly(text):
+    """Parse JSON with all digits of its numbers: 1.9999999999999999999 is less than 2."""
+    return json.loads(text, parse_float=Decimal)
 
 
 def valid_answers(made, count):
@@ -55,7 +61,7 @@ def valid_answers(made, count):
             assert outcome.finished is not None, (name, outcome.failed)
             if outcome.finished.reason == "stop":
                 ended += 1
-                check(SCHEMAS[name], json.loads(outcome.text))
+                check(exactly(json.dumps(SCHEMAS[name])), exactly(outcome.text))
     return ended
 
 
@@ -234,6 +240,20 @@ def test_masks_wait_for_the_next_step_or_for_who_needs_one():
     guides.close()
     with pytest.raises(EngineClosedError):
         guides.start()
+
+
+def test_a_mask_that_panics_leaves_the_others():
+    worker = MaskWorker()
+
+    def panics():
+        raise KeyboardInterrupt  # as a panic in Rust, no Exception
+
+    first, other = worker.put_off(panics), worker.put_off(lambda: None)
+    worker.start()
+    with pytest.raises(KeyboardInterrupt):
+        first.result(10)
+    assert other.result(10) is None
+    worker.close()
 
 
 def test_a_grammar_that_cannot_be_followed_fails_its_answer_alone(monkeypatch):

@@ -113,9 +113,39 @@ def test_what_cannot_come_is_never_drawn():
     assert set(draws(500, seed=3, logits=logits, top_p=0.999, min_p=0.1)) == {1, 3}
 
 
-def test_logits_that_are_no_numbers_end_the_request_that_draws():
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}]
+)
+def test_logits_that_are_no_numbers_end_the_request(params, value):
+    logits = LOGITS.copy()
+    logits[2] = value
     with pytest.raises(KVLinkerError, match="no numbers"):
-        draws(1, logits=np.full(5, np.nan, np.float32))
+        draws(1, logits=logits, **params)
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        ({"top_p": 0}, 1),
+        ({"top_p": 0.01}, 10),
+        ({"top_p": 0.5}, 500),
+        ({"top_k": 1}, 1),
+        ({"top_k": 7}, 7),
+        ({"top_k": 200, "top_p": 0.5}, 100),
+        ({"min_p": 1}, 1000),
+    ],
+)
+def test_filters_keep_no_more_of_equal_tokens_than_they_say(params, count):
+    found = likelihoods(np.zeros(1000, np.float32), **params)
+    assert np.flatnonzero(found).tolist() == list(range(count))
+
+
+def test_scores_as_low_as_can_be_are_no_likelihood(recwarn):
+    scores = np.array([np.finfo(np.float32).min, -np.inf, 3, 2], np.float32)
+    found = likelihoods(scores, temperature=0.1, top_p=0.999)
+    assert found[:2].tolist() == [0, 0]
+    assert not recwarn
 
 
 def test_the_logits_stay_as_they_are():
@@ -159,6 +189,16 @@ def test_logprobs_are_of_the_raw_distribution():
     assert [top.token_id for top in entry.top] == [1, 2]
     assert entry.top[0].logprob == pytest.approx(float(expected[1]))
     assert math.exp(entry.logprob) < 1
+
+
+def test_the_chosen_token_is_among_the_best_even_if_others_are_as_likely():
+    logits = np.zeros(1024, np.float32)
+    logits[[5, 300, 700]] = 1
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=2), prompt_length=0)
+    token = sampler.sample(logits, lambda: np.empty(0, np.int64))
+    entry = sampler.logprob(logits, token, str)
+    assert entry is not None
+    assert [token, *(top.token_id for top in entry.top)] == [5, 5, 300]
 
 
 def test_logprobs_only_where_wanted():

@@ -1,7 +1,7 @@
 """Guides answers through grammars, by llguidance: tells which tokens may come next.
 
-Masks of tokens are computed in a thread of their own, while the engine's thread runs the model:
-not sooner, since both need Python's lock until then.
+Masks of tokens are computed in a thread of their own, while the engine's thread runs the model,
+or as soon as one is waited for: before, both threads would need Python's lock.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _compute(together: Iterable[tuple[Future[Mask], Callable[[], Mask]]]) -> Non
     for future, work in together:
         try:
             future.set_result(work())
-        except Exception as error:
+        except BaseException as error:  # which somebody waits for, a panic of llguidance, too
             future.set_exception(error)
 
 
@@ -157,6 +157,12 @@ class GrammarGuide:
         """Note the token that came, which must be one of those allowed, and have the next mask
         computed together with others of the step."""
         self._next = self._worker.put_off(partial(self._follow, token))
+
+    def completed_by(self, token: int) -> bool:
+        """Note the last token, which must be one of those allowed, and return whether the answer
+        is complete with it. Raises as ``allowed``."""
+        self.accept(token)
+        return self.allowed() is None
 
     def _follow(self, token: int) -> Mask:
         self._matcher.consume_token(token)

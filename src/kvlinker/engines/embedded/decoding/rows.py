@@ -14,43 +14,38 @@ BLOCK = 256
 
 
 def largest(row: Row, count: int) -> NDArray[np.int64]:
-    """Return the indices of the ``count`` largest numbers, the largest first: [count].
+    """Return the indices of the ``count`` largest numbers, the largest first: [count]. Of equal
+    numbers the first ones go first, as in ``argmax``."""
+    if not 0 < count < len(row):
+        return np.argsort(-row, kind="stable")[:count]
+    found = np.flatnonzero(row >= _largest(row, count))
+    return found[np.argsort(-row[found], kind="stable")][:count]
 
-    They are in those ``count`` blocks whose largest numbers are the largest.
-    """
+
+def _largest(row: Row, count: int) -> np.float32:
+    """Return the last one of the ``count`` largest numbers, which are in those ``count`` blocks
+    whose largest numbers are the largest."""
     whole = len(row) // BLOCK * BLOCK
-    if count * BLOCK >= whole:
-        found = np.arange(len(row))
-    else:
-        peaks = row[:whole].reshape(-1, BLOCK).max(axis=1)
-        blocks = np.argpartition(peaks, -count)[-count:] if count else np.empty(0, np.int64)
-        inside = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
-        found = np.concatenate((inside, np.arange(whole, len(row))))
-    values = row[found]
-    if 0 < count < len(found):
-        best = np.argpartition(values, -count)[-count:]
-        found, values = found[best], values[best]
-    return found[np.argsort(-values, kind="stable")][:count]
+    if count * BLOCK < whole:
+        blocks = row[:whole].reshape(-1, BLOCK)
+        best = np.argpartition(blocks.max(axis=1), -count)[-count:]
+        row = np.concatenate((blocks[best].ravel(), row[whole:]))
+    return np.float32(np.partition(row, -count)[-count])
 
 
 def at_point(weights: Row, point: float) -> int:
     """Return where a ``point`` from 0 to 1 lies if all lie one behind the other, each as long as
-    its weight: the index of a weight above 0. Without any, or where some are no numbers, it is the
-    number of weights."""
+    its weight: the index of one of the weights above 0, of which there are some."""
     whole = len(weights) // BLOCK * BLOCK
     sums = weights[:whole].reshape(-1, BLOCK).sum(axis=1, dtype=np.float64)
     ends = np.append(sums, weights[whole:].sum(dtype=np.float64)).cumsum()
     wanted = point * ends[-1]
     block = int(np.searchsorted(ends, wanted, side="right"))
-    if not block < len(ends):
-        return _last(weights) if ends[-1] > 0 else len(weights)
+    if block == len(ends):
+        return int(np.flatnonzero(weights)[-1])
     before = ends[block - 1] if block else 0.0
     inside = weights[block * BLOCK : (block + 1) * BLOCK]
     found = int(np.searchsorted(before + inside.cumsum(dtype=np.float64), wanted, side="right"))
     if found == len(inside):  # the block's sum was rounded otherwise
         found = int(np.flatnonzero(inside)[-1])
     return block * BLOCK + found
-
-
-def _last(weights: Row) -> int:
-    return int(np.flatnonzero(weights)[-1])

@@ -7,6 +7,7 @@ what few requests ask for is left to transformers' logits processors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -29,6 +30,9 @@ CANDIDATE = np.float32(2**-10)
 """Tokens that are so likely, as a multiple of the likeliest one, are mostly all that ``top_p``
 leaves."""
 
+ROUNDING = 1e-4
+"""The part of a token by which a sum may fall short of a share."""
+
 
 def likelihoods(
     scores: Row,
@@ -40,25 +44,26 @@ def likelihoods(
 ) -> Row:
     """Return how likely each token is, as a multiple of the likeliest one: [vocabulary].
 
-    exp((score − largest) / temperature); 0 for all but the ``top_k`` likeliest, for the least
-    likely ones that have 1 − ``top_p`` of what is left together, and for those under ``min_p``.
+    exp((score − largest) / temperature); 0 for all but the ``top_k`` likeliest, for all but the
+    fewest of these that have a share of ``top_p`` together, and for those under ``min_p``. Of
+    tokens that are as likely as each other, the first ones are kept.
     """
-    found: Row = scores - scores.max()
-    if temperature != 1:
-        found /= np.float32(temperature)
+    with np.errstate(over="ignore"):  # scores that are as low as can be
+        found: Row = scores - scores.max()
+        if temperature != 1:
+            found /= np.float32(temperature)
     np.exp(found, out=found)
     if 0 < top_k < len(found):
-        found *= found >= found[largest(found, top_k)[-1]]
+        found = _only(found, largest(found, top_k))
     if top_p < 1:
-        found *= found >= _least_of(found, top_p)
+        found = _nucleus(found, top_p)
     if min_p:
         found *= found >= np.float32(min_p)
     return found
 
 
-def _least_of(likely: Row, share: float) -> np.float32:
-    """Return the likelihood of the least likely token of the fewest that have this share of all
-    together."""
+def _nucleus(likely: Row, share: float) -> Row:
+    """Return the likelihoods with 0 for all but the fewest tokens that have this share together."""
     total = float(likely.sum(dtype=np.float64))
     candidates = likely[likely >= CANDIDATE]
     outside = total - float(candidates.sum(dtype=np.float64))
@@ -66,7 +71,17 @@ def _least_of(likely: Row, share: float) -> np.float32:
         candidates, outside = likely, 0.0
     ascending = np.sort(candidates)
     point = ((1 - share) * total - outside) / (total - outside)
-    return np.float32(ascending[min(at_point(ascending, point), len(ascending) - 1)])
+    least = ascending[at_point(ascending, point)]
+    above, equal = np.flatnonzero(likely > least), np.flatnonzero(likely == least)
+    missing = share * total - float(likely[above].sum(dtype=np.float64))
+    count = max(math.ceil(missing / float(least) - ROUNDING), 0 if len(above) else 1)
+    return _only(likely, np.concatenate((above, equal[:count])))
+
+
+def _only(likely: Row, kept: NDArray[np.int64]) -> Row:
+    found = np.zeros_like(likely)
+    found[kept] = likely[kept]
+    return found
 
 
 class Sampler:
@@ -115,7 +130,8 @@ class Sampler:
         """Choose the next token by its ``logits`` [vocabulary].
 
         ``tokens`` gives prompt and output so far: [tokens]; ``allowed`` [vocabulary] the tokens
-        that a grammar lets come, None for all. Raises InvalidRequestError where no token is left.
+        that a grammar lets come, None for all. Raises InvalidRequestError where no token is left,
+        and KVLinkerError for logits that are no numbers.
         """
         scores = logits
         if self._processors:
@@ -129,6 +145,8 @@ class Sampler:
             scores = np.full_like(scores, -np.inf)
             scores[self._allowed] = kept
         best = int(scores.argmax())
+        if not scores[best] < np.inf:
+            raise KVLinkerError("The model's logits are no numbers.")
         if scores[best] == -np.inf:
             raise InvalidRequestError(
                 "No token is left to choose: what the request forbids is all that could come."
@@ -170,7 +188,7 @@ class Sampler:
 
     def _drawn(self, scores: Row, point: float) -> int:
         """Return the token at this point, from 0 to 1, of all that may come, each as long as it is
-        likely. Raises KVLinkerError for scores that are no numbers."""
+        likely."""
         params = self._params
         likely = likelihoods(
             scores,
@@ -179,7 +197,4 @@ class Sampler:
             top_p=params.top_p,
             min_p=params.min_p,
         )
-        token = at_point(likely, point)
-        if token == len(likely):
-            raise KVLinkerError("The model's logits are no numbers.")
-        return token
+        return at_point(likely, point)

@@ -38,7 +38,8 @@ def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
 
 
 def slots_between(spans: Sequence[SlotSpan], begin: int, end: int) -> NDArray[np.int64]:
-    """Return the numbers of those slots of these spans that are [begin, end) of all, in order."""
+    """Return the numbers of those slots of these spans that are [begin, end) of all, in order;
+    ``begin`` is less than ``end``."""
     parts = []
     for slot, size in spans:
         if begin < size and end > 0:

@@ -51,10 +51,9 @@ class Generation(PromptRequest):
     ) -> None:
         """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices
         when the sink fails. An answer that is to be kept takes ``room`` meanwhile. ``later``
-        makes the calls of the sink. ``head``
-        computes the log probabilities of the prompt, all of which is computed then; None where they
-        are not asked for. ``guide`` makes what guides a choice through the request's grammar.
-        ``first`` is given to all choices but that one."""
+        makes the calls of the sink. ``head`` computes the log probabilities of the prompt, all of
+        which is computed then; None where they are not asked for. ``guide`` makes what guides a
+        choice through the request's grammar. ``first`` is given to all choices but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
@@ -174,9 +173,7 @@ class Generation(PromptRequest):
             is_last = self._output.tokens + 1 >= self._max_tokens
             logprob = self._sampler.logprob(row, token, self._output.token_text)
             logprobs = () if logprob is None else (logprob,)
-            if self._guide is not None:
-                self._guide.accept(token)
-            is_whole = is_last and self._guide is not None and self._guide.allowed() is None
+            is_whole = is_last and self._guide is not None and self._guide.completed_by(token)
             ends = "length" if is_last and not is_whole else None
             end = self._output.push(token, logprobs, ends=ends)
             if end is None and is_whole:
@@ -185,6 +182,8 @@ class Generation(PromptRequest):
                 self._end, end = end, None
         if end is not None:
             return self._ended(*end)
+        if self._guide is not None and self._end is None:
+            self._guide.accept(token)
         sequence.append(token)
         return None
 
