@@ -238,6 +238,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "recurrent_gemma",
         {"num_hidden_layers": 4, "lru_width": 64, "head_dim": 16, "attention_window_size": WINDOW},
     ),
+    "zaya-convolved-projections": (
+        "zaya",
+        {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "head_dim": 16}
+        | {"sliding_window": WINDOW, "num_experts": 4, "num_experts_per_tok": 1}
+        | {"moe_intermediate_size": 32, "router_hidden_size": 16},
+    ),
     "zamba-states-of-heads": (
         "zamba",
         {"num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32}

@@ -18,22 +18,23 @@ def decoder(model):
     return next(part for part in text.modules() if isinstance(part, nn.ModuleList))
 
 
-def takes_ids(part):
-    """Whether a module makes embeddings of n-grams: what comes out is what a chunk keeps."""
-    return "ngram" in type(part).__name__.lower()
+def gives_what_is_kept(part):
+    """Whether what comes out of a module is what a chunk keeps: embeddings of n-grams, or queries,
+    keys and values that are made of several tokens."""
+    return "ngram" in type(part).__name__.lower() or hasattr(part, "v_proj_delayed")
 
 
 def places(model):
     """Where hidden states enter: decoder layers, and what sees the tokens before in them, which
-    attention or another of its kind may come before; and where they are made of ids. Each with its
-    decoder layer's index."""
+    attention or another of its kind may come before; and what comes out where that is kept. Each
+    with its decoder layer's index."""
     seeing = nn.Conv1d | nn.ZeroPad2d
     return [
         (index, part)
         for index, layer in enumerate(decoder(model))
         for part in layer.modules()
         if part is layer
-        or takes_ids(part)
+        or gives_what_is_kept(part)
         or any(isinstance(child, seeing) for child in part.children())
     ]
 
@@ -51,11 +52,17 @@ def entering(model, change):
         return run
 
     def output_hook(place):
-        return lambda part, args, output: change(place, output)
+        def run(part, args, output):
+            if not isinstance(output, tuple):
+                return change(place, output)
+            sizes = [each.shape[2] for each in output]
+            return change(place, torch.cat(output, 2)).split(sizes, 2)
+
+        return run
 
     handles = [
         part.register_forward_hook(output_hook(place))
-        if takes_ids(part)
+        if gives_what_is_kept(part)
         else part.register_forward_pre_hook(hook(place), with_kwargs=True)
         for place, (_, part) in enumerate(places(model))
     ]

@@ -38,6 +38,7 @@ DELTA, MAMBA, BESIDE = "qwen3_5-states", "granite-states-nope", "falcon_h1-state
 BEHIND, CONVOLUTIONS = "zamba2-states-behind", "lfm2-convolutions"
 ELEMENTS, LIGHTNING = "jamba-states-nope", "minimax-states"
 GATED, HEADS = "recurrent_gemma-states", "zamba-states-of-heads"
+CONVOLVED = "zaya-convolved-projections"
 ALONE, SHIFTED, MEMORY = "mamba2-alone", "rwkv-alone", "xlstm-alone"
 SOME = (DELTA, MAMBA, CONVOLUTIONS, ELEMENTS, LIGHTNING, GATED, ALONE, SHIFTED, MEMORY)
 EVERY = [*HYBRIDS, *STATES_ALONE]
@@ -91,7 +92,7 @@ def test_every_policy_by_what_it_says_that_it_computes(bench, family):
                 assert needs.reads_scores or needs.refines or needs.question_attention
             else:
                 assert needs.refines
-                assert family in (BESIDE, BEHIND, HEADS)
+                assert family in (BESIDE, BEHIND, HEADS, CONVOLVED)
             continue
         computed = computed_layers(made.explain(SHORT, policy), max(1, len(places)))
         masks = [computed[max(0, np.searchsorted(places, index, "right") - 1)] for index in layers]

@@ -167,7 +167,7 @@ def test_what_fades_by_a_scale_is_kept_in_fp32():
     assert recurrence.effect_bytes(torch.bfloat16) == per_layer
 
 
-@pytest.mark.parametrize("kind", ["zaya"])
+@pytest.mark.parametrize("kind", ["reformer"])
 def test_states_of_other_kinds_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="keep a state instead of keys and values"):
         anatomy_of(small_model(kind))

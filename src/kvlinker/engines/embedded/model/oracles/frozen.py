@@ -19,13 +19,17 @@ from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
 from kvlinker.engines.embedded.model.oracles.referee import Referee
-from kvlinker.engines.embedded.model.states.known import NGRAMS
+from kvlinker.engines.embedded.model.states.known import CONVOLVED_PROJECTIONS, NGRAMS
 from kvlinker.linking.plan import Range
+
+Place = tuple[nn.Module, int]
+"""A module, and 0 for what enters it, or the number of one of the tensors that it returns."""
 
 
 class FrozenOracle:
     """Computes one text with the hidden states of chunks' tokens as they were when each chunk was
-    computed alone; keys, values and states are the model's own of these hidden states.
+    computed alone; keys, values and states are the model's own of these hidden states, but for
+    those that are made of several tokens, which are as they were, too.
 
     ``logits`` [last, vocabulary] are those of the text's last tokens in the model's own forward
     pass.
@@ -41,7 +45,11 @@ class FrozenOracle:
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
         self._last = last
         self._layers = [*decoder_layers(model), *_seeing_neighbours(model)]
-        self._of_ids = [part for part in model.modules() if hasattr(part, NGRAMS)]
+        self._reaching_back = [
+            part
+            for part in model.modules()
+            if hasattr(part, NGRAMS) or hasattr(part, CONVOLVED_PROJECTIONS)
+        ]
         self.logits = self._computed(self._tokens)
 
     def linked_logits(
@@ -55,28 +63,27 @@ class FrozenOracle:
         """
         inputs = [self._inputs(begin, end) for begin, end in chunks]
 
-        def frozen(index: int, hidden: Tensor) -> Tensor:
+        def frozen(place: Place, hidden: Tensor) -> Tensor:
             changed = hidden.clone()
-            for (begin, end), layers in zip(chunks, inputs, strict=True):
-                changed[:, begin:end] = layers[index]
+            for (begin, end), alone in zip(chunks, inputs, strict=True):
+                changed[:, begin:end] = alone[place]
             changed[:, list(again)] = hidden[:, list(again)]
             return changed
 
         with self._entering(frozen), tables_moved_back(self._model, moved):
             return self._computed(self._tokens, moved)
 
-    def _inputs(self, begin: int, end: int) -> list[Tensor]:
-        """Return what enters each layer, [1, tokens, width], where these tokens are computed
-        alone."""
-        found: dict[int, Tensor] = {}
+    def _inputs(self, begin: int, end: int) -> dict[Place, Tensor]:
+        """Return what enters each layer, [1, tokens, …], where these tokens are computed alone."""
+        found: dict[Place, Tensor] = {}
 
-        def note(index: int, hidden: Tensor) -> Tensor:
-            found[index] = hidden.clone()
+        def note(place: Place, hidden: Tensor) -> Tensor:
+            found[place] = hidden.clone()
             return hidden
 
         with self._entering(note):
             self._computed(self._tokens[begin:end], text=(begin, end))
-        return [found[index] for index in range(len(self._layers) + len(self._of_ids))]
+        return found
 
     @torch.inference_mode()
     def _computed(
@@ -92,31 +99,26 @@ class FrozenOracle:
         return logits
 
     @contextmanager
-    def _entering(self, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-        """Have each layer get what ``change`` makes of its input, given its index, and what is made
-        of ids alone be what it makes of that."""
+    def _entering(self, change: Callable[[Place, Tensor], Tensor]) -> Iterator[None]:
+        """Have each layer get what ``change`` makes of its input, and what is made of several
+        tokens, and kept of each, be what it makes of that."""
 
-        def hook_of(index: int) -> Callable[..., Any]:
-            def hook(
-                layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-            ) -> tuple[Any, Any]:
-                if args:
-                    return (change(index, args[0]), *args[1:]), kwargs
-                return args, kwargs | {"hidden_states": change(index, kwargs["hidden_states"])}
+        def entering(
+            layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
+            if args:
+                return (change((layer, 0), args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": change((layer, 0), kwargs["hidden_states"])}
 
-            return hook
-
-        def output_hook_of(index: int) -> Callable[..., Tensor]:
-            return lambda module, args, output: change(index, output)
+        def leaving(part: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, Tensor):
+                return change((part, 1), output)
+            return tuple(change((part, index), each) for index, each in enumerate(output, 1))
 
         handles = [
-            layer.register_forward_pre_hook(hook_of(index), with_kwargs=True)
-            for index, layer in enumerate(self._layers)
+            layer.register_forward_pre_hook(entering, with_kwargs=True) for layer in self._layers
         ]
-        handles += [
-            part.register_forward_hook(output_hook_of(index))
-            for index, part in enumerate(self._of_ids, len(self._layers))
-        ]
+        handles += [part.register_forward_hook(leaving) for part in self._reaching_back]
         try:
             yield
         finally:

@@ -65,6 +65,10 @@ NGRAMS = "_shift_right_ignore_eos"
 FAR_CONVOLUTION = "short_conv_state_len"
 """The tokens before each that the convolution behind an embedding of n-grams reaches back to."""
 
+CONVOLVED_PROJECTIONS = "conv_qk_grouped"
+"""The module by which Zaya's layers convolve queries and keys, in a module that makes values of the
+token before, too."""
+
 REAL_GATES = "_rnn_scan"
 """The method by which an RG-LRU computes its state."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.states.known import (
     CONVOLUTION,
+    CONVOLVED_PROJECTIONS,
     FAR_CONVOLUTION,
     LIGHTNING,
     LIGHTNING_DECAY,
@@ -114,6 +115,8 @@ def step_into_layers(model: Any, active: Active) -> None:
     for part in model.modules():
         if hasattr(part, MATRIX_MEMORY_MODULE):
             _wrap_forward(type(getattr(part, MATRIX_MEMORY_MODULE)), _matrix_memory, active)
+        if hasattr(part, CONVOLVED_PROJECTIONS):
+            _wrap_forward(type(part), _convolved_projections, active)
         if hasattr(part, FAR_CONVOLUTION):
             _wrap_far_convolution(part.conv1d, getattr(part, FAR_CONVOLUTION), active)
         if any(hasattr(child, REAL_GATES) for child in part.children()):
@@ -227,6 +230,28 @@ def _ngrams(
     if given.get("past_key_values") is not None:
         original(module, ids, given["past_key_values"])  # it keeps ids there
     return interceptor.convolve(of_tokens_before(original, module, ids)).transpose(1, 2)
+
+
+def _convolved_projections(
+    interceptor: StateInterceptor, original: Callable[..., Any], given: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    module, hidden, cache = given["self"], given["hidden_states"], given["past_key_values"]
+    if cache is not None:
+        cache.update_conv_state(hidden.mT[..., -module.conv_kernel_size :], module.layer_idx)
+    shapes: list[torch.Size] = []
+
+    def projected(entering: Tensor, weight: Tensor) -> Tensor:
+        found = original(module, entering.transpose(1, 2), None)
+        shapes[:] = [each.shape[2:] for each in found]
+        return torch.cat([each.flatten(2) for each in found], -1).transpose(1, 2)
+
+    width = hidden.new_empty(hidden.shape[-1], module.conv_kernel_size + 1)
+    call = ConvolutionCall(projected, hidden.transpose(1, 2), width, {}, ())
+    together = interceptor.convolve(call).transpose(1, 2)
+    parts = torch.split(together, [shape.numel() for shape in shapes], -1)
+    return tuple(
+        part.reshape(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)
+    )
 
 
 def _matrix_memory(
