@@ -117,10 +117,10 @@ def test_what_cannot_come_is_never_drawn():
 @pytest.mark.parametrize(
     "params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}]
 )
-def test_logits_that_are_no_numbers_end_the_request(params, value):
+def test_logits_that_are_not_finite_end_the_request(params, value):
     logits = LOGITS.copy()
     logits[2] = value
-    with pytest.raises(KVLinkerError, match="no numbers"):
+    with pytest.raises(KVLinkerError, match="not all finite"):
         draws(1, logits=logits, **params)
 
 

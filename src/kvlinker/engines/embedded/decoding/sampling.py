@@ -131,7 +131,7 @@ class Sampler:
 
         ``tokens`` gives prompt and output so far: [tokens]; ``allowed`` [vocabulary] the tokens
         that a grammar lets come, None for all. Raises InvalidRequestError where no token is left,
-        and KVLinkerError for logits that are no numbers.
+        and KVLinkerError for logits with NaN or infinity.
         """
         scores = logits
         if self._processors:
@@ -146,7 +146,10 @@ class Sampler:
             scores[self._allowed] = kept
         best = int(scores.argmax())
         if not scores[best] < np.inf:
-            raise KVLinkerError("The model's logits are no numbers.")
+            raise KVLinkerError(
+                "The model's logits are not all finite: they hold NaN or infinity. Compare it with"
+                " its own forward pass by `kvlinker check`, or serve it with dtype 'float32'."
+            )
         if scores[best] == -np.inf:
             raise InvalidRequestError(
                 "No token is left to choose: what the request forbids is all that could come."
