@@ -45,7 +45,7 @@ class EngineSettings(BaseSettings):
     native_attention: bool = Field(
         default=True,
         description=(
-            "Compile code for attention, norms and products with weights in bfloat16, on CPUs with"
-            " AVX-512, AVX2 or NEON."
+            "Compile code for attention, norms and products with weights in bfloat16, in vLLM for"
+            " placing chunks, on CPUs with AVX-512, AVX2 or NEON."
         ),
     )

@@ -18,6 +18,8 @@ void kvlinker_multiply_int8_int8(const void*);
 void kvlinker_multiply_int4(const void*);
 void kvlinker_norm(const void*);
 void kvlinker_delta_rule(const void*);
+void kvlinker_place_bf16(const void*);
+void kvlinker_place_fp32(const void*);
 }
 
 const struct {
@@ -33,6 +35,8 @@ const struct {
     {"kvlinker_multiply_int4", kvlinker_multiply_int4},
     {"kvlinker_norm", kvlinker_norm},
     {"kvlinker_delta_rule", kvlinker_delta_rule},
+    {"kvlinker_place_bf16", kvlinker_place_bf16},
+    {"kvlinker_place_fp32", kvlinker_place_fp32},
 };
 
 struct Pointer {

@@ -12,6 +12,8 @@ from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene
 from tests.engines.embedded.attention.test_native_kernel import check
 from tests.engines.embedded.emulated import build, emulated
+from tests.engines.native.test_placing import check as check_placing
+from tests.engines.native.test_placing import columns, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_anew")]
 
@@ -73,3 +75,10 @@ def check_norm(form):
     assert native_norm() is not None
     expected = normed * (norm.weight.float() + form.offset)
     torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_placing(dtype):
+    for turns in ("pairs", "halves"):
+        check_placing((columns, rows), turns, dtype)

@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvlinker.engines.gpu.launching import FP8_FORMS, Rotation, Rounding, place_kv
+from kvlinker.engines.contract.placing import Rotation, Rounding
+from kvlinker.engines.gpu.launching import FP8_FORMS, place_kv
 from tests.engines.gpu.interpreting import computes_in_bfloat16
 
 HEADS, BLOCKS, BLOCK_SIZE, LAYERS = 2, 6, 16, 2

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvlinker.engines.vllm.adapter import AttentionLayer
 from kvlinker.engines.vllm.worker import fused_placing
+from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
 from kvlinker.engines.vllm.worker.layers import ChunkPart
 
-_WRITE, _PLACE = AttentionLayer.write, fused_placing._place
+_WRITE, _PLACE = AttentionLayer.write, FusedPlacing._place
 
 
 class _Shadow:
@@ -60,8 +61,8 @@ def _cache_views(layer: AttentionLayer) -> Iterator[tuple[Tensor, Tensor]]:
     yield shadow.keys, shadow.values
 
 
-def _place(group: Any, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
-    _PLACE(group, parts, tokens)
+def _place(placing: FusedPlacing, group: Any, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
+    _PLACE(placing, group, parts, tokens)
     for keys, _ in group.caches:
         _shadows[keys.data_ptr()].hand_over(tokens[3])
 
@@ -71,7 +72,7 @@ def install() -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (AttentionLayer, "write", _write),
         (AttentionLayer, "cache_views", _cache_views),
-        (fused_placing, "_place", _place),
+        (FusedPlacing, "_place", _place),
         (fused_placing, "has_kernels", lambda device: True),
     ]
     for owner, name, ours in replaced:

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import sensitivity
+from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.protocol.transfer_plan import plan_capture
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
 from kvlinker.linking import PromptEvidence, parse_policy
@@ -87,7 +88,7 @@ def test_the_model_runner_is_the_one_that_was_asked_for(linked):
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     wanted = "vllm.v1.worker." + ("gpu.model_runner" if second else "gpu_model_runner")
     assert wanted in {each.__module__ for each in type(linked.runner).__mro__}
-    if second:  # there, chunks are placed by kvlinker's kernel
+    if second or native_placing() is not None:  # there, chunks are placed by kvlinker's kernels
         assert isinstance(linked.launches.__self__, FusedPlacing)
 
 

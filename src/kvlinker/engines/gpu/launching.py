@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.engines.contract.placing import KeyValue, Rotation, Rounding
 from kvlinker.engines.gpu.placing import place_tokens
-
-KeyValue = tuple[Tensor, Tensor]
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -51,25 +50,6 @@ FP8_FORMS = {
     torch.float8_e4m3fnuz: FP8(3, 8, 240.0, one_zero=True),
 }
 """The forms in which KV caches are kept; the last one is AMD's."""
-
-
-class Rounding(NamedTuple):
-    """How caches in fp8 round: their form, and each layer's scales of keys and values, fp32, on the
-    device, by which what is kept is to be multiplied."""
-
-    dtype: torch.dtype
-    scales: Sequence[KeyValue]
-
-
-class Rotation(NamedTuple):
-    """A rotary embedding's tables."""
-
-    cos: Tensor
-    """[positions, pairs], any stride between positions."""
-
-    sin: Tensor
-    interleaved: bool
-    """True if dimension 2i turns with 2i + 1, otherwise i with i + pairs."""
 
 
 def on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -117,13 +97,8 @@ def place_kv(
     rounding: Rounding | None = None,
     programs: int | None = None,
 ) -> None:
-    """Place tokens of all layers in one launch.
-
-    ``sources`` are, for each layer, parts of keys and values [heads, rows, dim], on the device or
-    in pinned memory, ``caches`` [layers] of keys and values [blocks, block_size, heads, dim], bytes
-    where there is a ``rounding``. ``tokens`` [4, tokens], int64: part, row in it, position, slot.
-    At most so many ``programs`` run, as many as possible by default.
-    """
+    """Place tokens of all layers in one launch, as a ``PlacingKernel`` does; negative positions
+    turn backwards. At most so many ``programs`` run, as many as possible by default."""
     key, value = caches[0]
     heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
     width = 0 if rotation is None else 2 * rotation.cos.shape[1]
@@ -174,3 +149,22 @@ def place_kv(
         VALUE_BLOCK=block_of(value_dim),
         BLOCK_TOKENS=PLACED_TOKENS,
     )
+
+
+class TritonPlacing:
+    """Places tokens beside computations, by few programs."""
+
+    dtypes: Collection[torch.dtype] = DTYPES.keys()
+    forms: Collection[torch.dtype] = FP8_FORMS.keys()
+
+    def place(
+        self,
+        sources: Sequence[Sequence[KeyValue]],
+        caches: Sequence[KeyValue],
+        tokens: Tensor,
+        rotation: Rotation | None,
+        *,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Place tokens as a ``PlacingKernel`` does."""
+        place_kv(sources, caches, tokens, rotation, rounding=rounding, programs=FEW_PROGRAMS)

@@ -191,6 +191,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
                 pass_tokens=self._limits.step_tokens,
                 pass_runs=self._limits.runs,
                 with_scores=self._settings.chunk_scores,
+                native=self._settings.native_attention,
             )
         except UnsupportedModelError as error:
             logger.error(error.message)

@@ -1,4 +1,5 @@
-"""Placing by one kernel, interpreted, into caches as vLLM's backends on GPUs lay them out."""
+"""Placing by one kernel, into caches as vLLM's backends lay them out: by Triton's, interpreted, and
+by native code."""
 
 import copy
 import logging
@@ -15,6 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvlinker.engines.gpu import launching
+from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.adapter import AttentionLayer, CacheGroup
 from kvlinker.engines.vllm.worker import fused_placing
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
@@ -36,6 +38,14 @@ def values_behind(cache):
     return cache.transpose(1, 2).split(HEADS, dim=2)
 
 
+def turned(cache):
+    """As on CPUs: [blocks, heads, 2 * block_size, dim], and of a block's keys all first numbers
+    before all second ones."""
+    key, value = cache.view(BLOCKS, HEADS, -1, DIM).chunk(2, dim=2)
+    columns = key.flatten(2).unflatten(2, (DIM, BLOCK_SIZE))
+    return columns.permute(0, 3, 1, 2), value.transpose(1, 2)
+
+
 def mirrored(cache):
     """As nobody's."""
     key, value = heads_last(cache)
@@ -45,6 +55,7 @@ def mirrored(cache):
 SHAPES = {
     heads_last: (BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
     values_behind: (BLOCKS, 2 * HEADS, BLOCK_SIZE, DIM),
+    turned: (BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
     mirrored: (BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
 }
 
@@ -118,6 +129,23 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.fixture
+def native(monkeypatch):
+    """Parts in each launch of native code, and layers, are noted."""
+    placing = native_placing()
+    if placing is None:
+        pytest.skip("no native code for this CPU")
+    found = []
+
+    def noted(sources, *args, **options):
+        found.append((len(sources), len(sources[0])))
+        placing.place(sources, *args, **options)
+
+    kernel = SimpleNamespace(place=noted, dtypes=placing.dtypes, forms=placing.forms)
+    monkeypatch.setattr(fused_placing, "native_placing", lambda: kernel)
+    return found
+
+
 def chunk_part(tokens, first, last, start, slots, dtype=torch.float32):
     layers = [torch.randn(2, HEADS, tokens, DIM).to(dtype) for _ in range(4)]
     positions = torch.arange(first, last) + start
@@ -161,9 +189,43 @@ def test_all_chunks_are_placed_by_a_launch_for_each_rotary_embedding(layout, lau
     assert sorted(launches) == [(1, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.parametrize("layout", [turned, heads_last, values_behind])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_cpus_native_code_places_all_chunks(layout, dtype, native):
+    bound, layers = worker(layout, dtype=dtype)
+    placing = fused_placing.fused_placing(bound, layers)
+    assert placing is not None
+    parts = some_parts(dtype)
+    expected = placed(layers, layer_launches(layers, [parts]))
+    native.clear()
+    found = placed(layers, placing.launches([parts]))
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert sorted(native) == [(1, 3), (1, 3), (2, 3)]
+
+
+def test_native_code_is_not_compiled_where_it_is_not_wanted(native):
+    assert fused_placing.fused_placing(*worker(turned), native=False) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layout": mirrored}, "layer 0 is laid out in another way"),
+        ({"layout": heads_last, "form": torch.float8_e5m2}, "the KV cache is in fp8"),
+        ({"layout": heads_last, "dtype": torch.float16}, "computes in torch.float16"),
+    ],
+)
+def test_what_native_code_does_not_place_is_left_to_vllm(changes, told, native, caplog):
+    with caplog.at_level(logging.INFO):
+        assert fused_placing.fused_placing(*worker(**changes)) is None
+    assert told in caplog.text
+
+
 def test_a_launch_has_few_layers_and_the_first_ones_come_first(launches, monkeypatch):
     monkeypatch.setattr(fused_placing, "LAYERS_AT_ONCE", 1)
-    placing = FusedPlacing(*worker(heads_last))
+    bound, layers = worker(heads_last)
+    placing = FusedPlacing(bound, layers, launching.TritonPlacing())
     assert [launch.layers for launch in placing.launches([some_parts()])] == [
         (0,),
         (1,),

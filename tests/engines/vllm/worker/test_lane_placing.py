@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvlinker.engines.vllm.worker import passes
+from kvlinker.engines.vllm.worker import fused_placing, passes
 from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import layer_launches
 from tests.engines.embedded.conftest import linked_prompt
@@ -20,8 +20,9 @@ TOLERANCE = 3e-5
 
 @pytest.fixture
 def device(monkeypatch):
-    """What workers take for their device from now on."""
+    """What workers take for their device from now on, on which each layer is placed alone."""
     found = FakeDevice()
+    monkeypatch.setattr(fused_placing, "LAYERS_AT_ONCE", 1)
     monkeypatch.setattr(passes, "lane_to", lambda _: found)
     return found
 

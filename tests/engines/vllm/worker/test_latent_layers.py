@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.adapter import CacheGroup, rotate
 from kvlinker.engines.vllm.adapter.latent_layers import LatentLayer, latents_unplaceable
 from kvlinker.engines.vllm.worker import fused_placing
@@ -109,9 +110,13 @@ def test_a_turned_key_is_the_models_own(part):
     torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_one_kernel_places_latents_as_layer_by_layer(part, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(fused_placing, "has_kernels", lambda _: True)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_one_kernel_places_latents_as_layer_by_layer(part, on_gpu, monkeypatch):
+    if on_gpu:
+        pytest.importorskip("triton")
+    elif native_placing() is None:
+        pytest.skip("no native code for this CPU")
+    monkeypatch.setattr(fused_placing, "has_kernels", lambda _: on_gpu)
     worker = latent_layer()
     bound: Any = SimpleNamespace(
         device=torch.device("cpu"),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.contract.placing import Rotation
 from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
 from kvlinker.engines.embedded.attention.tiles import TileTables
 from kvlinker.engines.embedded.attention.views import (
@@ -24,7 +25,6 @@ from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.gpu.attending import attend_tile, merge_partials
 from kvlinker.engines.gpu.launching import (
     SMALLEST,
-    Rotation,
     addresses,
     block_of,
     is_aligned,

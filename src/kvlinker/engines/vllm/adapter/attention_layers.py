@@ -86,6 +86,7 @@ class AttentionLayer:
                 behind = cache.view(*cache.shape[:2], -1, self.key_dim)
                 key, value = behind.transpose(1, 2).chunk(2, dim=1)
                 yield key, value
+                yield _turned(key), value
         elif cache.shape[1] == 2 * self.heads:
             key, value = cache.transpose(1, 2).split(self.heads, dim=2)
             yield key, value
@@ -93,6 +94,14 @@ class AttentionLayer:
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``key`` and ``value`` [tokens, heads, dim] into the KV cache."""
         self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
+
+
+def _turned(key: Tensor) -> Tensor:
+    """Return keys [blocks, block_size, heads, dim] of which the same memory has, in each block and
+    head, all slots' first numbers before all second ones, as vLLM's attention on CPUs takes
+    them."""
+    blocks, block_size, heads, dim = key.shape
+    return key.transpose(1, 2).view(blocks, heads, dim, block_size).permute(0, 3, 1, 2)
 
 
 def first_of(

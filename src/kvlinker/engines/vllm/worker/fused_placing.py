@@ -1,21 +1,23 @@
-"""Places chunks by a kernel that does so in many layers at once, where the worker's model is on a
-GPU."""
+"""Places chunks by a kernel that gathers, rotates and writes a few layers at once: in Triton on
+GPUs, in native code on CPUs."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvlinker.engines.contract.placing import KeyValue, PlacingKernel, Rotation, Rounding
 from kvlinker.engines.gpu import has_kernels
+from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
 from kvlinker.engines.vllm.worker.layers import (
     AttentionModules,
@@ -25,9 +27,6 @@ from kvlinker.engines.vllm.worker.layers import (
     layer_launches,
 )
 from kvlinker.store import ChunkKV, LayerKV
-
-if TYPE_CHECKING:
-    from kvlinker.engines.gpu.launching import KeyValue, Rotation, Rounding
 
 logger = logging.getLogger(__name__)
 
@@ -67,20 +66,24 @@ class _FoundCache(NamedTuple):
 
 
 class FusedPlacing:
-    """Places chunks from pinned memory, by one launch for a few layers that are rotated alike.
+    """Places chunks, by one launch for a few layers that are rotated alike.
 
     It writes into vLLM's caches by itself: where these lie, and in which form of fp8, is found by
     looking for what vLLM's own update writes.
     """
 
-    def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
+    def __init__(
+        self, bound: BoundModel, layers: Sequence[AttentionModules], kernel: PlacingKernel
+    ) -> None:
         """Raises LookupError where a cache or a rotary embedding is of a kind that is not known."""
-        from kvlinker.engines.gpu.launching import DTYPES
-
-        if bound.dtype not in DTYPES:
+        if bound.dtype not in kernel.dtypes:
             raise LookupError(f"the model computes in {bound.dtype}")
-        self._device = bound.device
-        found = [_cache_of(layer.attention, bound) for layer in layers]
+        if bound.has_rounded_cache and not kernel.forms:
+            raise LookupError("the KV cache is in fp8")
+        self._bound = bound
+        self._kernel = kernel
+        forms = kernel.forms if bound.has_rounded_cache else (None,)
+        found = [_cache_of(layer.attention, bound, forms) for layer in layers]
         self.form = found[0].form
         """The form of fp8 that caches have, if any."""
 
@@ -102,8 +105,6 @@ class FusedPlacing:
     def _alike(
         indices: Sequence[int], layers: Sequence[AttentionModules], found: Sequence[_FoundCache]
     ) -> _Alike:
-        from kvlinker.engines.gpu.launching import Rounding
-
         form, rounding = found[indices[0]].form, None
         if form is not None:
             rounding = Rounding(form, [layers[index].attention.scales for index in indices])
@@ -128,50 +129,50 @@ class FusedPlacing:
         for alike in self._groups:
             places = tokens[alike.group]
             if places is not None:
-                yield Launch(alike.layers, partial(_place, alike, parts[alike.group], places))
+                own = parts[alike.group]
+                yield Launch(alike.layers, partial(self._place, alike, own, places))
 
     def _tokens(self, parts: Sequence[ChunkPart]) -> Tensor:
         """Return, for each token of the parts, the part's number, its row in the chunk, its
         position and its slot: [4, tokens]."""
-        from kvlinker.engines.gpu.launching import on_device
-
         numbers = [np.full(part.last - part.first, index) for index, part in enumerate(parts)]
         rows = [np.arange(part.first, part.last) for part in parts]
-        known = on_device(np.stack([np.concatenate(numbers), np.concatenate(rows)]), self._device)
+        known = torch.from_numpy(np.stack([np.concatenate(numbers), np.concatenate(rows)]))
         places = [torch.stack([part.positions, part.slots]) for part in parts]
-        return torch.cat([known, torch.cat(places, dim=1)])
+        return torch.cat([self._bound.to_device(known), torch.cat(places, dim=1)])
+
+    def _place(self, group: _Alike, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
+        sources = [
+            [(layer.key, layer.value) for layer in (part.kv.layers[index] for part in parts)]
+            for index in group.layers
+        ]
+        self._kernel.place(sources, group.caches, tokens, group.rotation, rounding=group.rounding)
 
 
-def _place(group: _Alike, parts: Sequence[ChunkPart], tokens: Tensor) -> None:
-    from kvlinker.engines.gpu.launching import FEW_PROGRAMS, place_kv
-
-    sources = [
-        [(layer.key, layer.value) for layer in (part.kv.layers[index] for part in parts)]
-        for index in group.layers
-    ]
-    place_kv(
-        sources,
-        group.caches,
-        tokens,
-        group.rotation,
-        rounding=group.rounding,
-        programs=FEW_PROGRAMS,
-    )
-
-
-def fused_placing(bound: BoundModel, layers: Sequence[AttentionModules]) -> FusedPlacing | None:
+def fused_placing(
+    bound: BoundModel, layers: Sequence[AttentionModules], *, native: bool = True
+) -> FusedPlacing | None:
     """Return the placing by one kernel, once it has placed the same as layer by layer; None where
-    it does not, and the log says why. Uses the first blocks of the KV cache, and leaves zeros
-    there."""
-    if not has_kernels(bound.device):
+    it does not, and the log says why. Without ``native``, no code is compiled for CPUs. Uses the
+    first blocks of the KV cache, and leaves zeros there."""
+    kernel = _kernel_for(bound.device, native=native)
+    if kernel is None:
         return None
     try:
-        placing = FusedPlacing(bound, layers)
+        placing = FusedPlacing(bound, layers, kernel)
         _require_same(placing, bound, layers)
     except Exception as error:  # whatever the compiler or the driver raises
         logger.info("Chunks are placed layer by layer: %s: %s.", type(error).__name__, error)
         return None
     return placing
+
+
+def _kernel_for(device: torch.device, *, native: bool) -> PlacingKernel | None:
+    if has_kernels(device):
+        from kvlinker.engines.gpu.launching import TritonPlacing
+
+        return TritonPlacing()
+    return native_placing() if native and device.type == "cpu" else None
 
 
 def _require_same(
@@ -226,8 +227,6 @@ def _placed(
 
 def _rotation(rotary: Any) -> Rotation | None:
     """Return the tables of vLLM's rotary embedding. Raises LookupError where it has none."""
-    from kvlinker.engines.gpu.launching import Rotation
-
     if rotary is None:
         return None
     table = getattr(rotary, "cos_sin_cache", None)
@@ -237,20 +236,19 @@ def _rotation(rotary: Any) -> Rotation | None:
     return Rotation(cos, sin, interleaved=not rotary.is_neox_style)
 
 
-def _cache_of(layer: AttentionLayer, bound: BoundModel) -> _FoundCache:
-    """Return where the layer's cache keeps keys and values, and in which form.
+def _cache_of(
+    layer: AttentionLayer, bound: BoundModel, forms: Collection[torch.dtype | None]
+) -> _FoundCache:
+    """Return where the layer's cache keeps keys and values, and in which of these ``forms``.
 
     Backends lay it out differently: a few random tokens are written by vLLM's own update, and
     looked for. Raises LookupError where they are not found.
     """
-    from kvlinker.engines.gpu.launching import FP8_FORMS
-
     key, value = (
         torch.randn(CHECKED_TOKENS, layer.heads, dim).to(bound.device, bound.dtype)
         for dim in (layer.key_dim, layer.value_dim)
     )
     layer.write(key, value, torch.arange(CHECKED_TOKENS, device=bound.device))
-    forms = tuple(FP8_FORMS) if bound.has_rounded_cache else (None,)
     for cache, form in product(layer.cache_views(), forms):
         if form is not None:
             cache = cache[0].view(torch.uint8), cache[1].view(torch.uint8)

@@ -154,11 +154,18 @@ class Passes:
     """Carries out slices of transfers."""
 
     def __init__(
-        self, bound: BoundModel, layers: Sequence[AttentionModules], *, tokens: int, runs: int
+        self,
+        bound: BoundModel,
+        layers: Sequence[AttentionModules],
+        *,
+        tokens: int,
+        runs: int,
+        native: bool,
     ) -> None:
-        """``tokens`` and ``runs`` are the most that one pass takes. Uses the first blocks of the KV
-        cache, in which nothing may lie yet."""
-        fused = fused_placing(bound, layers)
+        """``tokens`` and ``runs`` are the most that one pass takes; ``native`` says whether code
+        may be compiled for CPUs. Uses the first blocks of the KV cache, in which nothing may lie
+        yet."""
+        fused = fused_placing(bound, layers, native=native)
         launches = partial(layer_launches, layers) if fused is None else fused.launches
         self._placing = LanePlacing(lane_to(bound.device), layers, launches)
         self._bound = bound

@@ -68,9 +68,11 @@ class TransferWorker:
         pass_tokens: int,
         pass_runs: int,
         with_scores: bool,
+        native: bool,
     ) -> None:
         """``pass_tokens`` and ``pass_runs`` are the most that one pass of the model takes. With
-        ``with_scores``, captured chunks get their scores.
+        ``with_scores``, captured chunks get their scores; ``native`` says whether code may be
+        compiled for CPUs.
 
         Raises UnsupportedModelError for a model that cannot be linked.
         """
@@ -78,7 +80,9 @@ class TransferWorker:
         self._layers = trace_layers(bound)
         chunks.keep_only(partial(own_heads, self._layers, bound.dtype))
         require_exact(bound, self._layers)
-        self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
+        self._passes = Passes(
+            bound, self._layers, tokens=pass_tokens, runs=pass_runs, native=native
+        )
         self._chunks = chunks
         self._with_scores = with_scores
         self._tasks: dict[str, TransferTask] = {}
