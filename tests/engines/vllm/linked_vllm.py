@@ -145,10 +145,14 @@ class LinkedVLLM:
         return outcome_of(self.run()[name])
 
     @property
+    def passes(self):
+        """What places chunks and computes in the worker."""
+        return vllm.distributed.kv_transfer.get_kv_transfer_group()._worker._passes
+
+    @property
     def launches(self):
         """What places chunks in the worker's layers."""
-        worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
-        return worker._passes._placing._launches
+        return self.passes._placing._launches
 
     def stored(self, key):
         """The KV that vLLM's workers stored under the key."""

@@ -197,6 +197,18 @@ def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
     assert found[-1] == (0 if several else hit)  # what windows see is to be placed again
 
 
+@pytest.mark.parametrize("observers_place", [True, False])
+def test_a_first_pass_finds_chunks_or_places_them(linked, prompt, observers_place, monkeypatch):
+    """Layer by layer, or on GPUs, the pass that observes places them; else they are there."""
+    monkeypatch.setattr(linked.passes, "_observers_place", observers_place)
+    oracle = reference(prompt, linked.family)
+    link = linked.refined(prompt, "query-10")
+    expected = asked_for(oracle, 10)
+    np.testing.assert_array_equal(link.plan.selections[0], expected)
+    output = linked.follow(link, max_tokens=4)
+    assert difference_from(output, oracle, [expected] * oracle.layers) < TOLERANCE
+
+
 @pytest.mark.runner_v2
 def test_the_question_and_deviations_together(linked, prompt):
     oracle = reference(prompt, linked.family)

@@ -167,7 +167,12 @@ class Passes:
         yet."""
         fused = fused_placing(bound, layers, native=native)
         launches = partial(layer_launches, layers) if fused is None else fused.launches
-        self._placing = LanePlacing(lane_to(bound.device), layers, launches)
+        lane = lane_to(bound.device)
+        self._placing = LanePlacing(lane, layers, launches)
+        self._observers_place = fused is None or lane is not None
+        """True if a pass that observes places its chunks itself, so that keys are copied once. On
+        CPUs, a kernel and another copy of the keys take less time."""
+
         self._bound = bound
         self._layers = layers
         self._tokens = tokens
@@ -175,10 +180,11 @@ class Passes:
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Place the chunks of all slices, before anything is computed; those of a request that is
-        observed in a single pass are left to it."""
+        observed in a single pass may be left to it."""
         observed = [run for task, each in slices if _observes(task) for run in each.runs]
         one_pass = (
-            len(self._bound.groups) == 1
+            self._observers_place
+            and len(self._bound.groups) == 1
             and len(observed) <= self._runs
             and sum(end - begin for begin, end in observed) <= self._tokens
         )
