@@ -110,4 +110,4 @@ class PassagesAhead:
             return
         self._engine.cache_chunk(chunk, tenant=tenant, idle=True).result()
         text = MarkedText(passage.text, source=TextSource.RECOGNITION)
-        self._implicit.use({chunk: text}, tenant=tenant)
+        self._implicit.use({chunk: text}, {}, tenant=tenant)

@@ -84,21 +84,38 @@ class ImplicitCaches:
         """Return those of the chunks, which have one salt, that have context caches, the tenant's
         own or shared ones; one whose KV was computed in another context stands for its text, too.
         There are none while the catalog does not answer."""
+        if not chunks:
+            return {}
+        fingerprint = salted(self._caches.fingerprint, chunks[0].salt)
         try:
-            return self._found(chunks, tenant)
+            known = self._catalog.implicit.find(
+                {chunk.content for chunk in chunks}, tenant, fingerprint, time.time()
+            )
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             return {}
+        found = {}
+        for chunk in chunks:
+            if caches := known.get(chunk.content):
+                best = min(caches, key=lambda cache: _rank(cache, chunk))
+                found[chunk] = FoundChunk(best.chunk, best, created=False)
+        return found
 
-    def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        """Return the chunks with their context caches: those that exist live on, and others are
-        entered.
+    def use(
+        self,
+        texts: Mapping[Chunk, MarkedText],
+        known: Mapping[Chunk, FoundChunk],
+        *,
+        tenant: str,
+    ) -> dict[Chunk, FoundChunk]:
+        """Return the chunks with their context caches: those that ``find`` has returned, ``known``,
+        live on, and others are entered.
 
         A chunk for which there is no room is missing in the result; so are all while the catalog
         does not answer, and their texts are computed.
         """
         try:
-            found = self._entered(texts, tenant)
+            found = self._entered(texts, known, tenant)
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             found = {}
@@ -125,22 +142,10 @@ class ImplicitCaches:
         if lives:
             self._catalog.implicit.extend(lives, now)
 
-    def _found(self, chunks: Sequence[Chunk], tenant: str) -> dict[Chunk, FoundChunk]:
-        if not chunks:
-            return {}
-        fingerprint = salted(self._caches.fingerprint, chunks[0].salt)
-        known = self._catalog.implicit.find(
-            {chunk.content for chunk in chunks}, tenant, fingerprint, time.time()
-        )
-        found = {}
-        for chunk in chunks:
-            if caches := known.get(chunk.content):
-                best = min(caches, key=lambda cache: _rank(cache, chunk))
-                found[chunk] = FoundChunk(best.chunk, best, created=False)
-        return found
-
-    def _entered(self, texts: Mapping[Chunk, MarkedText], tenant: str) -> dict[Chunk, FoundChunk]:
-        found = self._found(tuple(texts), tenant)
+    def _entered(
+        self, texts: Mapping[Chunk, MarkedText], known: Mapping[Chunk, FoundChunk], tenant: str
+    ) -> dict[Chunk, FoundChunk]:
+        found = {chunk: known[chunk] for chunk in texts if chunk in known}
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}

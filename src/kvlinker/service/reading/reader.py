@@ -214,7 +214,8 @@ class ContentReader:
         encoded: dict[MarkedText, Chunk] = (
             {} if mode is Implicit.OFF else self._encode(cached, how.salt)
         )
-        marked = self._known(encoded, how)
+        known = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
+        marked = _by_text(encoded, known)
         if mode is Implicit.MARKED:  # kept answers are recognised, and may be gone by now
             for text in encoded.keys() - marked.keys():
                 if isinstance(text, MarkedText) and text.source is TextSource.RECOGNITION:
@@ -236,7 +237,10 @@ class ContentReader:
             prompt = build(chunks)
         if how.keeps:
             self._builder.check_length(prompt)  # before anything is entered for it
-            marked = self._used(encoded, how)
+            entered = self._implicit.use(
+                {chunk: text for text, chunk in encoded.items()}, known, tenant=how.tenant
+            )
+            marked = _by_text(encoded, entered)
             used = named_chunks | {part: found.chunk for part, found in marked.items()}
             if used != chunks:  # there was no room for some
                 prompt = build(used)
@@ -329,23 +333,6 @@ class ContentReader:
             if (chunk := self._implicit.encode(text.text, salt)) is not None
         }
 
-    def _known(
-        self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions
-    ) -> dict[CachedPart, FoundChunk]:
-        """Return the chunks that have context caches already, by their texts."""
-        found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
-        return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
-
-    def _used(
-        self, encoded: Mapping[MarkedText, Chunk], how: ReadOptions
-    ) -> dict[CachedPart, FoundChunk]:
-        """Return the chunks that have context caches once this has entered new ones, by their
-        texts."""
-        found = self._implicit.use(
-            {chunk: text for text, chunk in encoded.items()}, tenant=how.tenant
-        )
-        return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
-
     def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:
         """Return the chunks of the ids, of which those that are implicit live on."""
         try:
@@ -358,6 +345,13 @@ class ContentReader:
             ContextCacheReference(id): FoundChunk(cache.chunk, cache, False)
             for id, cache in caches.items()
         }
+
+
+def _by_text(
+    encoded: Mapping[MarkedText, Chunk], found: Mapping[Chunk, FoundChunk]
+) -> dict[CachedPart, FoundChunk]:
+    """Return by text what was found for its chunk."""
+    return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
 
 def _at_home(prompt: Prompt, marked: Mapping[CachedPart, FoundChunk]) -> set[MarkedText]:
