@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from inspect import getmembers, isfunction, signature
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -64,7 +65,7 @@ async def test_the_audit_is_told_which_chunks_had_no_ids(
         told.append(implicit)
         return request, sink
 
-    monkeypatch.setattr(served.llm.policy_manager, "watch", watch)
+    monkeypatch.setattr(served.llm.policy_manager, "auditor", SimpleNamespace(watch=watch))
     (cache,) = await llm.generate_context_cache(["The cat sat on the mat."])
     marked = {
         "type": "text",

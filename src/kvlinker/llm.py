@@ -373,9 +373,9 @@ class LLM(ContextCacheCalls, PromptCalls):
         if calls is not None:
             sink = self._tool_waits.watch(request, sink, calls)
         expected = self.workflows.expected(step, tenant=tenant) if step else ()
-        handle = self.engine.generate(
-            *self.policy_manager.watch(request, sink, implicit=read.implicit)
-        )
+        if (auditor := self.policy_manager.auditor) is not None:
+            request, sink = auditor.watch(request, sink, implicit=read.implicit)
+        handle = self.engine.generate(request, sink)
         self.workflows.begin(step, expected, read.keys, tenant=tenant)
         return handle
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvlinker.base.events import Events
-from kvlinker.engines.contract.contract import Engine, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import Engine
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.service.audit.auditor import AuditOptions, Auditor
 from kvlinker.service.audit.certificate import CertifiedPolicies
@@ -107,15 +107,6 @@ class PolicyManager:
         required."""
         if self._certified is not None:
             self._certified.check(policy)
-
-    def watch(
-        self, request: GenerationRequest, sink: Sink, *, implicit: bool
-    ) -> tuple[GenerationRequest, Sink]:
-        """Return the request and the sink to give to the engine in the places of these; see
-        ``Auditor.watch``."""
-        if self.auditor is None:
-            return request, sink
-        return self.auditor.watch(request, sink, implicit=implicit)
 
     def resume(self, log: AuditLog) -> None:
         """Go on with what audits of this model found that are in ``log``, and where the default
