@@ -144,7 +144,8 @@ class PromptBuilder:
         in the prompt just once. Messages of text alone give exactly the ids of the tokenizer's
         ``apply_chat_template``. Raises InvalidRequestError (``messages``) for no messages, text
         that is not valid Unicode, and messages that the chat template does not accept or not show;
-        ContextLengthError for texts that are far too long for the model.
+        ContextLengthError for a prompt that is far too long for the model. A template takes time
+        for long texts: check those of requests before, by ``check_texts``.
         """
         if not messages:
             raise InvalidRequestError(
@@ -152,11 +153,6 @@ class PromptBuilder:
             )
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
-        texts = [
-            part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)
-        ]
-        texts += [document.text for document in documents if isinstance(document.text, str)]
-        self.check_texts(texts, param="messages")
         parts = self._template.render(messages, documents, options=options, definitions=definitions)
         return self._prompt(parts, param="messages")
 

@@ -137,9 +137,8 @@ class ContentReader:
         if how.any_order:
             documents, messages = self._arranged(documents, messages, how)
         beside = [document.text for document in documents]
-        self._builder.check_texts(
-            texts_of(chain(beside, *(m.content for m in messages))), param="messages"
-        )
+        given = chain(beside, *((message.name or "", *message.content) for message in messages))
+        self._builder.check_texts(texts_of(given), param="messages")
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
         self._builder.check_texts(texts, param="tools")
         options, section = self._tool_section(options, how)
