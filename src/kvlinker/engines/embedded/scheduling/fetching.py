@@ -98,7 +98,9 @@ class FetchQueue:
         assert all(
             request.state is RequestState.LOADING for request in (*self._unfetched, *self._late)
         )
-        assert not self._fetching.intersection(self._unfetched, self._late)
+        assert self._fetching.isdisjoint(self._unfetched)
+        assert self._fetching.isdisjoint(self._late)
+        assert self._late.keys().isdisjoint(self._unfetched)
         loading = (
             request
             for request in (*self._fetching, *self._late)
