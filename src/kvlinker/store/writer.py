@@ -1,4 +1,4 @@
-"""Queues writes to a slower tier for a background thread; the chunk store is its only caller."""
+"""Queues writes to a slower tier for a background thread, for the chunk store and for prefixes."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class ConfiguredTier(ABC):
     name: ClassVar[str]
     """The tier's name in settings, events and figures."""
     rank: ClassVar[int]
-    """The tier's place among all tiers, from the fastest to the slowest: above 10, which is host
-    memory's."""
+    """The tier's place among all tiers, from the fastest to the slowest: the device's is 0, host
+    memory's 10, and those of slower tiers are above."""
     settings: ClassVar[tuple[str, ...]] = ()
     """The fields of ``Settings`` that the tier reads; none where it reads ``options``."""
 
