@@ -107,7 +107,7 @@ class Link:
         reused = reuse(link.prompt, link.policy)
         if reused is not None:
             link = replace(link, prompt=replace(link.prompt, reused=reused))
-        return link if link.policy.needs.reads_scores else link._planned(PromptEvidence())
+        return link if link.policy.needs.reads_scores else link._with_evidence(PromptEvidence())
 
     @property
     def probing(self) -> bool:
@@ -117,7 +117,7 @@ class Link:
     @property
     def is_inexact(self) -> bool:
         """True if the plan, or what it reuses, has KV of chunks that is not exact in its place."""
-        plan, reused = self._plan, self.prompt.reused
+        plan, reused = self._known_plan, self.prompt.reused
         if reused is not None and any(reused.linked.values()):
             return True
         kept = (
@@ -144,12 +144,12 @@ class Link:
     def with_scores(self, scores: Sequence[ChunkScores | None]) -> Link:
         """Plan by the scores of all ``chunks``, None for those that were stored without; nothing
         changes where there is a plan already."""
-        return self if self.plan is not None else self._planned(PromptEvidence(tuple(scores)))
+        return self if self.plan is not None else self._with_evidence(PromptEvidence(tuple(scores)))
 
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
         """Plan the second pass by the question's ``attention`` [layers, length] in the first
         one."""
-        return self._planned(replace(self.evidence, attention=attention))
+        return self._with_evidence(replace(self.evidence, attention=attention))
 
     def in_full(self) -> Link:
         """Plan to compute every token: an engine does so where it cannot tell what the policy looks
@@ -160,7 +160,7 @@ class Link:
     def placed(self, fetched: Sequence[T]) -> tuple[tuple[Placement, T], ...]:
         """Pair the plan's placements with their entries of ``fetched``, which holds one for each of
         ``chunks``."""
-        plan = self._plan
+        plan = self._known_plan
         if not self.policy.needs.reads_scores:
             return tuple(zip(plan.placements, fetched, strict=True))
         at = {span.start: entry for span, entry in zip(self.prompt.spans, fetched, strict=True)}
@@ -177,7 +177,7 @@ class Link:
         """
         if self.probing or not self.policy.needs.refines:
             return None
-        return Refinement(self._plan, layers, watch=watch, explains=explains)
+        return Refinement(self._known_plan, layers, watch=watch, explains=explains)
 
     def usage(
         self,
@@ -209,7 +209,9 @@ class Link:
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that was computed again, averaged over the model's
         ``layers``."""
-        return chunk_uses(self._plan, layers, () if refinement is None else refinement.dropped)
+        return chunk_uses(
+            self._known_plan, layers, () if refinement is None else refinement.dropped
+        )
 
     def explanation(
         self,
@@ -239,7 +241,7 @@ class Link:
                 () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
             )
         return explain_plan(
-            self._plan,
+            self._known_plan,
             explained if refinement is None else (*explained, *refinement.shown),
             asked=self.asked,
             forecast=self.forecast,
@@ -266,7 +268,7 @@ class Link:
             dropped, layers = (
                 ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
             )
-            computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
+            computed = np.mean(layer_masks(self._known_plan, layers, dropped), axis=0)
             for chunk, start in places.items():
                 kept[start : start + len(chunk)] = 1 - computed[start : start + len(chunk)]
         kept[self.prompt.reused_own] = 0
@@ -275,10 +277,12 @@ class Link:
     def _places(self, chunks: Collection[Chunk]) -> dict[Chunk, int]:
         """Return the positions where these chunks begin that are placed; of one that stands several
         times, the first one."""
-        return {p.chunk: p.start for p in reversed(self._plan.placements) if p.chunk in chunks}
+        return {
+            p.chunk: p.start for p in reversed(self._known_plan.placements) if p.chunk in chunks
+        }
 
     @property
-    def _plan(self) -> LinkPlan:
+    def _known_plan(self) -> LinkPlan:
         assert self.plan is not None, "the chunks' scores are needed first"
         return self.plan
 
@@ -290,7 +294,7 @@ class Link:
             self.policy, self.prompt
         )
 
-    def _planned(self, evidence: PromptEvidence) -> Link:
+    def _with_evidence(self, evidence: PromptEvidence) -> Link:
         link = replace(self, evidence=evidence)
         with _asking(self.asked):
             if link.probing or link._nothing_to_choose:

@@ -77,7 +77,7 @@ class LinkPlan:
 def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
     """Turn a policy's selection into a plan."""
     selectable = prompt.cached & prompt.changeable
-    return _plan(
+    return _plan_of_selections(
         prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts)
     )
 
@@ -91,10 +91,14 @@ def takes_first_pass(policy: Policy, prompt: Prompt) -> bool:
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
     """Plan the first pass of a policy that needs the question's attention: only fresh tokens are
     computed."""
-    return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
+    return _plan_of_selections(
+        prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts)
+    )
 
 
-def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]) -> LinkPlan:
+def _plan_of_selections(
+    prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]
+) -> LinkPlan:
     """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose
     logits are needed.
 

@@ -122,7 +122,7 @@ class ForwardPass:
         inside = [index for index, layer in enumerate(self._layers) if layer.block == block]
         for index in (self._kept_by[index] for index in inside):
             while late := late_owners(self._batch, index, self._wait):
-                hidden = self._leave(late, index, hidden)
+                hidden = self._take_out(late, index, hidden)
         self._asked = {
             id(refinement)
             for refinement, _, _ in self._batch.refinements()
@@ -197,7 +197,7 @@ class ForwardPass:
         self._positions = batch.positions
         self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
 
-    def _leave(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
+    def _take_out(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the owners' tokens."""
         self.left.update(dict.fromkeys(owners, index))
         keep = self._batch.without(owners)
