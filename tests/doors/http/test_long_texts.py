@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.doors.http.models import LONG_AT_ONCE, LONG_BODY_BYTES
+from kvlinker.doors.http.encoding_threads import LONG_AT_ONCE, LONG_TEXT_BYTES
 from kvlinker.prompting.encoding import TextEncoder
 from tests.doors.http.serving import Served
 
@@ -125,7 +125,7 @@ def test_long_texts_wait_for_each_other_and_nobody_for_them(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    body = b'{"text": "wait"' + b" " * LONG_BODY_BYTES + b"}"
+    body = b'{"text": "wait"' + b" " * LONG_TEXT_BYTES + b"}"
     asked: list[Future[Any]] = []
     with ThreadPoolExecutor(50) as clients:
         try:
