@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvlinker.doors.http.edge import connections
 from kvlinker.doors.http.edge.address import bind, url_of
-from kvlinker.doors.http.edge.connections import (
-    LEAST_BYTES_PER_SECOND,
-    BodyTimeout,
-    EngineServer,
-    server_config,
-)
+from kvlinker.doors.http.edge.connections import EngineServer, server_config
 from kvlinker.doors.http.edge.draining import Drain
 from tests.doors.http.serving import Served, serving
 
@@ -123,42 +116,6 @@ def test_answers_may_take_longer(impatient: Served) -> None:
     with httpx.Client(base_url=impatient.url, timeout=WAIT) as http:
         answer = http.post("/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 400
-
-
-async def test_bytes_that_come_give_time() -> None:
-    messages: list[Message] = [
-        {"type": "http.request", "body": b"a" * 10 * LEAST_BYTES_PER_SECOND, "more_body": True},
-        {"type": "http.request", "body": b"b", "more_body": False},
-        {"type": "http.disconnect"},
-    ]
-
-    async def arriving() -> AsyncIterator[Message]:
-        for message in messages:
-            yield message
-
-    source = arriving()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert [await receive() for _ in messages] == messages
-
-    await BodyTimeout(app, seconds=0.01)({"type": "http"}, source.__anext__, _nowhere)
-
-
-async def test_nothing_gives_no_time() -> None:
-    async def never() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-
-    with pytest.raises(HTTPException) as caught:
-        await BodyTimeout(app, seconds=0.01)({"type": "http"}, never, _nowhere)
-    assert caught.value.status_code == 408
-
-
-async def _nowhere(_: Message) -> None:
-    raise AssertionError("nothing is sent")
 
 
 def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(

@@ -1,8 +1,8 @@
 """Connections of clients that send slowly or not at all, which must not stay open for ever;
 uvicorn's settings, and how it ends: drained when it is told to stop, or when the engine has failed.
 
-Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works
-in any server.
+Headers are timed by uvicorn's protocol, which alone sees them; bodies by ``BodyLimits``, which
+works in any server.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import multiprocessing
 import signal
 import socket
 from collections.abc import Callable
-from http import HTTPStatus
 from types import FrameType
 
 import h11
 import uvicorn
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvlinker.doors.http.edge.draining import LAST_SECONDS, Drain
 from kvlinker.doors.http.edge.slow_readers import ReadTimedProtocol
-
-LEAST_BYTES_PER_SECOND = 10_000
-"""The rate below which a body is too slow, once its first seconds are over."""
 
 SHUTDOWN_SECONDS = 10
 """The time that uvicorn gives to what is under way when it stops without having drained."""
@@ -165,43 +160,6 @@ def _end_at_once(number: int) -> None:
         process.kill()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-class BodyTimeout:
-    """ASGI middleware: answers 408 to a body that is not there within ``seconds``, and one more for
-    every ``LEAST_BYTES_PER_SECOND`` bytes that have come."""
-
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
-        self._app = app
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        began = asyncio.get_running_loop().time()
-        received = 0
-        complete = False
-
-        async def timed() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(
-                    began + self._seconds + received / LEAST_BYTES_PER_SECOND
-                ):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(
-                    HTTPStatus.REQUEST_TIMEOUT,
-                    f"{received} bytes came in time",
-                    headers={"Connection": "close"},
-                ) from None
-            received += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            return message
-
-        return await self._app(scope, timed, send)
 
 
 class _TimedProtocol(ReadTimedProtocol):

@@ -1,8 +1,8 @@
 """Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge
 of the server becomes one here.
 
-The middlewares that belong to errors are here, too: ids by which a request is found in the log, the
-limit of bodies, and the last resort for bugs.
+The middlewares that belong to errors are here, too: ids by which a request is found in the log, and
+the last resort for bugs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,12 +31,7 @@ from kvlinker.base.errors import (
     in_words_of,
     shortened,
 )
-from kvlinker.base.types.limits import (
-    BYTES_PER_TOKEN,
-    LEAST_PROMPT_BODY_BYTES,
-    MAX_BODY_BYTES,
-    MAX_MESSAGE_CHARACTERS,
-)
+from kvlinker.base.types.limits import MAX_MESSAGE_CHARACTERS
 from kvlinker.doors.http.edge.routing import allowed_methods
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError, messages_error, speaks_messages
@@ -231,46 +225,6 @@ class UnexpectedErrors:
             )
             body = _inner_body(KVLinkerError(""), scope)
             await _response(body, KVLinkerError.status, scope)(scope, receive, send)
-
-
-def prompt_body_bytes(max_tokens: int) -> int:
-    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of
-    ``max_tokens`` tokens."""
-    return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
-
-
-class BodyLimit:
-    """ASGI middleware: answers 413 to bodies that are too large, and reads none of one that
-    announces it.
-
-    ``limits`` are in bytes by path; those of other paths have ``MAX_BODY_BYTES``.
-    """
-
-    def __init__(self, app: ASGIApp, limits: Mapping[str, int]) -> None:
-        self._app = app
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        limit = self._limits.get(scope["path"], MAX_BODY_BYTES)
-        announced = int(Headers(scope=scope).get("content-length", 0))
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            if announced <= limit:
-                message = await receive()
-                received += len(message.get("body", b""))
-                if received <= limit:
-                    return message
-            raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"over {limit:,} bytes",
-                headers={"Connection": "close"},
-            )
-
-        return await self._app(scope, limited, send)
 
 
 async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:

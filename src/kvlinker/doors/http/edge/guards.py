@@ -9,11 +9,10 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from kvlinker.doors.http.edge.access import HostCheck, KeyCheck, hosts_to_check
 from kvlinker.doors.http.edge.access_log import AccessLog
-from kvlinker.doors.http.edge.connections import BodyTimeout
+from kvlinker.doors.http.edge.body_limits import BodyLimits
 from kvlinker.doors.http.edge.draining import Drain, Draining
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
-    BodyLimit,
     RequestIds,
     UnexpectedErrors,
     add_error_handlers,
@@ -42,8 +41,7 @@ def add_guards(
     app.state.hosts_checked = hosts is not None
     add_error_handlers(app)
     # from the innermost to the outermost
-    app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
-    app.add_middleware(BodyLimit, limits=body_limits)
+    app.add_middleware(BodyLimits, sizes=body_limits, seconds=settings.request_timeout)
     app.add_middleware(HeadRequests)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
     if hosts is not None:
