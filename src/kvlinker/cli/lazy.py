@@ -63,8 +63,8 @@ class ModuleGroup(LazyGroup):
 
 @cache
 def _summary(module: str, name: str) -> str:
-    """Read from a module's source what a function's docstring says, or the help of an application
-    of typer."""
+    """Read a function's docstring, or the help text of a Typer app, without importing its
+    module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

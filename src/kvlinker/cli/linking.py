@@ -28,7 +28,7 @@ def check(
     ] = False,
     weights: Annotated[
         str | None,
-        typer.Option(help="int8: say how many matrices are multiplied by inputs in 8 bits, too."),
+        typer.Option(help="With int8: also report how many matrices use 8-bit inputs."),
     ] = None,
 ) -> None:
     """Compare kvlinker's computation with the model's own, a verdict per check."""
@@ -75,11 +75,13 @@ def check(
     typer.echo(f"{model} can be linked, in contexts of up to {window:,} tokens.")
     said = said_window(transformer)
     if said is None:
-        typer.echo("Its configuration says no length, and nothing in it depends on one.")
+        typer.echo(
+            "The configuration sets no maximum length, and no part of the model depends on one."
+        )
     elif window < said:
         typer.echo(
-            "Its configuration says more, but further on it computes something else for the same"
-            " text."
+            "The configuration allows longer contexts, but beyond this length the model computes"
+            " different results for the same text."
         )
     with watch_linears(transformer) as linear_calls:
         anatomy, dtype = anatomy_of(transformer), transformer.dtype
@@ -95,7 +97,7 @@ def check(
         index = sum(each.dim for each in picking if each is not None) * dtype.itemsize
         typer.echo(
             f"In {len(picking)} layers, indexers pick the tokens that queries see; {index:,} of"
-            " these bytes are what they keep."
+            " these bytes are the indexers' own data."
         )
     if anatomy.recurrences:
         maps, whole = (
@@ -104,8 +106,8 @@ def check(
         request = sum(each.state_bytes(dtype) for each in anatomy.recurrences)
         typer.echo(
             f"{len(anatomy.recurrences)} layers keep a state, which takes {request:,} bytes of a"
-            f" running request. A chunk of 512 tokens takes {whole:,} bytes there, and {maps:,}"
-            " with state_inputs off, as does any longer one then."
+            f" running request. A chunk of 512 tokens takes {whole:,} bytes there. With"
+            f" state_inputs=off, a chunk of 512 or more tokens takes {maps:,} bytes."
         )
     transformer.set_attn_implementation(ATTENTION_NAME)
     native = settings.native_attention
@@ -146,8 +148,8 @@ def policies(
         )
     Console().print(table)
     typer.echo(
-        "Policies are joined with +, as in query-5+legolink-4: what any of them wants is"
-        " recomputed."
+        "Policies are joined with +, as in query-5+legolink-4. A token is recomputed if any of"
+        " them selects it."
     )
 
 
@@ -177,10 +179,7 @@ def calibrate(
     values: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Numbers to try, with commas between; by default some from the range that the"
-                " policy takes."
-            )
+            help="Numbers to try, comma-separated; by default a sample of the policy's range."
         ),
     ] = None,
     dataset: Annotated[

@@ -27,8 +27,8 @@ class _Write:
 
 
 class BackgroundWriter:
-    """Writes chunks to a tier in the order in which they were added, one at a time, giving way to
-    computations.
+    """Writes chunks to a tier in the order in which they were added, one at a time, pausing while
+    the model computes.
 
     What is queued or being written can be read with ``get``, so that a chunk never disappears in
     between. At most ``max_bytes`` are queued, except that one chunk of any size is taken while
@@ -42,7 +42,7 @@ class BackgroundWriter:
         throttle: Throttle,
         written: Callable[[ChunkKV], object] = lambda kv: None,
     ) -> None:
-        """``written`` is told, in the background thread, what the tier has taken."""
+        """``written`` is called, in the background thread, with each KV that the tier stored."""
         self._tier = tier
         self._written = written
         self._throttle = throttle
@@ -55,8 +55,8 @@ class BackgroundWriter:
 
     def add(self, key: str, kv: ChunkKV, *, adds_scores: bool = False) -> bool:
         """Queue a write, unless the key is queued already; return False where the queue is full or
-        closed. Never waits. With ``adds_scores``, the KV takes the place of what is queued, and of
-        a copy in the tier that has no scores."""
+        closed. Never waits. With ``adds_scores``, the KV replaces a queued write, and a stored copy
+        without scores."""
         nbytes = kv.nbytes
         with self._changed:
             if key in self._queued and not adds_scores:
@@ -89,8 +89,8 @@ class BackgroundWriter:
             return tuple(self._queued)
 
     def cancel(self, key: str) -> None:
-        """Drop the key's write; where it has begun, wait for its end. ``get`` does not see it from
-        the start."""
+        """Drop the key's write; if it has begun, wait for its end. ``get`` stops finding the key
+        immediately."""
         with self._changed:
             self._queued.pop(key, None)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """The limits of what one request may bring, all in one place; ``docs/api.md`` lists them.
 
-They are far above what applications send. What they are for: whatever a body holds, it is refused
-or read in a time in which nobody else notices it.
+They are far above what applications send. They make sure that any body is refused or parsed quickly
+enough not to delay other requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ MAX_BODY_BYTES = 64 * 2**20
 """The most bytes of a body."""
 
 LEAST_PROMPT_BODY_BYTES = 16 * 2**20
-"""The most bytes of a body that holds nothing but prompts, for windows of up to a million
+"""The smallest limit for bodies that hold only prompts: it is that of windows of up to a million
 tokens."""
 
 BYTES_PER_TOKEN = 16
@@ -56,8 +56,7 @@ MOST_SCHEMA_CHARACTERS = 512 * 2**10
 """The most characters of a JSON schema, or of those of all tools together."""
 
 MOST_SCHEMA_NODES = 8000
-"""The most fields, list entries and objects in it: a compiler of grammars takes time by the square
-of them."""
+"""The most fields, list entries and objects in it: a compiler of grammars takes quadratic time."""
 
 MOST_GRAMMAR_CHARACTERS = 32 * 2**10
 """The most characters of a grammar in the notation of Lark or GBNF."""
@@ -66,11 +65,11 @@ MOST_PATTERN_CHARACTERS = 8 * 2**10
 """The most characters of a regular expression, or of all in one schema."""
 
 MOST_RULES = 500
-"""The most rules of a grammar, and the most references in a schema: compilers follow them by
-recursion, and a process whose stack ends is gone."""
+"""The most rules of a grammar, and the most references in a schema: compilers recurse over them,
+and a stack overflow kills the process."""
 
 MOST_GRAMMAR_CHOICES = 1024
-"""The most texts of which an answer may be one."""
+"""The most entries of a choice grammar, of which the answer is one."""
 
 MAX_CHUNKS = 10_000
 """The most chunks that one request creates context caches of, and the most pieces into which a text

@@ -27,10 +27,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids")
 COLDEST = 1e-5
-"""Lower temperatures are greedy: logits divided by less would overflow."""
+"""Lower temperatures are treated as greedy, because dividing logits by them would overflow."""
 
 TOKEN_IDS = 2**31
-"""No model has so many tokens: ids are below."""
+"""Token ids must be below this; no vocabulary is that large."""
 
 MOST_BIAS = 100
 """The largest number that ``logit_bias`` adds to a logit, or takes from it."""
@@ -68,7 +68,7 @@ class SamplingParams:
     before them."""
 
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may come; None for all."""
+    """The only tokens that may be generated; None for all."""
 
     skip_special_tokens: bool = True
     """False to show special tokens in the text."""
@@ -92,7 +92,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if no token is drawn: each is the likeliest of those that may come."""
+        """True if no token is drawn: each is the likeliest of the allowed ones."""
         return self.temperature < COLDEST
 
     @property
@@ -120,7 +120,8 @@ class SamplingParams:
                 )
         if self.allowed_token_ids == ():
             raise InvalidRequestError(
-                "allowed_token_ids is empty: no token could come. Leave it out for all.",
+                "allowed_token_ids is empty: no token could be generated. Omit it to allow all"
+                " tokens.",
                 param="allowed_token_ids",
             )
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -140,8 +141,7 @@ class SamplingParams:
                 )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the"
-                " answer before.",
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens}).",
                 param="min_tokens",
             )
 

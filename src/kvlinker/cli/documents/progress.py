@@ -1,4 +1,4 @@
-"""Shows on stderr how far an ingestion is: a bar on a terminal, else a line now and then."""
+"""Shows ingestion progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show_progress(total: int) -> Iterator[Advance]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # or results would go to stderr
+        redirect_stdout=sys.stdout.isatty(),  # otherwise results would go to stderr
     ) as progress:
         task = progress.add_task("", total=total)
 

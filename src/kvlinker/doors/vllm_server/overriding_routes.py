@@ -1,5 +1,5 @@
 """Linked requests in vLLM's own server: kvlinker makes the prompt and its plan, and vLLM's handlers
-do all else.
+do everything else.
 
 They get the prompt's token ids, the signed transfer plan and a salt in fields that vLLM has for
 them, and every other field as it came: sampling, forms of answers, tools, reasoning and streams are
@@ -52,18 +52,18 @@ from kvlinker.engines.vllm.frontend.linker import PreparedPrompt
 from kvlinker.llm import LLM, ReadPrompt
 
 DEFAULT_MODEL = "default"
-"""The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests
-without one."""
+"""The name by which requests may call kvlinker's model, whatever its own is. vLLM needs no model
+name at all."""
 
 UNLINKABLE: Mapping[str, str] = {
-    "use_beam_search": "beams are prompts of their own, which have no plan",
-    "prompt_logprobs": "vLLM tells log probabilities of prompts only where it computes all of them",
-    "truncate_prompt_tokens": "a plan holds for the whole prompt",
-    "kv_transfer_params": "kvlinker's plan stands there",
-    "prompt_embeds": "a plan holds for tokens",
-    "suffix": "vLLM would put it into the prompt, for which the plan holds",
+    "use_beam_search": "each beam is a separate prompt without a plan",
+    "prompt_logprobs": "vLLM gives log probabilities of prompts only if it computes all tokens",
+    "truncate_prompt_tokens": "a plan is for the whole prompt",
+    "kv_transfer_params": "kvlinker puts its plan into this field",
+    "prompt_embeds": "a plan is for token ids",
+    "suffix": "vLLM would add it to the prompt after the plan is made",
 }
-"""vLLM's fields that do not go with linking, and why."""
+"""vLLM's fields that cannot be combined with linking, and why."""
 
 _OF_CHAT = {
     "echo": "vLLM would render the messages itself",
@@ -72,7 +72,7 @@ _OF_CHAT = {
 
 
 class ChatFields(BaseModel):
-    """The fields of a conversation that linking looks at."""
+    """The fields of a conversation that linking reads."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -341,11 +341,11 @@ def _marks(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_linkable(fields: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError for a field that does not go with linking."""
+    """Raise InvalidRequestError for a field that cannot be combined with linking."""
     for name, cause in refused.items():
         if fields.get(name) is not None and fields[name] is not False:
             raise InvalidRequestError(
-                f"{name!r} does not go with context caches: {cause}. Leave it out, or write the"
-                " texts themselves.",
+                f"{name!r} cannot be combined with context caches: {cause}. Leave it out, or send"
+                " the texts instead.",
                 param=name,
             )

@@ -1,4 +1,4 @@
-"""Tells the text of a file from its bytes: converted, or decoded from whatever encoding it has."""
+"""Extracts the text of a file: converts known formats, and guesses the encoding of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-"""What files begin with that tell their encoding."""
+"""Byte order marks, which identify an encoding."""
 
 _USUAL = "cp1252"
 """The encoding of Western Europe, which is taken wherever it may be the right one."""
@@ -29,7 +29,7 @@ _GUESSED = [
 """The encodings that files without a mark have in practice."""
 
 _MOST_CHAOS = 0.15
-"""The share of unlikely characters from which on an encoding is not the right one."""
+"""The share of unlikely characters above which an encoding is rejected."""
 
 
 class NoTextError(Exception):
@@ -48,7 +48,8 @@ class DocumentText:
 
 
 def read_document(content: bytes, suffix: str) -> DocumentText:
-    """Return the text of a file whose name ends in ``suffix``; of ``FORMATS``, it is Markdown.
+    """Return the text of a file whose name ends in ``suffix``. For suffixes in ``FORMATS``, it is
+    Markdown.
 
     Raises NoTextError, and MissingLibraryError where the format's converter is not installed.
     """
@@ -76,4 +77,4 @@ def _decoded(content: bytes) -> DocumentText:
         if (best := matches.best()) is not None:
             guessed = _USUAL if usual else best.encoding
             return DocumentText(content.decode(guessed), guessed)
-    raise NoTextError("it is not text, or in an encoding that cannot be told")
+    raise NoTextError("it is not text, or its encoding cannot be detected")

@@ -14,11 +14,10 @@ Hashes = NDArray[np.uint64]
 
 
 class WindowHash:
-    """Computes a polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, by a base of
-    its own.
+    """Computes a polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, with a
+    random base per instance.
 
-    Collisions can be crafted all the same, so whoever finds a window compares what stands there.
-    Any thread may use it.
+    Collisions can still be crafted, so callers must compare the actual text. Any thread may use it.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The end of a server that is told to stop: it refuses new requests, finishes those under way, and
-cuts off what takes longer than ``drain_timeout``.
+"""The end of a server that receives a signal to stop: it refuses new requests, finishes those under
+way, and cuts off what takes longer than ``drain_timeout``.
 
 ``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes,
 ``/health`` tells of it, and streams register with it, so that each of them ends with an event of
@@ -28,29 +28,28 @@ FIGURES = frozenset({"/metrics", "/status"})
 """The routes that are answered as long as requests are being finished."""
 
 REFUSED_HEADER = "x-kvlinker-refused"
-"""The header of a refusal of which nothing was begun: routers may ask another server."""
+"""Marks refusals of requests that were not started: routers may send them to another server."""
 
 LAST_SECONDS = 1.0
-"""The time that is given to what is only a matter of sending: last events, and answers of refused
-requests."""
+"""The seconds allowed for sending last events and refusals."""
 
 
 class OpenAnswer(Protocol):
     """An answer that is being generated."""
 
     def fail(self, error: KVLinkerError) -> None:
-        """End with an error, told in the words of the request's API. Called in the event loop."""
+        """End with an error, in the format of the request's API. Called in the event loop."""
 
 
 class DrainReport(NamedTuple):
-    """Counts the requests that were under way when a server was told to stop."""
+    """Counts the requests that were running when a server was asked to stop."""
 
     finished: int
     cut: int
 
 
 class Drain:
-    """Counts the requests of one server, and ends them when it is told to stop. All methods but
+    """Counts the requests of one server, and ends them when it is asked to stop. All methods but
     ``begin`` belong to the server's event loop."""
 
     def __init__(self, timeout: float) -> None:
@@ -172,8 +171,8 @@ class Draining:
 
 
 async def _read(receive: Receive) -> None:
-    """Read a body to its end, for a client that is still sending does not see the answer of a
-    closed connection."""
+    """Read a body to its end, because a client that is still sending would miss the answer if the
+    connection closed."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_SECONDS):
             while (await receive()).get("more_body", False):
@@ -181,6 +180,6 @@ async def _read(receive: Receive) -> None:
 
 
 def _forget(task: asyncio.Future[None]) -> None:
-    """Take note of how a task ended that nobody waits for any more."""
+    """Retrieve the exception of a task that nobody awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
