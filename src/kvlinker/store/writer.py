@@ -27,8 +27,8 @@ class _Write:
 
 
 class BackgroundWriter:
-    """Writes chunks to a tier in the order in which they were added, one at a time, pausing while
-    the model computes.
+    """Writes chunks to a tier in the order in which they were added, one at a time, mostly pausing
+    while the model computes.
 
     What is queued or being written can be read with ``get``, so that a chunk never disappears in
     between. At most ``max_bytes`` are queued, except that one chunk of any size is taken while
