@@ -237,8 +237,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         prompt made of one. The answer tells calls and reasoning apart from its text.
 
         With ``stream``, return an iterator over the answer's text, which comes in pieces as it is
-        generated; whoever drops it cancels the request. Raises InvalidRequestError, also for a form
-        or a schema that cannot be enforced, and for ``stream`` with tools, whose calls are no text.
+        generated; dropping it cancels the request. Raises InvalidRequestError, also for a form or a
+        schema that cannot be enforced, and for ``stream`` with tools, whose calls are no text.
         """
         if not stream:
             return self.stream(messages, **options).answer
@@ -384,7 +384,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         if not self.healthy:
             return f"LLM({', '.join(facts)}, closed)"
         facts.append(f"policy={self.default_policy().name!r}")
-        with suppress(StoreError):  # whoever prints must not fail
+        with suppress(StoreError):  # repr must not fail
             facts.append(f"context_caches={self.catalog.usage(DEFAULT_TENANT).caches}")
         return f"LLM({', '.join(facts)})"
 

@@ -123,7 +123,7 @@ def fleet(
 
 
 def _serve_here(settings: Settings, options: FleetOptions) -> None:
-    """Run Ray and the fleet on this machine until told to stop."""
+    """Run Ray and the fleet on this machine until a signal stops them."""
     prepare(alone=True)
     from kvlinker.fleet.ray_serve.cluster import deploy, own_ray, remove
 

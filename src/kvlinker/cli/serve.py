@@ -63,8 +63,8 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 def _serve_until_failure(
     settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
 ) -> float | None:
-    """Start the engine and serve until told to stop, or until the engine has failed; returns the
-    seconds that it then has served, and None where it was told to stop.
+    """Start the engine and serve until a signal stops it (returns None), or until the engine fails
+    (returns the seconds for which it has served).
 
     ``provider`` takes the traces.
     """
@@ -76,7 +76,7 @@ def _serve_until_failure(
         llm = LLM.from_settings(settings, builders=builder_client(settings))
 
     app = create_server(llm, settings, provider)
-    listener.listen()  # whoever reads the address and connects at once is not refused
+    listener.listen()  # a client that reads the address and connects at once is not refused
     policy = llm.default_policy().name
     console.print(_summary(settings, llm.model_name, llm.max_model_len, policy, url_of(listener)))
     if settings.log_format == "json":

@@ -38,7 +38,7 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a server told at one moment: the body of ``/status``, and the samples of ``/metrics`` by
+    """A server's report at one moment: the body of ``/status``, and the samples of ``/metrics`` by
     their names.
 
     ``seconds`` is that moment by a clock that counts from anywhere.

@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Backend:
-    """A server, as it was when it was last asked: ``reason`` tells why it gets no requests, and is
-    None where it does; ``pid`` is None until it has told it. ``role`` is the setting. Whoever holds
-    one may go on to ask it when it was forgotten meanwhile."""
+    """A server, as it was in its last report: ``reason`` says why it gets no requests, and is None
+    if it does; ``pid`` is None until it was reported. ``role`` is the setting. A caller that holds
+    one may still send it requests after it was removed."""
 
     id: str
     url: str

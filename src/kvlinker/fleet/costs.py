@@ -19,8 +19,8 @@ UNMEASURED_SHARE = 0.5
 to compute it."""
 
 FIRST_SECONDS_PER_TOKEN = 2e-4
-"""The time to compute a token until some replica has told its own; one that has not is taken to be
-like the others."""
+"""The time to compute a token until some replica has reported its own; one that has not is taken to
+be like the others."""
 
 STALE_SECONDS = 10.0
 """The seconds without a request after which what a replica measured does not count any more: one
@@ -70,7 +70,7 @@ class PromptCosts:
         self._measured[replica] = False
 
     def resident(self, replica: int) -> int:
-        """Return how many chunks a replica has told to be in its memory."""
+        """Return how many chunks a replica has reported in its memory."""
         return self._index.count(replica)
 
     def hottest(self, most: int) -> list[str]:
@@ -90,8 +90,8 @@ class PromptCosts:
         seconds_per_token: float | None,
         tiers: Mapping[str, TierCost],
     ) -> None:
-        """Take a replica's report, and what it tells of its slower tiers. Raises KeyError where a
-        chunk is in a tier of which nothing is told."""
+        """Take a replica's report, and the costs of its slower tiers. Raises KeyError if a chunk is
+        in a tier that has no costs there."""
         bits = self._bits(tiers)
         chunks = {
             key: (sum(bits[tier] for tier in chunk.tiers), chunk.names)
@@ -164,8 +164,8 @@ class PromptCosts:
     def _recognised(
         self, prompt: PromptOutline
     ) -> tuple[Sequence[WantedChunk], Sequence[WantedChunk]]:
-        """Return a prompt's chunks, those that lines of its plain texts belong to among them, and
-        the lines of which no replica told a chunk."""
+        """Return a prompt's chunks, including those that contain lines of its plain texts, and the
+        lines for which no replica reported a chunk."""
         unknown: list[WantedChunk] = []
         found: dict[int, WantedChunk] = {}
         for line in prompt.lines:

@@ -65,8 +65,8 @@ _GENERATING = frozenset(
 
 _CREATION = "/v1/context_caches"
 _BUILDING = frozenset((_CREATION, "/v1/chunks/build"))
-"""The routes whose requests go to builders. What one of them may have done before it was lost is
-done again: nobody was told of it, and the KV is the same."""
+"""The routes whose requests go to builders. Work that a lost builder may have done is done again:
+it was not reported, and the KV is the same."""
 
 logger = logging.getLogger(__name__)
 

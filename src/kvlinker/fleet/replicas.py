@@ -49,7 +49,9 @@ class ResidencyIndex:
         self._keys: OrderedDict[str, int] = OrderedDict()  # by name
         self._copies: dict[int, set[int]] = {}  # by key: a tier and a replica in one number
         self._tiers: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by replica, by key
-        self._shared: dict[int, Counter[int]] = {}  # by shared tier: who told a key, counted
+        self._shared: dict[
+            int, Counter[int]
+        ] = {}  # by shared tier: its keys, with the number of reports
         self._shared_bits = 0
         self._in_memory: Counter[int] = Counter()  # by replica
         self._numbers: dict[int, int] = {}  # one object for each number in _copies
@@ -167,7 +169,7 @@ class ResidencyIndex:
             replicas.discard(replica)
 
     def _doubt(self, replica: int, chunk: int | str) -> None:
-        """Believe no more that a replica has a chunk, since it has told."""
+        """Stop assuming that a replica has a chunk, since it has reported on it."""
         believed = self._believed.get(chunk)
         if believed is not None and believed.pop(replica, None) is not None and not believed:
             del self._believed[chunk]

@@ -155,9 +155,8 @@ class Router:
     ) -> bool:
         """Take a replica's report, and what it tells of its slower ``tiers``.
 
-        Returns False where it does not follow the last one, so that the whole has to be asked for;
-        what was known stays until then. Raises KeyError where a chunk is in a tier of which nothing
-        is told.
+        Returns False if it does not follow the last one, so that a complete report is needed; known
+        chunks stay until then. Raises KeyError if a chunk is in a tier that has no costs there.
         """
         view, number = self._replicas[replica], self._numbers[replica]
         if not report.whole and report.epoch != view.epoch:

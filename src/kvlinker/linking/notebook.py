@@ -15,7 +15,7 @@ State = Literal["cached", "recomputed", "fresh"]
 _COLOURS: dict[State, str] = {"cached": "#23875d", "recomputed": "#c77700", "fresh": "#4a6fd4"}
 
 _LINES: dict[State, str] = {"cached": "solid", "recomputed": "double", "fresh": "dotted"}
-"""The states are told apart without colours, too."""
+"""The states can be distinguished without colours."""
 
 
 def tokens_html(texts: Sequence[str], states: Sequence[State]) -> str:

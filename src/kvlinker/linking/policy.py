@@ -73,8 +73,7 @@ class Policy(ABC):
         """The most of a chunk's first tokens that ``select`` picks, where it picks those, or the
         whole chunk, and nothing else; None where it may pick any token.
 
-        Models whose layers keep a state link nothing else, unless they are told to keep every
-        token.
+        Models whose layers keep a state link nothing else, unless their settings keep every token.
         """
         return None
 

@@ -82,8 +82,8 @@ class PromptBuilder:
         return self._template.has_variable(name)
 
     def definition(self, tool: Tool) -> str | None:
-        """Return the text by which prompts describe a tool; None where the chat template writes
-        none that can be told from what stands around it."""
+        """Return the text by which prompts describe a tool; None if it cannot be distinguished from
+        the text around it in the chat template's output."""
         return self._template.definition(tool)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:

@@ -100,8 +100,8 @@ class ChatTemplate:
         return with_definitions(shown, definitions)
 
     def definition(self, tool: Tool) -> str | None:
-        """Return the text by which prompts describe a tool; None where the template writes none
-        that can be told from what stands around it."""
+        """Return the text by which prompts describe a tool; None if it cannot be distinguished from
+        the text around it in the template's output."""
         asked = json.dumps(tool)
         return (
             self._definition(asked)

@@ -87,8 +87,8 @@ class Answer:
         )
 
     def read_by(self, reader: Reader) -> Self:
-        """Return the answer with reasoning and calls of tools told apart from its text, by a reader
-        that read nothing yet."""
+        """Return the answer with reasoning and calls of tools separated from its text, by a new
+        reader."""
         cut = self.finish_reason != "stop"
         return self.with_pieces([*reader.feed(self.text), *reader.finish(cut=cut)])
 

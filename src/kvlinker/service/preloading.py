@@ -157,7 +157,7 @@ class Preloading:
             if known is None or known[0].contextual:  # the next to need it computes it
                 continue
             if known[2] == self._engine.fingerprint:
-                with suppress(KVLinkerError):  # whoever asks for it is told
+                with suppress(KVLinkerError):  # requests for it get the error
                     building.append(self._engine.cache_chunk(known[0], tenant=known[1]))
                     found.append(key)
         wait(building, timeout=max(0.0, deadline - time.monotonic()))

@@ -16,7 +16,7 @@ from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, T
 from kvlinker.store import ChunkStore
 
 COSTED_TOKENS = 512
-"""The length of the chunk whose loading, or computation, is told per token."""
+"""The length of the chunk whose loading, or computation, is reported per token."""
 
 MOST_NAMED = 100_000
 """The most chunks whose names are remembered; those named last stay."""
@@ -28,7 +28,7 @@ KEPT_CHANGES = 100
 """The reports to which a router may refer back; one that knows less gets everything."""
 
 MOST_TOLD = 20_000
-"""The most chunks that are told of each tier that is slower than memory."""
+"""The most chunks that are reported of each tier that is slower than memory."""
 
 MOST_LOOKED_UP = 10_000
 """The most chunks that are looked up in shared tiers: those named last."""
@@ -39,7 +39,7 @@ LOOK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What one report told beyond the one before."""
+    """The changes of one report since the previous one."""
 
     chunks: dict[str, KnownChunk]
     gone: frozenset[str]
@@ -125,7 +125,7 @@ class Residency:
             return ResidencyReport(self._epoch, self._number, False, chunks, tuple(sorted(left)))
 
     def _known(self, own: Mapping[str, str]) -> dict[str, KnownChunk]:
-        """Return all chunks that are to be told; the lock is held."""
+        """Return all chunks to report; the lock is held."""
         known = {}
         for key in own.keys() | frozenset().union(*self._shared.values()):
             tiers = [own[key]] if key in own else []

@@ -31,7 +31,7 @@ MOST_EXPECTED = 1000
 
 MOST_STEPS = 1000
 MOST_SECONDS = 3600.0
-"""How far ahead a use may be told, in requests of the workflow and in seconds."""
+"""How far ahead a use may be announced, in requests of the workflow and in seconds."""
 
 SOON_STEPS = 3
 SOON_SECONDS = 30.0

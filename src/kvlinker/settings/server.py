@@ -53,7 +53,7 @@ class ServerSettings(BaseSettings):
     drain_timeout: float = Field(
         default=25,
         ge=0,
-        description="Seconds in which requests may finish when the server is told to stop.",
+        description="Seconds in which requests may finish when the server is asked to stop.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",

@@ -48,8 +48,8 @@ class ChunkStore(Inventory):
     the first tier, and is found there even if that tier has no room for it. When more than
     ``write_queue_bytes`` wait for a tier, it does not get the chunk at all: the caller never waits,
     and a chunk that is then evicted from the others is computed again. Besides the tiers' budgets,
-    at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
-    computes on the same processors says so to ``throttle``, so that the writes hardly slow it.
+    at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Code that
+    computes on the same processors enters ``throttle``, so that writes hardly slow it.
 
     Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and
     taken from there as long as it stays; nothing is ever written down from it.

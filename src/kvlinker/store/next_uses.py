@@ -19,7 +19,7 @@ MOST_PLANS = 64
 """The most plans of one owner that count; the newest stay."""
 
 MOST_OWNERS = 256
-"""The most owners whose plans count; those that told of theirs last stay."""
+"""The most owners whose plans count; the most recent ones stay."""
 
 LEAST_GRACE = 30.0
 """The seconds that a chunk is at least still expected after it was due; otherwise as long as it was

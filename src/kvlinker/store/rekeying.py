@@ -45,8 +45,8 @@ def rekey(
 
     Broken off, it is finished by another call with the same keys: once the transaction is done, the
     directory is the new key's, and files that still have the old one are damage to others.
-    ``progress`` is told of files, done and in all. Raises StoreError where others use the
-    directory, ``old`` is not its key, or a file cannot be written.
+    ``progress`` is called with the number of files done, and of all. Raises StoreError where others
+    use the directory, ``old`` is not its key, or a file cannot be written.
     """
     with closing(open_database(catalog)) as database, closing(database.lock()) as lock:
         lock.take_alone()

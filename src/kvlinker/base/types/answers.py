@@ -120,8 +120,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Brings new output of an answer in a conversation, told apart by what it is: text, or a part
-    of a call: that it begins, more of its arguments, or that it is complete."""
+    """Holds new output of an answer in a conversation: text, or a part of a call (its beginning,
+    more of its arguments, or its end)."""
 
     kind: Literal["content", "reasoning", "call", "arguments", "called"]
 

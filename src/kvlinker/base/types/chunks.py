@@ -107,7 +107,7 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and
     token ids, its salt, and whether its prefix was linked.
 
-    A shared chunk's tenant is SHARED_TENANT, whoever asks.
+    A shared chunk's tenant is always SHARED_TENANT.
     """
     return packed_chunk_key(
         np.asarray(chunk.tokens, dtype="<u4").tobytes(),

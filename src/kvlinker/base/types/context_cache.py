@@ -114,8 +114,8 @@ UNCHANGED = Unchanged.UNCHANGED
 
 
 class Page(NamedTuple):
-    """Holds one page of a listing; ``has_more`` tells whether further context caches follow the
-    last item."""
+    """Holds one page of a listing; ``has_more`` is true if more context caches follow the last
+    item."""
 
     items: tuple[ContextCache, ...]
     has_more: bool

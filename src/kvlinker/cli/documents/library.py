@@ -159,7 +159,7 @@ class LocalLibrary(CacheLibrary):
         self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any
     ) -> list[str]:
         made = super().cache(texts, metadata, **options)
-        # what is told to be cached is on the disk, should the process be killed
+        # context caches that are reported are on the disk, even if the process is killed
         self._llm.store.flush()
         return made
 

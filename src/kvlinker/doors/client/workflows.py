@@ -1,4 +1,4 @@
-"""A workflow of agents, of which the server is told what comes next."""
+"""A workflow of agents that announces its next uses to the server."""
 
 from __future__ import annotations
 

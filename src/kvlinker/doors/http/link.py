@@ -62,8 +62,8 @@ class ChoiceParameter(ResponseBody):
 class PolicyObject(ResponseBody):
     """A linking policy; ``usage`` is how its name is written with its parameters.
 
-    ``supported`` tells whether this engine can follow it, with some of its parameters at least;
-    ``restriction`` why it cannot, or not with all of them.
+    ``supported`` is true if this engine can follow it, with some of its parameters at least;
+    ``restriction`` is the reason why it cannot, or not with all of them.
     """
 
     object: Literal["policy"]

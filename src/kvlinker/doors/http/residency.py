@@ -50,11 +50,11 @@ class ResidencyBody(ResponseBody):
 
     ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
     ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
-    measured yet; ``running`` and ``waiting`` count requests; ``keyed`` tells whether tenants have
-    keys, ``recognises`` whether passages of plain texts become chunks (``implicit`` is ``auto``),
-    ``role`` whether it builds chunks for others or answers, ``pending`` how many chunks it still
-    has to preload, ``pid`` is the server's process, and ``body_limits`` are the most bytes of
-    bodies by path.
+    measured yet; ``running`` and ``waiting`` count requests; ``keyed`` is true if tenants have
+    keys, ``recognises`` if passages of plain texts become chunks (``implicit`` is ``auto``).
+    ``role`` is the setting: the server answers, or builds chunks for others. ``pending`` is the
+    number of chunks still to preload, ``pid`` the server's process, and ``body_limits`` are the
+    most bytes of bodies by path.
     """
 
     epoch: str

@@ -46,7 +46,7 @@ class Version(ResponseBody):
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {
         "model": Health,
-        "description": "The server is told to stop, or its engine has failed: ask another.",
+        "description": "The server is shutting down, or its engine has failed: ask another.",
     }
 }
 

@@ -96,8 +96,8 @@ class KVLinkerEndpoints:
 
 
 def is_open(settings: Settings, args: Namespace) -> bool:
-    """Return whether whoever reaches the server from elsewhere may do anything: neither kvlinker
-    nor vLLM asks for a key."""
+    """Return whether clients on other machines may do anything: neither kvlinker nor vLLM requires
+    a key."""
     has_key = (
         settings.accepted_keys or getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY")
     )

@@ -48,8 +48,8 @@ def check_model(settings: Settings) -> None:
 
 
 def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:
-    """Check that the hub answers where its model is not on this machine: whoever loads it tries for
-    a minute. Raises ModelLoadError. What the hub says is left to the loading."""
+    """Check that the hub answers if its model is not on this machine, since loading would retry for
+    a minute. Raises ModelLoadError. Errors that the hub answers are left to the loading."""
     try:
         if not isinstance(
             try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir, revision=revision), str

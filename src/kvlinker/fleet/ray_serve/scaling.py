@@ -15,7 +15,7 @@ REMEMBERED_SECONDS = 30.0
 """The age from which a first token does not count any more."""
 
 PERCENTILE = 0.9
-"""The share of first tokens that came sooner than the time that is told."""
+"""The share of first tokens that came sooner than the reported time."""
 
 MOST_AT_ONCE = 2.0
 """By what factor replicas may grow at once because tokens come late."""
@@ -48,7 +48,7 @@ class Scaling:
         none."""
         figures = context.aggregated_metrics or {}
         now = context.current_num_replicas
-        if not figures.get(REQUESTS):  # nobody has told anything yet
+        if not figures.get(REQUESTS):  # no replica has reported anything yet
             return now, {}
         wanted = sum(figures[REQUESTS].values()) / self._target_requests
         late = max(figures.get(TTFT, {}).values(), default=0.0) / (

@@ -1,5 +1,5 @@
-"""Reads answers by a response template that the tokenizer brings, where the form of calls is not
-known otherwise; a call is told as a whole."""
+"""Reads answers by the tokenizer's response template, if the form of calls is not known otherwise;
+a call is reported as a whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Event = dict[str, Any]
 
 
 class TemplateReader:
-    """A ``Reader``. A call that cannot be parsed, such as one that is not JSON, is told as the text
-    that it is, marks included, and so is all that follows; one that is cut is left out."""
+    """A ``Reader``. A call that cannot be parsed, such as one that is not JSON, is returned as
+    text, marks included, and so is all that follows; one that is cut off is left out."""
 
     def __init__(self, template: Mapping[str, Any], tools: Sequence[Tool], *, tail: str) -> None:
         """``tools`` say of which types arguments are, and ``tail``, the end of the prompt, what has

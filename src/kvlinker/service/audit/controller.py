@@ -30,7 +30,7 @@ MOST_TENANTS = 10_000
 """The most tenants of a ``ControllerState``: those of the most answers."""
 
 MOST_EVIDENCE = 1e12
-"""The largest evidence that is told."""
+"""The largest evidence that is reported."""
 
 EVERYBODY = "*"
 """Stands for all tenants, where they are not steered apart."""

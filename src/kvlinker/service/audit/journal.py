@@ -19,8 +19,8 @@ from kvlinker.service.audit.comparison import Comparison, ServedAnswer
 
 
 class AuditJournal:
-    """A file of JSON Lines that is appended to. Whoever moves it away to rotate it loses nothing:
-    each line opens it anew. Only the audit's thread writes."""
+    """A file of JSON Lines that is appended to. It can be rotated by moving it, without loss: each
+    line opens it again. Only the audit's thread writes."""
 
     def __init__(
         self, path: Path, *, model: str, decode: Callable[[Sequence[int]], str] | None = None

@@ -78,8 +78,8 @@ class ContextCaches:
         """Finish the deletions that the last process on this catalog was in the midst of.
 
         ``implicit_caches``: the most implicit context caches that a tenant has at a time, of which
-        those that were used longest ago make room for others; None for no limit.
-        ``builds``: what is created is for other servers, and in the shared tiers when it is told.
+        those that were used longest ago make room for others; None for no limit. ``builds``: chunks
+        are created for other servers, and are in the shared tiers before they are reported.
         """
         self._model = model
         self._events = events

@@ -1,7 +1,7 @@
 """Keeps answers as context caches, with the KV that decoding computed (after RelayCaching).
 
-An answer's KV was computed behind its own prompt and carries it, so it stays its tenant's, and is
-told apart from that of texts that were computed alone (``Chunk.origin``).
+An answer's KV was computed after its own prompt and depends on it, so it stays its tenant's, and is
+separate from that of texts that were computed alone (``Chunk.origin``).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ChunkVectors:
         self._decode = decode
         self._fingerprint = fingerprint
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-vectors")
-        self._behind = True  # there may be chunks of which nobody has told
+        self._behind = True  # there may be chunks that were not noted
         self._closing = False
 
     def index(self, texts: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ class ChunkVectors:
                 self._filler.submit(self._guarded, self._fill_missing)
 
     def settle(self, seconds: float | None = PATIENCE) -> None:
-        """Wait until what was told so far has its vectors, or for so many seconds."""
+        """Wait until all chunks noted so far have their vectors, or for so many seconds."""
         with suppress(RuntimeError, TimeoutError):
             self._filler.submit(int).result(seconds)
 

@@ -1,9 +1,9 @@
 """Makes marked texts, documents and recognised passages chunks, for ``ContentReader``.
 
 ``encode`` makes the ``Chunk`` of a text, its token ids; ``find`` and ``use`` find its context cache
-in the catalog by content, or enter one. No KV is taken from the request that brings the text: like
-that of an evicted chunk, it is missing in the store when the prompt is loaded, and then computed
-alone (``PromptLoader``). Whoever else asks for it meanwhile waits for the same computation.
+in the catalog by content, or enter one. No KV is taken from the request that contains the text:
+like that of an evicted chunk, it is missing in the store when the prompt is loaded, and is then
+computed alone (``PromptLoader``). Other requests for it wait for the same computation.
 """
 
 from __future__ import annotations

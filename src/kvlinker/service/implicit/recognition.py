@@ -153,7 +153,7 @@ class Recognizer:
 
 
 class _TenantTexts:
-    """Remembers one tenant's texts; whoever uses it holds ``lock``."""
+    """Remembers one tenant's texts; callers hold ``lock``."""
 
     def __init__(self, windows: WindowHash) -> None:
         self.lock = threading.Lock()

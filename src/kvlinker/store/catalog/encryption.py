@@ -111,7 +111,7 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -
         except StoreError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(TRY_AGAIN_SECONDS)  # whoever has it may just be encrypting the catalog
+            time.sleep(TRY_AGAIN_SECONDS)  # its owner may just be encrypting the catalog
             continue
         if change_key(database, None, cipher):
             database.compact()

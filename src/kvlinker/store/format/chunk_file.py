@@ -3,15 +3,15 @@ layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so
 that a reader can take one layer after another; a codec's further parts follow each, as
-``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is behind its value:
-what the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``scores.inter``,
+``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is behind its value: what
+the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``scores.inter``,
 ``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
 state, ``state.0000.mixed`` and so on, as they are under any codec. Where none has KV, there is no
 more. The metadata holds the format version, the chunk key, the codec, the dtype of what it decodes,
 the number of tokens where there is no KV, the rest of the scores as JSON, the xxh3_128 checksum of
 every tensor's bytes, and one over everything else in the header. The checksums find damage, not
-forgery: whoever may write the files may also write matching checksums. Nothing in a file is ever
-unpickled.
+forgery: anybody who may write the files may also write matching checksums. Nothing in a file is
+ever unpickled.
 
 Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and
 shape of what they become. Its checksum is that of the compressed bytes: nothing is decompressed
@@ -322,8 +322,8 @@ class TierReader:
         failed: Callable[[Exception], object],
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over a chunk. ``failed`` is told what reading raised, and decides what becomes of
-        the copy."""
+        """Take over a chunk. ``failed`` is called with the error of a read, and decides what
+        happens to the copy."""
         self._chunk = chunk
         self._failed = failed
         self._close = close

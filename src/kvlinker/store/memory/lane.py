@@ -40,7 +40,7 @@ class CopyLane(Protocol):
     def launch(self, work: Callable[[], object], keeping: object) -> Arrival:
         """Launch what ``work`` copies, behind all that the calling thread has computed so far,
         which may still use the memory that is written to. ``keeping`` is everything that the copies
-        read and write: it is kept until they are made, whoever waits for them or not."""
+        read and write: it is kept until they are made, even if nobody waits for them."""
         ...
 
 

@@ -60,7 +60,7 @@ class ChunkFolder:
         return Path(self._place(checked_key(key)))
 
     def files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the keys of all files, whoever wrote them, with their stat."""
+        """Yield the keys of all files, of all processes, with their stat."""
         for key, status in self._places():
             if stat.S_ISREG(status.st_mode):
                 yield key, status

@@ -19,7 +19,7 @@ class HostTier:
     """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its
     ``ChunkKV.nbytes``.
 
-    Chunks that are held stay, whatever the budget: whoever holds them sees to it that they fit.
+    Chunks that are held stay, whatever the budget: their holders make sure that they fit.
     """
 
     shared = False

@@ -50,8 +50,8 @@ class IndexedFolder:
         yields: bool = True,
         adopts: bool = True,
     ) -> None:
-        """List the folder, and evict down to the budget; ``evicted`` is told the bytes of each
-        chunk that goes.
+        """List the folder, and evict down to the budget; ``evicted`` is called with the bytes of
+        each evicted chunk.
 
         With ``yields``, chunks are evicted where the disk itself has no room, too. Without
         ``adopts``, no other process writes to the folder: what is not in the index is absent, and

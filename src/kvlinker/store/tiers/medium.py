@@ -10,7 +10,7 @@ KEYS_AT_ONCE = 1000
 """The most keys that one request to a medium asks for."""
 
 
-class MediumUnavailable(Exception):  # noqa: N818 - a state, told to the availability
+class MediumUnavailable(Exception):  # noqa: N818 - a state, reported to the availability
     """Raised when the medium does not answer, or not sensibly; the message says how."""
 
 
@@ -101,7 +101,7 @@ class BlobMedium(Protocol):
         """Make keys and usage agree with the blobs that are there."""
 
     def clear(self) -> None:
-        """Remove everything in this medium's place, whoever put it there, and the place itself."""
+        """Remove everything in this medium's place, of all processes, and the place itself."""
 
     def close(self) -> None:
         """Close connections. Idempotent."""

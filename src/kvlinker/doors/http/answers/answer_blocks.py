@@ -30,7 +30,7 @@ class AnswerBlock:
     """True if the model ended the block, by another one behind it or the end of a call."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Those of a text's tokens, where they are told."""
+    """The log probabilities of a text's tokens, if the request asked for them."""
 
 
 class BlockStep(NamedTuple):

@@ -48,8 +48,8 @@ class PromptTokensDetails(ResponseBody):
 
 
 class UsageBody(ResponseBody):
-    """The tokens of a request: each prompt counts once, all choices count. What is told while an
-    answer is generated is of one choice so far, and has no details yet."""
+    """The tokens of a request: each prompt counts once, all choices count. Figures that are sent
+    while an answer is generated cover one choice so far, and have no details yet."""
 
     prompt_tokens: int
     completion_tokens: int

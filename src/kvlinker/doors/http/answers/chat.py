@@ -179,8 +179,8 @@ class ChatLogprobs(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
-    """The message that the model answers with. Its reasoning and calls of tools are told apart from
-    ``content``, which is null where there are calls alone."""
+    """The message that the model answers with. Its reasoning and calls of tools are separate from
+    ``content``, which is null if there are only calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None

@@ -201,7 +201,7 @@ class CompletionFormat:
         self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]
     ) -> None:
         self._head = answer_head(llm, "cmpl", body.request_id) | {"object": "text_completion"}
-        self._untold = set(range(MAX_CHOICES))  # whose prompts were not told yet
+        self._untold = set(range(MAX_CHOICES))  # choices whose prompts were not sent yet
         self._llm = llm
         self._body = body
         self._given = prompts

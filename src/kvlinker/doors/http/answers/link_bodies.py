@@ -41,7 +41,7 @@ class LinkBody(ResponseBody):
 
 
 def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
-    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of
+    """Describe how prompts were linked; None if they had no chunks. Each context cache is listed
     once."""
     linked = [prompt for prompt in prompts if prompt.linked]
     caches: dict[str, UsedCacheBody] = {}

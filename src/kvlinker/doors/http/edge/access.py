@@ -47,8 +47,8 @@ class Caller:
 
 
 OPERATOR = Caller(DEFAULT_TENANT, admin=True)
-"""The caller of all requests where there are no keys: whoever reaches a loopback address is on the
-server's own machine."""
+"""The caller of all requests where there are no keys: a client that reaches a loopback address is
+on the server's own machine."""
 
 
 async def _caller(request: Request) -> Caller:

@@ -1,5 +1,6 @@
 """Connections of clients that send slowly or not at all, which must not stay open for ever;
-uvicorn's settings, and how it ends: drained when it is told to stop, or when the engine has failed.
+uvicorn's settings; and the end of a server, drained at a signal, or closed when the engine has
+failed.
 
 Headers are timed by uvicorn's protocol, which alone sees them; bodies by ``BodyLimits``, which
 works in any server.
@@ -37,7 +38,7 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
     """Return uvicorn's settings to serve ``app``; ``request_timeout`` is the time for a request's
     headers in seconds.
 
-    Logging is left as it is: whoever starts the server sets it up.
+    Logging is left as it is: the caller sets it up.
     """
 
     class Protocol(_TimedProtocol):
@@ -56,13 +57,13 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
 
 
 class EngineServer(uvicorn.Server):
-    """A server that drains when it is told to stop, and ends by itself when its engine has failed.
+    """A server that drains at a signal to stop, and ends by itself when its engine has failed.
 
     SIGTERM and SIGINT are the same: the first begins to drain, the second ends the process at once.
 
     When the engine has failed, requests on open connections are answered for ``FAILED_SECONDS``
     more, each with the end of its connection, so that none is cut off without an answer. New
-    connections are left to whoever listens next on the socket.
+    connections are left to the next server on the socket.
     """
 
     def __init__(

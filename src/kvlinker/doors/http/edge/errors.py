@@ -106,8 +106,8 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def failure_of(error: Exception, scope: Scope) -> KVLinkerError:
-    """Return what a stream that failed half way is to tell: a bug is logged with its trace, and
-    told as none of the caller's business."""
+    """Return the error that a stream which failed half way ends with: a bug is logged with its
+    trace, and its details are not for the caller."""
     if isinstance(error, KVLinkerError):
         return error
     logger.error("The stream of request %s failed", request_id_of(scope), exc_info=error)

@@ -80,8 +80,8 @@ class RequestBody(BaseModel):
     """Base of all request bodies: types are strict, unknown fields are refused unless they are
     null, which means nothing.
 
-    The tags of unions stand in angle brackets, so that the path of an error can be told from them
-    (see ``kvlinker.doors.http.edge.errors``).
+    The tags of unions are in angle brackets, to distinguish them from the path of an error (see
+    ``kvlinker.doors.http.edge.errors``).
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)

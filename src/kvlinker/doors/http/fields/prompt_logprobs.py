@@ -18,8 +18,8 @@ class PromptLogprob(ResponseBody):
 
 
 PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id, itself and the likeliest ones in its place; null where
-none is told."""
+"""For each token of the prompt, by token id, itself and the likeliest ones in its place; null for
+tokens without log probabilities."""
 
 
 def scored_tokens(

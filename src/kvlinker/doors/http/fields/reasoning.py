@@ -1,8 +1,8 @@
 """Fields of chat requests that ask for more or less reasoning, or for shorter answers, and what
 becomes of them.
 
-They are wishes: clients send them along whatever the model is. What has no effect is told in the
-answer's headers.
+They are wishes: clients send them to any model. Fields without effect are named in the answer's
+headers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 _Summary = Literal["auto", "concise", "detailed"]
 _Display = Literal["summarized", "omitted"]
-"""There are no summaries: reasoning is told as it is, or left out."""
+"""There are no summaries: reasoning is sent as it is, or left out."""
 
 T = TypeVar("T")
 
@@ -82,8 +82,8 @@ class ReasoningEffect(NamedTuple):
 
 
 class ReasoningFields(RequestBody):
-    """Fields of all conversations that say how much the model is to reason and to say. What has no
-    effect is told in a header."""
+    """Fields of all conversations for how much the model reasons and writes. Fields without effect
+    are named in a header."""
 
     reasoning_effort: Effort | None = None
     reasoning: ReasoningBody | None = None

@@ -46,7 +46,8 @@ class ChunkBuilder:
         with_scores: bool,
     ) -> None:
         """``longest`` is the most tokens that a chunk and its generation context may have together.
-        Without ``with_scores``, attention scores are never collected, whoever asks for them."""
+        Without ``with_scores``, attention scores are never collected, even if a chunk is to have
+        them."""
         self._loaded = loaded
         self._store = store
         self._scheduler = scheduler
@@ -158,11 +159,11 @@ class ChunkBuilder:
         return PendingChunks(entered.future, begun=entered is wanted)
 
     def _stored(self, keys: tuple[str, ...], with_scores: bool) -> tuple[ChunkKV, ...] | None:
-        """Return the KV of all chunks, if somebody had them computed since the caller found none,
-        with scores where they are wanted.
+        """Return the KV of all chunks, if they were computed since the caller found none, with
+        scores where they are wanted.
 
-        A computation is stored before it ends. So whoever finds that none is unfinished, and looks
-        here then, while nobody can begin one, misses nothing.
+        A computation is stored before it ends. So a caller misses nothing if it first finds that
+        none is unfinished, and then looks here, while no other can begin one.
         """
         kvs = [self._store.get_resident(key) for key in keys]
         found = tuple(

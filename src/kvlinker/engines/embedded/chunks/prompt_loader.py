@@ -56,9 +56,9 @@ class PromptLoader:
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
         computing takes. ``offer`` is given prompts, with their tenants, some of whose ``variants``
-        may be missing. ``prefixes`` has what the pool gave up; ``restored`` is told how many
-        tokens' KV came back from there. ``elsewhere`` is asked for chunks before they are computed
-        here."""
+        may be missing. ``prefixes`` has the KV that the pool gave up; ``restored`` is called with
+        the number of tokens whose KV was read from there. ``elsewhere`` is asked for chunks before
+        they are computed here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes

@@ -45,7 +45,8 @@ class OwnTokens:
     on, until a policy drops them. A token that is its own in a layer hides its copy in a shared
     chunk there.
 
-    Layers are told apart by their *epoch*, the number of times that tokens were dropped up to them.
+    Layers are distinguished by their *epoch*, the number of times that tokens were dropped up to
+    them.
     """
 
     def __init__(

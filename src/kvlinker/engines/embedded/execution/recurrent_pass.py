@@ -70,9 +70,9 @@ class RecurrentPass:
         }
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Return what is convolved, [1, channels, tokens]. Where the model only takes it apart for
-        a rule, nothing but the shape matters; where it computes more of it, what is convolved of
-        chunks' tokens comes along."""
+        """Return what is convolved, [1, channels, tokens]. If the model only splits it for a rule,
+        only the shape matters; if it computes more with it, the convolved values of chunks' tokens
+        are included."""
         parts = self._anatomy.parts(self._layer)
         groups = alike(self._courses)
         layers = [

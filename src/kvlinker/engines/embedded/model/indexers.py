@@ -1,8 +1,8 @@
 """Indexers: parts of a layer's attention that pick, for each query, the tokens that it sees.
 
 An indexer keeps something of every token (a small key, mostly), scores all tokens before a query by
-it, and picks those with the highest scores. Which ones, the model's own code says: it is run over
-what is linked, through a cache that hands it what all tokens of a sequence have, where they stand.
+it, and picks those with the highest scores. The model's own code picks: it is run over the linked
+prompt, through a cache that returns the data of all tokens of a sequence, at their positions.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class IndexerCall:
 
     @property
     def takes_scattered(self) -> bool:
-        """Tells whether it is told where each query stands; else queries follow one another."""
+        """True if it takes the position of each query; otherwise queries follow one another."""
         return PLACES in self.arguments
 
     @property

@@ -14,8 +14,8 @@ from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.embedded.model.interception import attention_of
 
 LOOKED_AT = 11
-"""Tokens of the passes that look at a model: a number that is hardly a model's size, so that what
-is kept for every token is told from a state by its shape."""
+"""Tokens of the passes that look at a model: a number that is hardly a model's size, so that values
+kept for every token differ from a state by their shape."""
 
 ROUNDING = 1e-3
 """The relative difference up to which logits count as the same. Tokens that do not see what differs
@@ -63,7 +63,7 @@ class Obstacle(StrEnum):
 
 
 NAMED = {"compressor": Obstacle.COMPRESSION}
-"""What is told by the names of a model's parts: short texts show some of it, as states."""
+"""Obstacles that the names of a model's parts reveal; short texts show some of them, as states."""
 
 
 def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedModelError:

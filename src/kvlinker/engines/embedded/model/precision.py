@@ -33,10 +33,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
     Modules have their weights in fp32 all the time while KEPT_SHARE of memory lasts, and beyond
     that small ones and convolutions, since others may read them, too. Of the others, linear layers
-    multiply a part of their rows after the other, or give their weight in fp32 to whoever reads it,
-    embeddings give fp32 out, and large modules have their weights in fp32 for as long as they run.
-    Memory rises by what stays, and by the largest part. A model in fp32 is left as it is, and so is
-    one that computes in fp32 already.
+    multiply a part of their rows after the other, or give their weight in fp32 to code that reads
+    it, embeddings give fp32 out, and large modules have their weights in fp32 for as long as they
+    run. Memory rises by what stays, and by the largest part. A model in fp32 is left as it is, and
+    so is one that computes in fp32 already.
     """
     with ExitStack() as undo:
         if model in _COMPUTING:
@@ -111,7 +111,7 @@ def _is_small(module: nn.Module) -> bool:
 
 
 class _Wide(Tensor):
-    """A weight that is in fp32 for whoever computes with it, each time that he does."""
+    """A weight that is converted to fp32 each time that code computes with it."""
 
     @classmethod
     def __torch_function__(

@@ -136,8 +136,8 @@ class ChunkRequest(CaptureRequest):
 
 
 class IdleChunkRequest(ChunkRequest):
-    """Asks for chunks that nobody waits for. Whoever needs one meanwhile has it computed as ever:
-    it does not wait for this."""
+    """Computes chunks that no request waits for. A request that needs one meanwhile has it computed
+    as usual, and does not wait for this."""
 
     kind = ResultKind.BACKGROUND
 

@@ -31,8 +31,8 @@ ELDEST_SHARE = 0.25
 """The share of what prompts get that goes to the one whose turn came first, however long it is."""
 
 BACKGROUND_SECONDS = 0.05
-"""The longest step for a request in the background, in seconds: whoever arrives meanwhile waits for
-its end."""
+"""The longest step for a request in the background, in seconds: requests that arrive meanwhile wait
+for its end."""
 
 BACKGROUND_TOKENS = 32
 """The fewest tokens of such a step, as long as more are left: shorter ones mostly wait for

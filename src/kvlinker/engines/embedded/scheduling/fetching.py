@@ -33,7 +33,7 @@ class FetchQueue:
         is_resident: Callable[[Request], bool],
     ) -> None:
         """``load`` starts fetching a request's KV in another thread; ``hold`` makes room in memory
-        for it before, or returns None if there is none now; ``is_resident`` tells whether all of
+        for it before, or returns None if there is none now; ``is_resident`` returns whether all of
         its chunks are in memory."""
         self._admission = admission
         self._load = load

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BlockPool:
-    """Lends blocks of vLLM's KV cache manager; whoever borrows them gives them back."""
+    """Lends blocks of vLLM's KV cache manager; borrowers give them back."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

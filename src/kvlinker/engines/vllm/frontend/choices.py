@@ -30,7 +30,7 @@ class VLLMRequest:
         events: Events,
         is_complete: Callable[[AnswerGrammar, Sequence[int]], bool],
     ) -> None:
-        """``is_complete`` tells whether an answer's tokens are all that its grammar allows."""
+        """``is_complete`` returns whether an answer's tokens are all that its grammar allows."""
         self.request = request
         self.is_complete = is_complete
         self.max_tokens = max_tokens
@@ -56,7 +56,7 @@ class VLLMRequest:
     def mark_planned(self, linked: StoredLink) -> None:
         """Note that the prompt is linked, and vLLM has the request from now on."""
         self._linked = linked
-        self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
+        self.clock.started = self.clock.loaded  # until vLLM has reported how long it queued
 
     def note_outcome(self, outcome: TransferOutcome, choice: int) -> None:
         """Note the outcome of the transfer plan, which vLLM reports with each choice; the first

@@ -176,8 +176,8 @@ class VLLMEngine:
     def score_whole(
         self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
     ) -> Future[PromptLogprobs]:
-        """See the contract. vLLM has no requests that give way: it is sent once nobody is answered,
-        and computed beside whoever comes then."""
+        """See the contract. vLLM has no requests that give way: it is sent once no request is
+        running, and computed together with those that arrive later."""
         self._refuse_if_closing()
         self._limits.check_whole(tokens, first)
         return self._client.run(

@@ -208,8 +208,9 @@ class VLLMLinker:
         """Have a policy see the question's attention and select tokens, or see how their KV
         deviates and drop some of them.
 
-        Where the attention cannot be told, everything is computed; where the deviation cannot be,
-        all tokens stay. With ``explains``, what the policy is shown is kept. Raises KVLinkerError.
+        If the attention cannot be measured, everything is computed; if the deviation cannot be, all
+        tokens stay. With ``explains``, the figures shown to the policy are kept. Raises
+        KVLinkerError.
         """
         if linked.link.probing:
             linked = await self._observe(linked)

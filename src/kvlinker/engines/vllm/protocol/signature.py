@@ -1,5 +1,5 @@
-"""Signs transfer plans: whoever may send requests to vLLM could otherwise name chunks that are not
-theirs."""
+"""Signs transfer plans: otherwise, clients that may send requests to vLLM could name chunks of
+others."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 KNOWN = "kvlinker_known"
 """The name, among a request's ``kv_transfer_params``, of what its front end knows: the number of
-the last change, by run. It is not signed: who tells something wrong is told more, or less."""
+the last change, by run. It is not signed: a wrong number only makes the answer longer or
+shorter."""
 
 MOST_CHANGES = 10_000
-"""The most chunks whose last change is remembered; who knows less is told everything."""
+"""The most chunks whose last change is remembered; a front end that knows less gets all of them."""
 
 
 class MemoryReport(BaseModel):
@@ -87,7 +88,7 @@ class WorkerMemory:
 
 
 class KnownMemory:
-    """What a front end was told, of each run: vLLM may have several schedulers. Methods may be
+    """What a front end has learned of each run: vLLM may have several schedulers. Methods may be
     called from any thread."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ Launches = Callable[[GroupParts], Iterator[Launch]]
 class LanePlacing:
     """Places parts on a lane of their own, where there is one.
 
-    Whoever computes over them calls ``wait_for`` before it writes to or reads from a layer's cache,
-    and ``wait_for_all`` before anybody else does.
+    Code that computes over them calls ``wait_for`` before it writes to or reads from a layer's
+    cache, and ``wait_for_all`` before other code does.
     """
 
     def __init__(

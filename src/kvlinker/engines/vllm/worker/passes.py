@@ -204,7 +204,7 @@ class Passes:
         place(self._layers[FIRST_LAYERS], compared)
 
     def settle(self) -> None:
-        """Have whoever computes next find all that was placed."""
+        """Have the next computation find everything that was placed."""
         self._placing.wait_for_all()
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:

@@ -307,8 +307,8 @@ class TransferWorker:
                 self._end(request_id, failed=error is not None or not written.result())
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not,
-        vLLM is told which of its blocks are invalid."""
+        """End the work for a request. If it waits, report its end to vLLM, exactly once; if it does
+        not, report which of its blocks are invalid."""
         task = self._tasks.pop(request_id, None)
         if task is None:
             return

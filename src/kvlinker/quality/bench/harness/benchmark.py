@@ -80,7 +80,7 @@ class Setup:
     progress: Progress = silent
 
     def subject(self, **options: Any) -> MeasuredModel:
-        """Load the model. ``options`` are told among the report's settings."""
+        """Load the model. ``options`` are listed in the report's settings."""
         from kvlinker.quality.bench.harness.subject import make_subject
 
         return make_subject(self.settings, shape=self.shape, command=self.command, **options)

@@ -103,7 +103,7 @@ def make_subject(
     """Make random weights of the named shape, or load the model that ``settings`` name where there
     is none.
 
-    ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown
+    ``options`` are listed in the report's settings. Raises InvalidRequestError for an unknown
     shape.
     """
     from kvlinker.engines.embedded.model_loading import load_model

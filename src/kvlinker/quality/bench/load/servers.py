@@ -30,7 +30,7 @@ COMMAND = (sys.executable, "-c", "from kvlinker.cli import app; app()")
 _POLL_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.5
 _LAST_WORDS = 10
-"""Lines of a server's output that are told where it does not start."""
+"""The lines of a server's output that are shown if it does not start."""
 
 # What was asked before must not change what is measured now, and neither must other servers.
 _FIXED: Mapping[str, Any] = MappingProxyType(

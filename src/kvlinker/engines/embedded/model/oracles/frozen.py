@@ -38,8 +38,8 @@ class FrozenOracle:
     def __init__(
         self, model: Any, tokens: NDArray[np.int64], last: int, referee: Referee | None = None
     ) -> None:
-        """``referee`` is told what indexers pick in each chunk, and in the text, which is None to
-        it."""
+        """``referee`` is called with the indexers' picks in each chunk, and in the text, for which
+        it gets None."""
         self._model = model
         self._referee = referee or Referee()
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)

@@ -53,7 +53,7 @@ class _HeldState:
 
 
 class _Begins(TorchFunctionMode):
-    """Gives a state to whoever makes zeros of its shape to begin with."""
+    """Replaces the zeros of its shape that a model begins with by a given state."""
 
     def __init__(self, state: Tensor) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ class MatrixLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever
-        saves it."""
+        """A plain copy of the weight [out_features, in_features], made anew each time, for code
+        that saves it."""
         return self.matrix.dense()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class SharedMatrix(nn.Module):
             outputs = self.matrix.multiply(inputs, self.bias).split_with_sizes(self._sizes, dim=-1)
             output, latest = outputs[index], (inputs, list(outputs))
             self._held[0] = latest
-        latest[1][index] = None  # whoever has it may change it
+        latest[1][index] = None  # the caller may change it
         if not any(part is not None for part in latest[1]):
             self._held[0] = None
         return output
@@ -107,8 +107,8 @@ class SharedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A plain copy of the weight [out_features, in_features], made anew each time: for whoever
-        saves it."""
+        """A plain copy of the weight [out_features, in_features], made anew each time, for code
+        that saves it."""
         return self.shared.weight_of(self._index)
 
     @property
