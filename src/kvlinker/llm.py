@@ -234,7 +234,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         **options: Unpack[ChatOptions],
     ) -> Answer | Iterator[str]:
         """Answer a conversation whose content mixes text and context caches, in any order, or a
-        prompt made of one. The answer tells calls and reasoning apart from its text.
+        prompt made of one. Calls and reasoning are separate from the answer's text.
 
         With ``stream``, return an iterator over the answer's text, which comes in pieces as it is
         generated; dropping it cancels the request. Raises InvalidRequestError, also for a form or a
@@ -346,10 +346,10 @@ class LLM(ContextCacheCalls, PromptCalls):
         seed + i. When one choice cannot be queued, none is. The handle cancels all. With
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
         linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
-        first choice's ``Finished`` tells what context cache it has become. ``step`` says which
-        workflow it is of, and what that uses next; ``calls`` makes readers of the calls that
-        answers may have. Raises what ``Engine.generate`` does, and InvalidRequestError where what
-        is to be used next is not there.
+        first choice's ``Finished`` names the context cache that it has become. ``step`` is its
+        workflow, and what that uses next; ``calls`` makes readers of the calls that answers may
+        have. Raises the errors of ``Engine.generate``, and InvalidRequestError if a context cache
+        that is used next does not exist.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))

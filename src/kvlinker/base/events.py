@@ -71,7 +71,7 @@ class TierUnavailable:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitText:
-    """A text that no id names was to be a chunk, for the reason that ``source`` tells."""
+    """A text that no id names was to be a chunk, for the reason ``source``."""
 
     source: str
     """``mark``, ``document`` or ``recognition``."""

@@ -1,4 +1,4 @@
-"""Tells how much memory and how many processors this process may use: the machine's, or less in a
+"""Finds how much memory and how many processors this process may use: the machine's, or less in a
 container."""
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def create_router(
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:
-        """Tell whether some replica answers requests."""
+        """Check whether any replica answers requests."""
         wrong = "draining" if drain.began else backends.missing()
         if wrong is not None:
             response.status_code = 503
@@ -99,7 +99,7 @@ def create_router(
 
     @app.get("/live")
     async def live() -> dict[str, str]:
-        """Tell that the router runs."""
+        """Check that the router runs."""
         return {"status": "alive"}
 
     app.include_router(views.routes(router, backends))

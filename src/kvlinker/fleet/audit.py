@@ -1,5 +1,5 @@
-"""Puts what several servers' audits found into one answer: those that share a catalog tell the
-same already, the others' samples are counted together."""
+"""Merges the findings of several servers' audits into one answer: those that share a catalog
+already report the same, the others' samples are added up."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Key = TypeVar("Key")
 
 
 def pooled(told: Sequence[AuditObject]) -> AuditObject:
-    """Return what servers, one at least, tell together: each pool counts once, as the server tells
-    it that knows most. Where settings differ, they stand in a row."""
+    """Merge the reports of servers, at least one: each pool counts once, by the report with the
+    most samples. Settings that differ are listed."""
     pools = _one_of_each_pool(told)
     tenants: defaultdict[str, list[PolicyAudit]] = defaultdict(list)
     for each in pools:

@@ -97,7 +97,7 @@ def always(urls: Iterable[str]) -> Find:
 
 
 class Backends:
-    """Asks servers, and tells the router. Belongs to one event loop."""
+    """Polls servers, and reports to the router. Belongs to one event loop."""
 
     def __init__(
         self, find: Find, router: Router, client: httpx.AsyncClient, api_key: str | None
@@ -112,11 +112,11 @@ class Backends:
         """All servers, by their replicas' ids."""
 
         self.keyed = api_key is not None
-        """True if the servers tell tenants by their keys."""
+        """True if the servers identify tenants by their keys."""
         self.recognises = False
         """True if the servers make chunks of passages that come again in plain texts."""
         self.body_limits: dict[str, int] = {}
-        """The most bytes of bodies that some server takes, by path, where they tell it."""
+        """The most bytes of bodies that any server takes, by path, as far as they report it."""
         self._found: set[str] = set()
         self._last_error = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -218,8 +218,8 @@ class Backends:
         task.add_done_callback(self._tasks.discard)
 
     async def _state(self, backend: Backend) -> tuple[ReplicaState, str | None]:
-        """Return how a server is, and why it is to get no requests. One that tells its health but
-        not what it has in memory gets them by load alone."""
+        """Return how a server is, and why it is to get no requests. A server that reports its
+        health but not its chunks gets them by load alone."""
         self._router.asked(backend.id)
         gone: ReplicaState = "starting" if backend.state == "starting" else "dead"
         try:

@@ -139,8 +139,8 @@ def beginnings_of(
 
 
 class KVEvents:
-    """Tells a router which beginnings servers keep, and requests' beginnings in the same names.
-    Belongs to one event loop."""
+    """Reports to a router which beginnings servers keep, and names requests' beginnings in the same
+    way. Belongs to one event loop."""
 
     def __init__(
         self, router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]

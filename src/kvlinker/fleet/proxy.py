@@ -271,7 +271,7 @@ def _last_event(scope: Scope) -> bytes:
 
 
 def _ids(created: bytes) -> list[str]:
-    """Return the ids of the context caches that an answer tells of; none where it is an error."""
+    """Return the ids of the context caches in an answer; none for an error."""
     with suppress(ValueError, KeyError, TypeError):
         return [str(each["id"]) for each in json.loads(created)["data"]]
     return []

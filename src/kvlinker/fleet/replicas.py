@@ -15,7 +15,7 @@ MEMORY_TIER = 0
 
 BELIEVED_SECONDS = 10.0
 """The most seconds for which a chunk counts as resident where a request was sent that wants it, if
-no report tells of it before."""
+no report mentions it before."""
 
 MOST_BELIEVED = 1_000_000
 """The most names of chunks that are believed at a time."""
@@ -133,7 +133,7 @@ class ResidencyIndex:
             self._keys.popitem(last=False)
 
     def believe(self, replica: int, names: Iterable[str], now: float) -> None:
-        """Count chunks as resident until a report tells of them."""
+        """Count chunks as resident until a report mentions them."""
         for name in names:
             chunk = self._keys.get(name, name)
             self._believed.setdefault(chunk, {})[replica] = now

@@ -153,7 +153,7 @@ class Router:
         seconds_per_token: float | None,
         tiers: Mapping[str, TierCost] = MappingProxyType({}),
     ) -> bool:
-        """Take a replica's report, and what it tells of its slower ``tiers``.
+        """Take a replica's report, and the costs of its slower ``tiers``.
 
         Returns False if it does not follow the last one, so that a complete report is needed; known
         chunks stay until then. Raises KeyError if a chunk is in a tier that has no costs there.
@@ -180,13 +180,13 @@ class Router:
 
     def note_made(self, replica: str, names: Sequence[str], now: float) -> None:
         """Believe that a replica has in memory what a request has made there, by its names, until a
-        report can tell."""
+        report confirms it."""
         if replica in self._numbers:
             self._costs.believe(self._numbers[replica], names, now)
 
     def note_beginnings(self, replica: str, stored: Iterable[str], removed: Iterable[str]) -> None:
-        """Note which beginnings of prompts a replica has now, and which it has no more, as its
-        events tell; of a replica that is not known, nothing is noted."""
+        """Note which beginnings of prompts a replica has now, and which it has no more, from its
+        events; events of unknown replicas are ignored."""
         if replica in self._numbers:
             self._costs.note_beginnings(self._numbers[replica], stored, removed)
 

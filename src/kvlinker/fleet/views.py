@@ -30,9 +30,9 @@ from kvlinker.fleet.router import Router
 
 
 class ReplicaStatus(BaseModel):
-    """How a replica is. Counts are those of its last report, ``pid`` and ``epoch`` null until
-    there is one; ``role`` is the setting, as far as it is known; ``reason`` tells why it gets no
-    requests, null where it does."""
+    """How a replica is. Counts are those of its last report, ``pid`` and ``epoch`` null until there
+    is one; ``role`` is the setting, as far as it is known; ``reason`` says why it gets no requests,
+    and is null if it does."""
 
     id: str
     pid: int | None
@@ -59,13 +59,13 @@ class FleetStatus(ServerStatus):
 
 
 def routes(router: Router, backends: Backends) -> APIRouter:
-    """Return the routes that show what ``backends`` tell, and what ``router`` knows of them."""
+    """Return the routes that show the reports of ``backends``, and the state of ``router``."""
     shown = APIRouter()
     started_at = int(time.time())
 
     @shown.get("/status")
     async def status() -> FleetStatus:
-        """Tell how all replicas are."""
+        """Return the state of all replicas."""
         texts = await asyncio.gather(*(backends.text(each, "/status") for each in backends.ready()))
         return FleetStatus(
             **summed(read_statuses(texts), started_at).model_dump(),
@@ -90,8 +90,8 @@ def routes(router: Router, backends: Backends) -> APIRouter:
     async def holders(
         caller: CallerParam, name: Annotated[list[str], Query(max_length=1000)]
     ) -> Holders:
-        """Tell which replicas have chunks in memory, by the names that requests use: ids of context
-        caches. For admins: whether an id exists is not for others."""
+        """Return which replicas have chunks in memory, by the names that requests use: ids of
+        context caches. For admins: others must not learn whether an id exists."""
         if not caller.admin:
             raise PermissionDeniedError("Only admin keys may read /v1/residency/replicas.")
         now = time.monotonic()
@@ -99,7 +99,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
 
     @shown.get("/v1/audit")
     async def audit(request: Request) -> Response:
-        """Tell what all audits found, to a caller what each server would tell it."""
+        """Return the findings of all audits; each caller sees what each server would show it."""
         key = {
             name: value
             for name in ("authorization", "x-api-key")
@@ -118,7 +118,8 @@ def routes(router: Router, backends: Backends) -> APIRouter:
 
     @shown.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Tell the metrics of all replicas that are ready, each with its label, and their sums."""
+        """Return the metrics of all replicas that are ready, each with its label, and their
+        sums."""
         asked = backends.ready()
         texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
         told = dict(zip((each.id for each in asked), texts, strict=True))

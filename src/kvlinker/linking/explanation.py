@@ -1,5 +1,5 @@
-"""Explanations tell what a policy did to a prompt, and why; they are immutable and can be written
-as JSON."""
+"""Explanations of what a policy did to a prompt, and why; they are immutable and can be written as
+JSON."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ class Link:
         return self._with_evidence(replace(self.evidence, attention=attention))
 
     def in_full(self) -> Link:
-        """Plan to compute every token: an engine does so where it cannot tell what the policy looks
-        at."""
+        """Plan to compute every token: an engine does so if it cannot measure the figures that the
+        policy needs."""
         full = Full()
         return replace(self, policy=full, plan=make_plan(self.prompt, full, self.evidence))
 

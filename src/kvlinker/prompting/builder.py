@@ -58,7 +58,7 @@ class PromptBuilder:
 
         Without a chat template, they are those of a completion. They are rendered once: chunks made
         behind it stay exact only as long as the template gives the same, so not across days for a
-        template that tells the date.
+        template that shows the date.
         """
         if not self._template.exists:
             return self.encoder.opening

@@ -18,7 +18,7 @@ be called, as ``{"type": "function", "function": {"name"}}``."""
 
 
 class RequestTools:
-    """Holds the tools of one request, and tells how its answers may use them."""
+    """Holds the tools of one request, and how its answers may use them."""
 
     def __init__(
         self,

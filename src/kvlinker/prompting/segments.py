@@ -37,7 +37,7 @@ Segment = FreshSegment | CachedSegment
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Tells where a cached chunk stands in a prompt: positions [start, start + length)."""
+    """The place of a cached chunk in a prompt: positions [start, start + length)."""
 
     start: int
     length: int
@@ -54,8 +54,8 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """Tells where a part of a reused beginning lies on disk: tokens [first, last) of the KV under
-    this key."""
+    """The place of a part of a reused beginning on disk: tokens [first, last) of the KV under this
+    key."""
 
     key: str
     first: int

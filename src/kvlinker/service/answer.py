@@ -63,7 +63,7 @@ class Answer:
     """The context cache that the answer has become, where it was to be kept."""
 
     reasoning: str = ""
-    """What the model thought before it answered a conversation, where it tells that."""
+    """The model's reasoning before its answer, if it shows any."""
 
     def _repr_html_(self) -> str:
         """Return the answer for a notebook, with what its prompt reused."""
@@ -116,8 +116,8 @@ class AnswerBuilder:
     def __init__(
         self, reader: Reader | None = None, complete: Callable[[Answer], Answer] = lambda told: told
     ) -> None:
-        """``reader`` tells apart what the text says; without one, all of it is content.
-        ``complete`` adds to the answer what its events do not tell."""
+        """``reader`` separates the parts of the text; without one, all of it is content.
+        ``complete`` adds to the answer what its events do not have."""
         self._reader = reader or PlainReader()
         self._complete = complete
         self._deltas: list[Delta] = []

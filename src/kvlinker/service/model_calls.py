@@ -27,10 +27,10 @@ from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore, TierUsage
 
 PREFILL_TOKENS = 1024
-"""The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
+"""The length of the prompt whose rate ``LLM.prefill_rate`` returns."""
 
 FINGERPRINT_CHARACTERS = 12
-"""The characters of the model's fingerprint that answers tell."""
+"""The characters of the model's fingerprint that answers have."""
 
 TAIL_TOKENS = 1024
 """The most tokens of a prompt's end that are decoded to find out how an answer begins."""
@@ -66,7 +66,7 @@ class ModelCalls:
         return self.engine.healthy
 
     def current_load(self) -> EngineLoad:
-        """Tell how busy the engine is."""
+        """Return the engine's load."""
         return self.engine.current_load()
 
     def prefill_rate(self) -> float | None:
@@ -76,8 +76,8 @@ class ModelCalls:
         return PREFILL_TOKENS / seconds if seconds else None
 
     def tiers(self) -> tuple[TierUsage, ...]:
-        """Tell how full each tier of the store is, from the fastest to the slowest; a remote one
-        may take its time."""
+        """Return the fill level of each tier of the store, from the fastest to the slowest; a
+        remote one may answer slowly."""
         return self.store.usage()
 
     def bandwidths(self) -> dict[str, float]:
@@ -98,7 +98,7 @@ class ModelCalls:
         return self.policy_manager.default_policy(tenant)
 
     def policies(self) -> tuple[dict[str, Any], ...]:
-        """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine
+        """Describe all linking policies, sorted by name, as JSON, and which ones this engine
         supports."""
         return describe_policies(self.engine.unsupported)
 
@@ -118,8 +118,8 @@ class ModelCalls:
         max_tokens: int = 512,
         most_pieces: int | None = None,
     ) -> tuple[Piece, ...]:
-        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens
-        it has. Raises InvalidRequestError for one that makes more than ``most_pieces``."""
+        """Cut a text into chunks as ``split`` does, with the beginning of each and the number of
+        its tokens. Raises InvalidRequestError for one that makes more than ``most_pieces``."""
         return split_text(
             text,
             tokenizer=self.builder.encoder,

@@ -1,4 +1,5 @@
-"""The calls of an LLM that read prompts: build them, score them, and tell how they are linked."""
+"""The calls of an LLM that read prompts: build them, score them, and explain how they are
+linked."""
 
 from __future__ import annotations
 
@@ -138,12 +139,12 @@ class PromptCalls(ModelCalls):
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
-        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for
-        the first of them.
+        """Return the log probabilities of a prompt's last tokens: those after its last context
+        cache, but for the first of them.
 
         ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
-        most likely tokens to tell beside each. Raises what ``completion`` does, and
-        InvalidRequestError where there is nothing to score.
+        most likely tokens to return with each. Raises the errors of ``completion``, and
+        InvalidRequestError if there is nothing to score.
         """
         read = self.read_completion(prompt, policy=policy, tenant=tenant)
         request = GenerationRequest(
@@ -163,12 +164,12 @@ class PromptCalls(ModelCalls):
         attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
+        """Explain how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
         recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
-        and nothing reused of earlier requests.
+        and nothing is reused from earlier requests.
 
-        ``attention``: also tell the last token's attention in each layer. Raises what
-        ``chat_completion`` does.
+        ``attention``: also return the last token's attention in each layer. Raises the errors of
+        ``chat_completion``.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")

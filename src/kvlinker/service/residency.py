@@ -1,4 +1,4 @@
-"""Tells routers which chunks this server has, in memory or in slower tiers, by the names that
+"""Reports to routers which chunks this server has, in memory or in slower tiers, by the names that
 requests use."""
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LONGEST_WORKFLOW = 256
 """The most characters of a workflow's name."""
 
 MOST_NODES = 256
-"""The most uses to come that one request may tell of."""
+"""The most future uses that one request may announce."""
 
 MOST_EXPECTED = 1000
 """The most context caches that these may name together."""
@@ -178,8 +178,8 @@ class _Learned:
 
 
 class Workflows:
-    """Tells the store what is used next, and brings what is used soon to memory. Methods may be
-    called from any thread."""
+    """Reports the next uses of chunks to the store, and reads those that are used soon into memory.
+    Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class Workflows:
         *,
         tenant: str,
     ) -> None:
-        """Note a request that begins now and has the chunks ``used``; ``expected`` are the uses to
-        come that its step tells of."""
+        """Note a request that begins now and has the chunks ``used``; ``expected`` are the future
+        uses that its step announces."""
         keys = tuple(dict.fromkeys(used))
         name = step.name if step else ""
         with self._lock:

@@ -55,7 +55,7 @@ def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -
         complaints = " ".join(_complaint(entry, origin(str(entry["loc"][0]))) for entry in errors)
         raise InvalidRequestError(
             complaints, param=str(errors[0]["loc"][0])
-        ) from None  # its text tells secrets
+        ) from None  # its text contains secrets
     except PolicyError as error:
         name = error.param or "policy"
         raise PolicyError(f"{error.message} It comes from {origin(name)}.", param=name) from error

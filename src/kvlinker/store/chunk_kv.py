@@ -58,7 +58,7 @@ class LayerKV:
 
     @property
     def is_joined(self) -> bool:
-        """Tells whether key and value lie in one tensor, each token's beside each other."""
+        """True if key and value are in one tensor, with each token's next to each other."""
         key, value = self.key, self.value
         return (
             key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()

@@ -70,7 +70,7 @@ class ChunkStore(Inventory):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``tiers`` begin with one in memory, or ValueError is raised. ``next_uses`` orders
-        evictions, ``speeds`` keeps measurements, and ``clock`` tells what comes too late."""
+        evictions, ``speeds`` keeps measurements, and ``clock`` measures delays."""
         if not tiers or not isinstance(tiers[0], HostTier):
             raise ValueError(
                 "A chunk store needs at least one tier, the first of which keeps chunks in memory."

@@ -40,8 +40,8 @@ class Holds:
             return sum(self._nbytes.values())
 
     def awaited_bytes(self, has: Callable[[str], bool]) -> int:
-        """Return the bytes of the chunks in use that memory does not have yet; ``has`` tells which
-        it has."""
+        """Return the bytes of the chunks in use that memory does not have yet; ``has`` returns
+        whether it has a chunk."""
         with self._lock:
             return sum(nbytes for key, nbytes in self._nbytes.items() if not has(key))
 

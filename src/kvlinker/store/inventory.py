@@ -17,8 +17,9 @@ from kvlinker.store.writer import BackgroundWriter
 
 
 class Inventory:
-    """Tells what is in the tiers, from the fastest to the slowest, and in the queues of those that
-    are written in the background; and tells the tiers which chunks matter, and which are in use."""
+    """Lists what is in the tiers, from the fastest to the slowest, and in the queues of those that
+    are written in the background; and passes on to the tiers which chunks matter, and which are in
+    use."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Inventory:
         )
 
     def places(self) -> dict[str, str]:
-        """Return a name, which tells nothing, for the place of each tier outside memory: stores
+        """Return a name, which reveals nothing, for the place of each tier outside memory: stores
         whose places have the same name share the tier."""
         return {
             tier.name: sha256(

@@ -22,7 +22,7 @@ class Throttle:
     """Tracks whether a computation is under way, and makes background work rest meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock`` tells how long background work went on."""
+        """``clock`` measures how long background work takes."""
         self._clock = clock
         self._changed = threading.Condition()
         self._computations = 0

@@ -65,8 +65,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Tells how likely the tokens behind a prompt's last chunk are, each after all that stands
-    before it, in nats.
+    """The log probabilities of the tokens after a prompt's last chunk, each given all tokens before
+    it, in nats.
 
     The first of them is left out: what stands before it is a chunk, whose last token a policy may
     not compute. Prompts without chunks are scored from their second token on. ``token_ids`` and
@@ -88,7 +88,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Tells where a request's time went, in seconds."""
+    """The parts of a request's time, in seconds."""
 
     queue: float = 0.0
     """Seconds until its first step, without loading."""
@@ -146,7 +146,7 @@ class AnswerParts:
 
     @classmethod
     def of(cls, pieces: Iterable[AnswerPiece]) -> Self:
-        """Join pieces, which does not tell the order of text and calls."""
+        """Join pieces; the order of text and calls is lost."""
         texts = {"content": "", "reasoning": ""}
         calls: list[ToolCall] = []
         complete = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """Tells where calls begin in an answer's text."""
+    """The marks by which calls begin in an answer's text."""
 
     texts: tuple[str, ...]
 

@@ -29,7 +29,7 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Contextualization:
-    """Tells how much a chunk of ``tokens`` tokens looked at the chunks before it, and at itself
+    """The attention of a chunk of ``tokens`` tokens to the chunks before it, and to itself
     (Cache-Craft, section 3.1)."""
 
     tokens: int

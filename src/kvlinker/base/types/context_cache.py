@@ -95,8 +95,8 @@ class LinkedCache:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """The context cache that an answer has become; where ``id`` is None, ``reason`` tells why there
-    is none."""
+    """The context cache that an answer has become; if ``id`` is None, ``reason`` says why there is
+    none."""
 
     id: str | None
     tokens: int = 0
@@ -104,8 +104,8 @@ class KeptAnswer:
 
 
 class Unchanged(Enum):
-    """Is the type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is
-    a value)."""
+    """The type of ``UNCHANGED``, by which ``Catalog.update`` leaves a field alone (None is a
+    value)."""
 
     UNCHANGED = "unchanged"
 

@@ -34,7 +34,7 @@ class ContextCacheReference:
 
 
 class TextSource(StrEnum):
-    """Tells why a text is to be a chunk."""
+    """The reason why a text is to be a chunk."""
 
     MARK = "mark"
     """Its author marked it."""
@@ -65,7 +65,7 @@ CachedPart = ContextCacheReference | MarkedText
 
 
 class Implicit(StrEnum):
-    """Tells which texts of a prompt become chunks although nobody names a context cache."""
+    """The texts of a prompt that become chunks without the id of a context cache."""
 
     AUTO = "auto"
     """Marked texts and documents, and any long text that comes again, or that is known."""

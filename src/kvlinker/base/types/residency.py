@@ -1,4 +1,4 @@
-"""What servers tell routers of the chunks that they have, and by which names both know them."""
+"""The reports by which routers learn which chunks servers have, and the names that both use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyReport:
-    """Tells which chunks a server has, or what has changed since another report.
+    """The chunks that a server has, or the changes since another report.
 
     ``epoch`` names the server's run: keys of another one are forgotten. ``number`` counts reports;
     where ``whole`` is true, this one holds everything, else what came behind the number that was

@@ -18,7 +18,7 @@ this name."""
 
 
 class Scope(StrEnum):
-    """Tells who may use a context cache: its tenant (``PRIVATE``), or every tenant of the server
+    """Who may use a context cache: its tenant (``PRIVATE``), or every tenant of the server
     (``SHARED``)."""
 
     PRIVATE = "private"

@@ -56,7 +56,7 @@ def _typer_command(benchmark: Benchmark, program: str) -> Any:
 
 
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
-    """Make the function of a benchmark's command, whose signature tells its options."""
+    """Make the function of a benchmark's command; its options are its parameters."""
 
     def run(
         settings: Settings,

@@ -1,4 +1,4 @@
-"""Tells what an ingestion takes on the disk, before and after."""
+"""Reports the disk space of an ingestion, before and after."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WORTH_A_CODEC_BYTES = 64 * 2**20
 
 
 def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
-    """Tell, before it is computed, what the KV of these pieces will take; warn where the disk tier
-    has no room."""
+    """Report how much space the KV of these pieces will take, before it is computed; warn if the
+    disk tier has no room."""
     tokens = sum(piece.tokens for piece in pieces)
     size = storage.kv_bytes
     nbytes = tokens * size.per_token + len(pieces) * size.per_chunk
@@ -43,7 +43,7 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
 
 
 def tell_taken(pieces: Sequence[Piece], before: Storage, after: Storage) -> None:
-    """Tell what the KV of these pieces has taken on the disk."""
+    """Report how much disk space the KV of these pieces has taken."""
     taken = after.used_bytes - before.used_bytes
     typer.echo(
         f"kvlinker: {_size(max(0, taken))} on disk for {_size(_text_bytes(pieces))} of text",

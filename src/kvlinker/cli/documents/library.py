@@ -66,7 +66,7 @@ class ExistingCache:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Tells what KV takes up in the disk tier, over all tenants."""
+    """The space of KV in the disk tier, over all tenants."""
 
     kv_bytes: ChunkSize
     """What chunks take as computed, before a codec."""
@@ -139,7 +139,7 @@ class CacheLibrary(ABC):
 
     @abstractmethod
     def storage(self) -> Storage:
-        """Tell what KV takes on the disk, once what was cached is there."""
+        """Report the disk space of KV, once everything that was cached is written."""
 
     @abstractmethod
     def _is_usable(self, cache: Any) -> bool: ...

@@ -112,7 +112,7 @@ def cache_text(
 def split_text(
     text: str, *, method: str = "passage", max_tokens: int = 512
 ) -> HttpCall[tuple[Piece, ...]]:
-    """Have the server tell into which chunks it would split a text; nothing is cached."""
+    """Return the chunks into which the server would split a text; nothing is cached."""
     body = {"input": text, "split": {"method": method, "max_tokens": max_tokens}}
     return HttpCall("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
 
@@ -142,12 +142,12 @@ def read_cache(cache: HasId | str) -> HttpCall[CacheContent]:
 
 
 def server_status() -> HttpCall[dict[str, Any]]:
-    """Tell how busy and how full the server is, in the fields of the HTTP API."""
+    """Return the server's load and fill levels, in the fields of the HTTP API."""
     return HttpCall("GET", "status", _read_json)
 
 
 def server_metrics() -> HttpCall[str]:
-    """Tell the server's metrics, in Prometheus' text format."""
+    """Return the server's metrics, in Prometheus' text format."""
     return HttpCall("GET", "metrics", lambda response: response.text)
 
 
@@ -168,7 +168,7 @@ def stream_chat_completion(
 
 
 def explain(messages: Sequence[Message], *, policy: str | None = None) -> HttpCall[dict[str, Any]]:
-    """Tell how a conversation is linked, without answering it; the fields are those of the HTTP
+    """Explain how a conversation is linked, without answering it; the fields are those of the HTTP
     API."""
     return HttpCall("POST", EXPLAIN, _read_json, _chat_body(messages, policy, {}))
 
@@ -211,7 +211,7 @@ def list_caches(
 
 
 def caches_usage(*, scope: str = "private") -> HttpCall[dict[str, Any]]:
-    """Tell how many context caches there are, what their KV takes, and the quota, in the fields of
+    """Return the number of context caches, the size of their KV, and the quota, in the fields of
     the HTTP API."""
     return HttpCall("GET", f"{CACHES}/usage", _read_json, query={"scope": scope})
 

@@ -79,7 +79,7 @@ class RemoteContextCache:
 
 
 class RemotePage(NamedTuple):
-    """Holds one page of a listing; ``has_more`` tells that further context caches follow the last
+    """Holds one page of a listing; ``has_more`` is true if more context caches follow the last
     item."""
 
     items: tuple[RemoteContextCache, ...]
@@ -100,7 +100,7 @@ class RemoteAnswer:
     """The calls of tools that the model asks for; the text may be empty then."""
 
     reasoning: str = ""
-    """What the model thought before it answered, where it tells that."""
+    """The model's reasoning before its answer, if it shows any."""
 
 
 Told = TypeVar("Told", RemoteContextCache, SearchHit)
@@ -135,7 +135,7 @@ def read_content(response: httpx.Response) -> CacheContent:
 
 
 def _known(kind: type[Told], entry: Mapping[str, Any]) -> Told:
-    """Make a value of the fields that this client knows; a newer server may tell more."""
+    """Make a value of the fields that this client knows; a newer server may send more."""
     return kind(**{name: entry[name] for name in kind.__slots__})
 
 
@@ -168,8 +168,8 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
 
 
 def read_texts(data: str) -> Iterator[str]:
-    """Yield the text in the data of one event of a stream, if there is any. Raises the error that
-    it tells of."""
+    """Yield the text in the data of one event of a stream, if there is any. Raises the error of an
+    error event."""
     if data == "[DONE]":
         return
     chunk = json.loads(data)
@@ -193,7 +193,7 @@ def transport_errors(address: httpx.URL) -> Iterator[None]:
 
 
 def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError:
-    """Make the error that an answer tells of; ``body`` is what was sent."""
+    """Make the error of an answer; ``body`` is the request's."""
     try:
         error = response.json()["error"]
         details = {name: error[name] for name in ("message", "code", "param")}

@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", tags=["audit"])
 
 @router.get("/audit")
 async def read_audit(served: ServedModelParam, caller: CallerParam) -> AuditObject:
-    """Tell how live answers compare with full computation, by policy and by kind of request; and
+    """Report how live answers compare with full computation, by policy and by kind of request; and
     the default policy."""
     auditor, tenant = served.llm.policy_manager.auditor, None if caller.admin else caller.tenant
     figures = AuditFigures() if auditor is None else auditor.figures

@@ -94,7 +94,7 @@ class EmbeddingList(ResponseBody):
 async def create_embeddings(
     body: EmbeddingsRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
-    """Tell the vectors of texts, by the embedding model that the server was started with."""
+    """Return the vectors of texts, by the server's embedding model."""
     embedder = embedder_of(served.llm.embedder)
     if body.model not in (None, "default", embedder.name):
         raise ModelNotFoundError(

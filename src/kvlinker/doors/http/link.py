@@ -133,8 +133,8 @@ async def list_policies(served: ServedModelParam, tenant: TenantParam) -> Respon
 async def explain_link(
     body: ExplainRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
-    """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or
-    a ``prompt``; no answer."""
+    """Return tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages``
+    or a ``prompt``; no answer."""
     served.check_model(body.model)
     explanation = await served.encoding.run(request, lambda: _explain(served, body, tenant))
     return JSONResponse(

@@ -65,7 +65,7 @@ async def page() -> Response:
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs() -> Response:
-    """Show a page for people that tells what /openapi.json says."""
+    """Show /openapi.json as a page for people."""
     return _file("docs.html")
 
 

@@ -81,7 +81,7 @@ def residency(
     epoch: Annotated[str | None, Query(max_length=64)] = None,
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> ResidencyBody:
-    """Tell which chunks this server has, or what changed since report ``after`` of ``epoch``. For
+    """Report which chunks this server has, or the changes since report ``after`` of ``epoch``. For
     admins: ids of all tenants are among the names."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may read /v1/residency.")
@@ -122,7 +122,7 @@ class PreloadBody(RequestBody):
 
 
 class PreloadAnswer(ResponseBody):
-    """How many chunks are still to be brought to memory; `GET /v1/residency` tells it, too."""
+    """How many chunks are still to be read into memory; `GET /v1/residency` reports it, too."""
 
     pending: int
 

@@ -1,5 +1,4 @@
-"""Tells how the server is doing: /health and /live for probes, /metrics for Prometheus, /status for
-people."""
+"""The server's state: /health and /live for probes, /metrics for Prometheus, /status for people."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ router = APIRouter(tags=["status"])
 
 
 class Health(ResponseBody):
-    """Tells whether the server can answer."""
+    """Whether the server can answer."""
 
     status: Literal["ok", "draining", "engine failed"]
 
 
 class Liveness(ResponseBody):
-    """Tells that the server runs."""
+    """The server runs."""
 
     status: Literal["alive"] = "alive"
 
@@ -53,7 +52,7 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 
 @router.get("/health", responses=_UNHEALTHY)
 async def health(served: ServedModelParam, response: Response) -> Health:
-    """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine
+    """Check whether the server takes requests: 503 from the signal to stop on, and once the engine
     has failed."""
     if served.llm.healthy and not served.drain.began:
         return Health(status="ok")
@@ -63,25 +62,25 @@ async def health(served: ServedModelParam, response: Response) -> Health:
 
 @router.get("/ping", responses=_UNHEALTHY)
 async def ping(served: ServedModelParam, response: Response) -> Health:
-    """Tell what ``/health`` does, to those who ask by this name."""
+    """Answer as ``/health`` does, under another name."""
     return await health(served, response)
 
 
 @router.get("/version")
 async def read_version() -> Version:
-    """Tell the version of kvlinker."""
+    """Return the version of kvlinker."""
     return Version(version=version("kvlinker"))
 
 
 @router.get("/live")
 async def live() -> Liveness:
-    """Tell that the server runs, also while it finishes its last requests."""
+    """Check that the server runs, also while it finishes its last requests."""
     return Liveness()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(served: ServedModelParam) -> Response:
-    """Tell all metrics in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return Response(
         await run_in_threadpool(served.metrics.exposition), media_type=CONTENT_TYPE_PLAIN_0_0_4
     )
@@ -89,8 +88,7 @@ async def metrics(served: ServedModelParam) -> Response:
 
 @router.get("/status")
 def status(served: ServedModelParam) -> ServerStatus:
-    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to
-    answer."""
+    """Return the page's figures. Runs in the thread pool, since a remote tier may answer slowly."""
     llm = served.llm
     load, bandwidths, places = llm.current_load(), llm.bandwidths(), llm.store.places()
     size = ChunkSize.of(llm.engine.kv_bytes)

@@ -122,7 +122,7 @@ class DetokenizeAnswer(ResponseBody):
 async def tokenize(
     body: TokenizeRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> Response:
-    """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
+    """Return the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
 
     They may be more than the context window takes, but texts that are far too long for it are
     refused.
@@ -144,7 +144,7 @@ async def tokenize(
 async def detokenize(
     body: DetokenizeRequest, request: Request, served: ServedModelParam
 ) -> DetokenizeAnswer:
-    """Tell the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     served.check_model(body.model)
     text = await served.encoding.run(request, lambda: served.llm.decode_ids(body.tokens))
     return DetokenizeAnswer(prompt=text)

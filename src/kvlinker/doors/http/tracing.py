@@ -1,5 +1,5 @@
-"""Tells OpenTelemetry how requests were answered: a span for each choice, with one for each of its
-stages.
+"""Traces by OpenTelemetry how requests were answered: a span for each choice, with one for each of
+its stages.
 
 FastAPI makes the span of the HTTP request around them. Without the extra ``otel``, or where nobody
 has set up OpenTelemetry, nothing is traced, and requests are not slowed.
@@ -95,7 +95,7 @@ class RequestTrace:
 
 
 def _usage(event: Finished | Failed) -> dict[str, Any]:
-    """Return the attributes that tell how a choice ended, and what it took."""
+    """Return the attributes of a choice's span: how it ended, and its costs."""
     if isinstance(event, Failed):
         return {"error.type": event.error.code}
     usage = event.usage

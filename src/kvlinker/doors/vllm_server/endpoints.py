@@ -3,7 +3,7 @@ server.
 
 Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and
 answers what only it has routes for, and requests that ask for linking; all others are vLLM's, and
-``/metrics`` tells kvlinker's figures, too.
+``/metrics`` includes kvlinker's figures.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class _AddedFields:
             }
 
     def note(self) -> None:
-        """Tell the store and listeners of an answer that has ended."""
+        """Report an answer that has ended to the store and to listeners."""
         cast(VLLMEngine, self._llm.engine).note_uses(self._prepared, self._tenant, self._transfer)
         counted = self._prepared.usage(self._transfer, self._output_tokens)
         self._llm.events.publish(

@@ -109,7 +109,7 @@ class Finished:
     """The stop string that ended the answer; None where something else did."""
 
     explanation: Explanation | None = None
-    """How the prompt was linked, where the request asked for it; the first choice tells."""
+    """How the prompt was linked, if the request asked for it; the first choice has it."""
 
     answer_kv: AnswerKV | None = None
     """The answer's KV, where the request asked for it and the answer was not cancelled."""

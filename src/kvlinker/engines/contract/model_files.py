@@ -105,7 +105,7 @@ def _read(kind: Any, settings: Settings, **options: Any) -> Any:
 
 
 def _is_offline(error: BaseException | None) -> bool:
-    """Tell if an error comes from a hub that cannot be reached."""
+    """Return whether an error comes from a hub that cannot be reached."""
     causes = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
     return error is not None and (
         isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__)

@@ -60,7 +60,7 @@ def load_model(settings: Settings) -> LoadedModel:
 
 
 def multiplies_bf16(settings: Settings) -> bool:
-    """Tell whether native code multiplies by weights in bf16, and attends, on this CPU."""
+    """Return whether native code multiplies by weights in bf16, and attends, on this CPU."""
     return (
         settings.native_attention
         and native_products() is not None

@@ -74,8 +74,8 @@ def require_close(ours: Tensor, expected: Tensor, what: str) -> None:
 
 
 def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
-    """Return what ``load`` loads and checks; None where it raises NativeUnavailableError, and the
-    log tells the ``consequence`` and why. To be cached by the caller: the compiler is asked each
+    """Return what ``load`` loads and checks; None if it raises NativeUnavailableError; the log has
+    the ``consequence`` and the reason. To be cached by the caller: the compiler is run each
     time."""
     try:
         return load()

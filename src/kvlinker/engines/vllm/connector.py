@@ -141,8 +141,8 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Tell vLLM's metrics which tokens come from chunks; what linking computes has no
-        source."""
+        """Report to vLLM's metrics which tokens come from chunks; tokens that linking computes have
+        no source."""
         placed = self._scheduling.placed_tokens(request.request_id, external=num_external_tokens)
         by_source = {
             CacheHitSource.HOST: placed,

@@ -13,7 +13,7 @@ from kvlinker.settings import Settings, read_settings
 
 REFUSAL_FILE = "refusal_file"
 """The option that names a file for the one line in which a worker says why it refuses the model:
-vLLM itself tells its front end only that it did not start."""
+vLLM itself reports to its front end only that it did not start."""
 
 
 class ConnectorOptions(BaseModel):

@@ -1,5 +1,5 @@
 """vLLM's entry point ``vllm.general_plugins``, which makes the connector known by name in every
-process, and has processes that do not start tell why."""
+process, and has processes that do not start report why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "KVLinkerConnector"
 
 FAILURE_FILE = "KVLINKER_VLLM_FAILURE_FILE"
 """The environment variable that names a file for the error by which one of vLLM's processes did not
-start: vLLM itself tells its front end only that it did not."""
+start: vLLM itself reports to its front end only that it did not."""
 
 
 def register() -> None:

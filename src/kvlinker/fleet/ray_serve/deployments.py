@@ -120,7 +120,7 @@ class Builder(_Model):
 
 
 class FoundReplicas:
-    """Tells the addresses of a deployment's replicas that there were a moment ago."""
+    """Keeps the recent addresses of a deployment's replicas."""
 
     def __init__(self, deployment: DeploymentHandle[Any]) -> None:
         self._deployment = deployment

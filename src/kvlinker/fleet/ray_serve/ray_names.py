@@ -11,7 +11,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 ANSWER_SECONDS = 5.0
-"""The longest wait for replicas to tell their addresses."""
+"""The longest wait for replicas to report their addresses."""
 
 
 def bind_no_port() -> None:

@@ -25,7 +25,7 @@ ENOUGH = 0.5
 
 
 class Context(Protocol):
-    """What Ray Serve tells a policy."""
+    """The context that Ray Serve gives to a policy."""
 
     current_num_replicas: int
 

@@ -10,8 +10,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Tells the texts of calls, as the folder's files have them. A call is its *head*, with the
-    name, its arguments, a JSON object, and its *tail*."""
+    """The texts of calls, from the folder's files. A call is its *head*, with the name, its
+    arguments, a JSON object, and its *tail*."""
 
     trigger: str | None
     opening: str
@@ -49,8 +49,8 @@ class CallForm:
         return (self.between or "") + self._head(name)
 
     def told_by(self, head: str) -> str:
-        """Return the beginning of a ``head`` that tells the name: up to the character behind it.
-        Where calls have no trigger, and other JSON may begin alike, it is all of it."""
+        """Return the beginning of a ``head`` that identifies the name: up to the character after
+        it. Where calls have no trigger, and other JSON may begin alike, it is all of it."""
         behind = self._before_arguments.partition("{name}")[2]
         return head if self.trigger is None else head[: len(head) - len(behind) + 1]
 

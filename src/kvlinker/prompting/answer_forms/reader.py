@@ -1,5 +1,5 @@
-"""Reads what a model answers in a conversation, as it comes: tells its reasoning and its calls of
-tools from its text, each as soon as it is clear.
+"""Reads a model's answer in a conversation as it is generated, and separates its reasoning and its
+calls of tools from its text, each as soon as it is clear.
 
 Answers are read the same way whole and in pieces. Calls are those that the grammars of
 ``kvlinker.prompting.answer_forms.grammar`` allow: anything else is text.
@@ -208,7 +208,7 @@ class AnswerReader:
         return self._go_on(self._before_arguments, text.removeprefix(head))
 
     def _wait_for(self, mark: str, kind: Literal["content", "reasoning"]) -> bool:
-        """Tell the text, but for an end of space and what may be the beginning of ``mark``."""
+        """Report the text, but for trailing space and a possible beginning of ``mark``."""
         text = self._pending[: len(self._pending) - overlap(self._pending, mark)].rstrip()
         self._tell(kind, text)
         self._pending = self._pending[len(text) :]

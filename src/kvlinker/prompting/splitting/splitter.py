@@ -14,7 +14,7 @@ from kvlinker.prompting.splitting.limit import TokenLimit
 
 
 class Splitter(ABC):
-    """Cuts texts into pieces of one kind. Its docstring tells users what a piece is."""
+    """Cuts texts into pieces of one kind. Its docstring describes a piece to users."""
 
     name: ClassVar[str]
     """The method's name in ``split_text`` and in requests."""

@@ -162,7 +162,7 @@ def measure_tier(
     them before each.
 
     The caller removes them. ``check`` is called between the calls to the tier, and may raise.
-    ``clock`` tells how long a round took. Raises ProbeFailedError.
+    ``clock`` measures how long a round takes. Raises ProbeFailedError.
     """
     keys = [token_hex(32) for _ in samples]
     for number, (key, kv) in enumerate(zip(keys, samples, strict=True)):

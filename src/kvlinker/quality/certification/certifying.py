@@ -1,5 +1,5 @@
-"""Measures what a certificate tells: the self-test, answers on data sets, and answers about the
-store's own chunks."""
+"""Measures the contents of a certificate: the self-test, answers on data sets, and answers about
+the store's own chunks."""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 default policy by them.
 
 The auditor draws requests and compares; figures are kept by policy, tenant and kind.
-``kvlinker.llm`` hands it every request, and the server tells what it found.
+``kvlinker.llm`` hands it every request, and the server reports its findings.
 """

@@ -1,5 +1,5 @@
-"""Certificates tell what was measured of a policy with a model; ``kvlinker certify`` writes them,
-servers ask for them."""
+"""Certificates state what was measured of a policy with a model; ``kvlinker certify`` writes them,
+and servers may require them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Certificate:
     """The self-test's checks: ``name``, ``meaning``, ``error``, ``passed``."""
 
     quality: tuple[Mapping[str, Any], ...]
-    """Scores by data set and task, as ``bench quality`` tells them, of the policy and of
+    """Scores by data set and task, as ``bench quality`` reports them, of the policy and of
     ``full``."""
 
     tasks: Mapping[str, Agreement]

@@ -108,7 +108,7 @@ class QualityController:
     Agreement that is known to be below the target raises it by one step, and the step that failed
     is left alone for a while, twice as long every time: so it settles instead of swinging.
     Agreement that is known to be above the target lowers it by one step. Both are known by
-    sequential tests, which are as confident whenever one looks, and begin anew where they tell that
+    sequential tests, which are as confident whenever one looks, and restart when they find that
     nothing is to be done: a fall after a good time is noticed as soon as one at its beginning,
     nearly. The last step computes everything. All methods may be called from any thread.
     """

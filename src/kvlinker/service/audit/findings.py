@@ -52,8 +52,8 @@ class Findings:
         self._events = events
 
     def take(self, sample: Sample, *, own: bool = True) -> None:
-        """Take a sample; ``own``: one of this server, which tells its metrics of a fall of the
-        agreement that it shows."""
+        """Take a sample; ``own``: one of this server, whose metrics then count a fall of the
+        agreement."""
         found = sample.found
         if found is not None and self.figures.add(
             sample.policy, sample.tenant, sample.kind, found, sample.time

@@ -53,7 +53,7 @@ class AuditPool:
         """Begin with what is known of the model of this ``fingerprint``; ``findings`` have seen
         nothing yet."""
         self.name: str | None = None
-        """Names what is pooled: servers that tell the same one know the same."""
+        """The name of the pool: servers with the same name have the same findings."""
 
         self._log = log
         self._fingerprint = fingerprint

@@ -42,7 +42,7 @@ DELETED_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class CachesUsage:
-    """Tells what a tenant has, and may have.
+    """A tenant's usage, and its limits.
 
     ``kept``: its context caches and chunks by the catalog; ``pinned_bytes``: its pinned KV as
     computed; ``tiers``: what its KV takes up in each tier.
@@ -308,12 +308,12 @@ class ContextCaches:
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Also takes over what other processes on this catalog did, as ``Maintenance.sweep`` tells.
+        Also takes over the changes of other processes on this catalog; see ``Maintenance.sweep``.
         """
         return self._maintenance.sweep()
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
-        """Tell what the tenant, or the shared corpus, has, and how much it may have."""
+        """Return the usage of the tenant, or of the shared corpus, and its limits."""
         owner = scope.owner(tenant)
         return CachesUsage(
             self._catalog.usage(owner),

@@ -113,7 +113,7 @@ class ContextCacheCalls:
         tenant: str = DEFAULT_TENANT,
     ) -> Page:
         """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more``
-        tells of others.
+        is true if there are others.
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
@@ -154,7 +154,7 @@ class ContextCacheCalls:
     def caches_usage(
         self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
     ) -> CachesUsage:
-        """Tell how many context caches there are, what their KV takes up, and the quota."""
+        """Return the number of context caches, the size of their KV, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
 

@@ -264,8 +264,8 @@ class Creation:
                 entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:
-        """Delete the KV of chunks that the catalog gave up for others, and tell how many context
-        caches went."""
+        """Delete the KV of chunks that the catalog dropped for others, and publish how many context
+        caches were dropped."""
         self._deletions.drop(room.released)
         if room.evicted:
             self._events.publish(ImplicitEvicted(room.evicted))

@@ -40,7 +40,7 @@ class KeepRequest:
     """The seconds that it lives from its last use; None for those of implicit context caches."""
 
     reader: Callable[[], Reader] = PlainReader
-    """Makes what tells the answer's reasoning and calls from what it says."""
+    """Makes readers that separate the answer's reasoning and calls from its text."""
 
     @classmethod
     def of(cls, part: str, ttl: float | None, reader: Callable[[], Reader]) -> Self | None:

@@ -47,6 +47,6 @@ class Maintenance:
         return expired
 
     def pin(self) -> None:
-        """Tell the store which chunks are pinned now."""
+        """Report to the store which chunks are pinned now."""
         with self._pinning:
             self._store.set_pinned(self._catalog.pinned())

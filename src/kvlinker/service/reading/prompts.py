@@ -29,7 +29,7 @@ class ReadPrompt:
 
     @property
     def linked(self) -> tuple[LinkedCache, ...]:
-        """The context caches, as answers tell of them."""
+        """The context caches, as answers list them."""
         return tuple(
             LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items()
         )
@@ -54,7 +54,7 @@ class ReadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Tells how a request wants its content read; None means as the settings say."""
+    """A request's options for reading its content; None stands for the settings."""
 
     tenant: str
     policy: Policy | None = None
@@ -77,7 +77,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadDefaults:
-    """Tells what applies where a request does not say."""
+    """The defaults of these options."""
 
     policy: Callable[[str], Policy]
     """Returns a tenant's default policy as it is now."""

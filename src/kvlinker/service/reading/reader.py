@@ -201,7 +201,7 @@ class ContentReader:
         how: ReadOptions,
         build: Callable[[Chunks], Prompt],
     ) -> ReadPrompt:
-        """Read a prompt of these parts; ``places`` tells where each id stands first.
+        """Read a prompt of these parts; ``places`` has the first place of each id.
 
         Ids are looked up, and marked texts become chunks: each is encoded, its context cache is
         found by content, and once the prompt is built, and fits, new ones are entered.

@@ -77,8 +77,8 @@ class AuditLog:
         return AuditPart(pool, upto, state, tuple(AuditSample(*row[:3]) for row in samples))
 
     def replace(self, fingerprint: str, upto: int, state: str) -> None:
-        """Keep ``state`` in the place of the samples up to this number, unless what is kept tells
-        of later ones."""
+        """Keep ``state`` in the place of the samples up to this number, unless the kept state
+        includes later ones."""
         values = {"fingerprint": fingerprint, "upto": upto, "state": state}
         with self._database.transaction() as connection:
             replaced = connection.execute(

@@ -96,7 +96,7 @@ class Catalog:
         self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS, *, now: float = 0.0
     ) -> Room:
         """Record context caches and the chunks they hold: all of them or, on an error, none.
-        Returns what had to go for them, as ``make_room`` tells; the caller deletes the KV of
+        Returns what was dropped for them, as ``make_room`` does; the caller deletes the KV of
         released chunks as after ``delete``.
 
         Raises QuotaExceededError and PinLimitError.
@@ -229,7 +229,7 @@ class Catalog:
     def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
         """Remove one context cache; returns the chunk keys that no context cache holds any more.
 
-        The caller deletes their KV from the store; until it has, ``released`` tells of them. Raises
+        The caller deletes their KV from the store; until it has, ``released`` returns them. Raises
         ContextCacheNotFoundError.
         """
         with self._database.transaction() as connection:

@@ -28,8 +28,7 @@ from kvlinker.store.catalog.rows import (
 
 
 class Entered(NamedTuple):
-    """Holds the context cache of a chunk that was to be entered, and tells what had to go for
-    it."""
+    """Holds the context cache of a chunk that was to be entered, and what was dropped for it."""
 
     cache: ContextCache
 

@@ -15,7 +15,7 @@ from kvlinker.store.catalog.releases import release
 
 
 class Room(NamedTuple):
-    """Tells what had to go for context caches that are entered."""
+    """What was dropped to make room for new context caches."""
 
     evicted: int = 0
     """The number of implicit context caches."""

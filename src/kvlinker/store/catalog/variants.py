@@ -30,7 +30,7 @@ class StoredVariant:
 @dataclass(frozen=True, slots=True)
 class VariantOwner:
     """Owns variants: one tenant's chunk under one model. A shared chunk's variants are each
-    tenant's own, for they tell what stood before it."""
+    tenant's own, because they reveal the text before it."""
 
     fingerprint: str
     tenant: str
@@ -98,7 +98,7 @@ class VariantIndex:
 
 
 def note_released(connection: Connection, keys: Iterable[str], now: float) -> None:
-    """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
+    """Have ``Catalog.released`` return these keys until no tier holds their KV."""
     connection.executemany(
         "INSERT INTO released VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET released_at ="
         " excluded.released_at",

@@ -41,8 +41,8 @@ INDEX_VERSION = 6
 STATES_ALONE_VERSION = 7
 """The version of files with states and no KV, which say how many tokens the chunk has.
 
-Later versions keep the header's checksum, by which this one tells a newer file, which it leaves
-alone, from a damaged one, which it drops.
+Later versions keep the header's checksum, by which this one distinguishes a newer file, which it
+leaves alone, from a damaged one, which it drops.
 """
 
 SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")

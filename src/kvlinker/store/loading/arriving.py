@@ -60,7 +60,7 @@ class ArrivingKV:
         return self._layers[index] if index < len(self._layers) else None
 
     def deliver(self, layer: LayerKV) -> bool:
-        """Add the next layer and tell the subscribers; False where nobody wants it any more."""
+        """Add the next layer and notify the subscribers; False if it is no longer wanted."""
         with self._lock:
             if self._given_up:
                 return False
@@ -69,8 +69,8 @@ class ArrivingKV:
         return True
 
     def give_up(self) -> None:
-        """Expect no further layer, because it cannot come or nobody wants it, and tell the
-        subscribers. Idempotent; does nothing where all layers are there."""
+        """Expect no further layer, because it cannot arrive or is not wanted, and notify the
+        subscribers. Idempotent; does nothing if all layers are there."""
         with self._lock:
             if self._given_up or self.complete:
                 return

@@ -54,8 +54,8 @@ class LayerLoader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Note in ``bandwidths`` how fast tiers deliver. ``forms`` returns, for a chunk of so many
-        layers, what changes each to the form in which it is delivered. ``clock`` tells what is
-        late."""
+        layers, the functions that convert each to the form in which it is delivered. ``clock``
+        measures delays."""
         self.bandwidths = bandwidths or Bandwidths()
         self._forms = forms
         self._clock = clock

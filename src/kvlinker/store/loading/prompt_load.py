@@ -120,7 +120,7 @@ class PromptLoad:
     def __init__(
         self, chunks: Sequence[ChunkLoad], urgency: Urgency, clock: Callable[[], float]
     ) -> None:
-        """``clock`` tells the seconds in which the deadline is reckoned."""
+        """``clock`` returns the time in seconds, on the scale of the deadline."""
         self.chunks = tuple(chunks)
         self.deadline = clock() + min(
             max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS

@@ -138,7 +138,7 @@ class ChunkRead:
         return failed
 
     def end(self) -> None:
-        """Tell all prompts that the chunk is there, or will not be. Idempotent."""
+        """Notify all prompts that the chunk is there, or will not be. Idempotent."""
         for chunk, _ in self.takers:
             chunk.end(self.loaded)
 

@@ -316,7 +316,7 @@ class IndexedFolder:
         Where it cannot have it, only as much is evicted as others have to find free.
         """
         if not self._yields:
-            return True  # writing will tell
+            return True  # writing will show
         try:
             lacking = self._folder.shortage(nbytes + self._reserved_bytes)
             if lacking and self._take_back(lacking):
@@ -325,7 +325,7 @@ class IndexedFolder:
             if not possible:
                 lacking = self._folder.shortage(0)
         except OSError:
-            return True  # writing will tell
+            return True  # writing will show
         if lacking:
             self._give_up(lacking)
         return possible

@@ -21,7 +21,7 @@ LOOK_SHARE = 0.02
 
 
 class FolderScan(NamedTuple):
-    """Tells what lies in the folder."""
+    """Lists the files of the folder."""
 
     keys: tuple[str, ...]
     """The keys of all files, those that were used last at the end."""
@@ -31,8 +31,8 @@ class FolderScan(NamedTuple):
 
 
 class OtherProcesses:
-    """Tells uses by other processes from those of this one, by the files' times. Any thread may
-    call the methods."""
+    """Distinguishes uses by other processes from those of this one, by the files' times. Any thread
+    may call the methods."""
 
     def __init__(self) -> None:
         self._looking = threading.Lock()

@@ -70,7 +70,7 @@ class AnswerFormat(Protocol):
         ...
 
     def delta(self, index: int, delta: Delta) -> BaseModel | None:
-        """A choice with new output; None where there is nothing to tell yet."""
+        """A choice with new output; None if there is nothing to send yet."""
         ...
 
     def closing(self, index: int, finished: Finished) -> BaseModel:
@@ -99,7 +99,7 @@ def answer_head(llm: LLM, kind: str, request_id: str | None) -> dict[str, Any]:
 
 def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
     """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events.
-    ``ignores``: they may tell of fields without effect."""
+    ``ignores``: they may name fields without effect."""
     events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
     timing = {
         "description": "Milliseconds: queue, load, link, decode.",
@@ -225,7 +225,7 @@ async def _chunks(
     continuous: bool,
 ) -> AsyncIterator[str]:
     """Yield the chunks of a completion's stream, and its end. ``include_usage``: the last one has
-    the usage; ``continuous``: all tell it so far."""
+    the usage; ``continuous``: all have it so far."""
     link = link_body(choices.prompts.values())
     lengths = [len(read.prompt) for read in choices.prompts.values()]
     generated = [0] * len(choices)
@@ -238,7 +238,7 @@ async def _chunks(
             added["usage"] = UsageBody(
                 prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
             )
-        if link is not None:  # the first chunk tells it, and once more one with an explanation
+        if link is not None:  # the first chunk has it, and once more one with an explanation
             added["link"], link = link, None
         return _encoded(answer_format.chunk([choice]).model_copy(update=added))
 

@@ -348,8 +348,7 @@ class ChatFormat:
         return self._readers[index]
 
     def _told(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
-        """Return pieces of an answer as streams tell them; without fields where they tell
-        nothing."""
+        """Return pieces of an answer as streams send them; without fields if they are empty."""
         said: dict[str, Any] = {
             "content": "".join(piece.text for piece in pieces if piece.kind == "content"),
             "reasoning_content": "".join(

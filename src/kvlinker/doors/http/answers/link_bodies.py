@@ -1,4 +1,5 @@
-"""What answers tell of how their prompts were linked, and of what became of themselves."""
+"""The parts of answers that describe how their prompts were linked, and the context caches that
+they have become."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class UsedCacheBody(ResponseBody):
 
 
 class KeptAnswerBody(ResponseBody):
-    """The context cache that the answer has become; where ``id`` is null, ``reason`` tells why
-    there is none."""
+    """The context cache that the answer has become; if ``id`` is null, ``reason`` says why there is
+    none."""
 
     id: str | None
     tokens: int
@@ -71,8 +72,8 @@ def with_kept(
 
 
 def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
-    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It
-    may take a while."""
+    """Describe and explain how the only prompt was linked; None if there is no explanation. It may
+    take a while."""
     if explanation is None:
         return None
     (read,) = choices.prompts.values()
@@ -88,8 +89,8 @@ def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) 
 def ended_link(
     llm: LLM, choices: Choices, explanation: Explanation | None, kept: KeptAnswer | None
 ) -> LinkBody | None:
-    """Tell how prompts were linked, with the explanation and what became of the answer where these
-    were asked for; None where there is nothing to tell. It may take a while."""
+    """Describe how prompts were linked, with the explanation and the answer's context cache if the
+    request asked for them; None if there is nothing of this. It may take a while."""
     prompts = choices.prompts.values()
     return with_kept(explained_body(llm, choices, explanation) or link_body(prompts), prompts, kept)
 

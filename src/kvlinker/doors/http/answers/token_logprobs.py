@@ -1,4 +1,4 @@
-"""Log probabilities of an answer's tokens, as OpenAI's routes tell them."""
+"""Log probabilities of an answer's tokens, in the format of OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ChatLogprob(TopLogprob):
 
 
 def logprob_bodies(entries: Sequence[TokenLogprob], *, as_ids: bool = False) -> list[ChatLogprob]:
-    """Return log probabilities as answers to conversations tell them; ``as_ids``: with ids in place
-    of the tokens' texts."""
+    """Return log probabilities in the format of chat completions; ``as_ids``: with ids in place of
+    the tokens' texts."""
     return [
         ChatLogprob(
             **_entry(entry, as_ids),

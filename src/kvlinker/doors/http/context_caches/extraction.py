@@ -47,8 +47,8 @@ class ExtractedText(ResponseBody):
 async def extract_text(
     request: Request, served: ServedModelParam, name: Annotated[str, Query(max_length=4096)]
 ) -> ExtractedText:
-    """Tell the text of a file, which is the body: decoded from its encoding, or converted from PDF,
-    HTML, DOCX or EPUB, as the end of ``name`` says. Nothing is cached."""
+    """Extract the text of a file, which is the body: decoded from its encoding, or converted from
+    PDF, HTML, DOCX or EPUB, by the end of ``name``. Nothing is cached."""
     content = await request.body()
     suffix = PurePath(name).suffix.lower()
     told = await served.encoding.run_long(lambda: _text_of(content, suffix))

@@ -88,7 +88,7 @@ class PieceList(ResponseBody):
 
 @router.post("/split", response_model=PieceList, responses=error_responses(400))
 async def split_text(body: SplitRequest, request: Request, served: ServedModelParam) -> Response:
-    """Tell into which chunks a text would be split; nothing is cached."""
+    """Return the chunks into which a text would be split; nothing is cached."""
     check_input(body.input)
 
     def split_input() -> tuple[int, dict[str, Any]]:

@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
 
 class QuotaBody(ResponseBody):
-    """Tells how much one tenant may keep; null is no limit."""
+    """The limits of one tenant; null is no limit."""
 
     bytes: int | None
     caches: int | None
@@ -26,7 +26,7 @@ class QuotaBody(ResponseBody):
 
 
 class TierShare(ResponseBody):
-    """Tells what a tenant's KV takes up in a tier; null where the tier does not answer."""
+    """The size of a tenant's KV in a tier; null if the tier does not answer."""
 
     name: str
     bytes: int | None
@@ -35,8 +35,8 @@ class TierShare(ResponseBody):
 
 
 class ContextCacheUsage(ResponseBody):
-    """Tells what context caches take up. ``tokens`` and ``bytes`` (of KV as computed) count each
-    chunk once."""
+    """The usage of context caches. ``tokens`` and ``bytes`` (of KV as computed) count each chunk
+    once."""
 
     object: Literal["context_cache.usage"] = "context_cache.usage"
     scope: Scope
@@ -53,7 +53,7 @@ class ContextCacheUsage(ResponseBody):
 async def read_usage(
     served: ServedModelParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE
 ) -> ContextCacheUsage:
-    """Tell what the caller's context caches, or the shared ones, take, and the quota."""
+    """Return the usage of the caller's context caches, or of the shared ones, and the quota."""
     usage = await run_in_threadpool(lambda: served.llm.caches.usage(tenant=tenant, scope=scope))
     quota = usage.quota
     return ContextCacheUsage(

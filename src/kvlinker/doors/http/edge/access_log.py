@@ -102,7 +102,7 @@ class AccessLog:
 
 class JsonLines(logging.Formatter):
     """Formats a record as a line of JSON: ``time`` (UTC), ``level``, ``logger`` and ``message``;
-    for a request also what the access log tells of it, each figure in a field of its own."""
+    for a request also the figures of the access log, each in a separate field."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {

@@ -2,8 +2,8 @@
 way, and cuts off what takes longer than ``drain_timeout``.
 
 ``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes,
-``/health`` tells of it, and streams register with it, so that each of them ends with an event of
-its API.
+``/health`` reports it, and streams register with it, so that each of them ends with an event of its
+API.
 """
 
 from __future__ import annotations

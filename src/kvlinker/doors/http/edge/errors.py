@@ -68,7 +68,7 @@ _MEANINGS = {
 
 
 class ErrorDetails(ResponseBody):
-    """Tells what went wrong. ``param`` is the path of the field at fault, such as
+    """Describes an error. ``param`` is the path of the field at fault, such as
     ``messages.0.content.1.id``."""
 
     message: str

@@ -1,5 +1,5 @@
-"""Tells OpenTelemetry of HTTP requests, whose spans FastAPI makes: to whom, and what belongs to
-them. Without the extra ``otel``, or where nobody has set up OpenTelemetry, nothing is traced."""
+"""Traces HTTP requests by OpenTelemetry, with spans that FastAPI makes: their provider and
+attributes. Without the extra ``otel``, or if OpenTelemetry is not set up, nothing is traced."""
 
 from __future__ import annotations
 

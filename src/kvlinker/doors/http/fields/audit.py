@@ -1,4 +1,4 @@
-"""What a server tells at /v1/audit."""
+"""The body of /v1/audit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AuditRow(ResponseBody):
 
     @property
     def tally(self) -> Tally:
-        """The counts and sums that the row tells."""
+        """The counts and sums of the row."""
         unlike = self.samples - round(self.alike * self.samples)
         return Tally(
             samples=self.samples,
@@ -134,10 +134,10 @@ class DecisionObject(ResponseBody):
 
 
 class AuditObject(ResponseBody):
-    """What the audit found since it began, of all servers that tell the same ``pool``, which share
-    a catalog; null where nothing is pooled. ``share`` of the requests with chunks are drawn;
-    ``pending`` answers wait here to be compared, ``skipped`` tells how many are not, by reason. A
-    key sees its own requests; an admin's sees all, and ``tenants``."""
+    """The audit's findings since it began, of all servers with the same ``pool``, which share a
+    catalog; null if nothing is pooled. ``share`` of the requests with chunks are drawn; ``pending``
+    answers wait here to be compared, ``skipped`` counts those that are not, by reason. A key sees
+    its own requests; an admin's sees all, and ``tenants``."""
 
     object: Literal["audit"] = "audit"
     model: str

@@ -87,7 +87,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     place: ClassVar[Place | None] = None
-    """Where the body stands, by which ``foreign`` tells of the fields that it does not serve."""
+    """The place of the body, by which ``foreign`` finds the fields that it does not serve."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
     """JSON schemas that say how fields go together. They are for the OpenAPI document; validators

@@ -1,5 +1,5 @@
-"""The body that explains how a prompt was linked, for /v1/link/explain and for answers that were
-asked to tell."""
+"""The body that explains how a prompt was linked, for /v1/link/explain and for answers with
+``explain``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScoreBody(ResponseBody):
 
 
 class CostBody(ResponseBody):
-    """Tells what linking costs: tokens are averages over the layers; ``full_flops`` is a full
+    """The cost of linking: tokens are averages over the layers; ``full_flops`` is a full
     prefill's."""
 
     cached_tokens: int

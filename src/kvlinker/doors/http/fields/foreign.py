@@ -53,7 +53,7 @@ _ANTHROPIC = frozenset({Place.MESSAGES, Place.COUNT_TOKENS})
 
 @dataclass(frozen=True, slots=True)
 class ForeignFields:
-    """Tells what becomes of fields, and why. Null is taken of all of them."""
+    """What happens to fields, and why. Null is accepted for all of them."""
 
     names: tuple[str, ...]
     places: frozenset[Place]

@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt's tokens, as answers tell them."""
+"""The log probabilities of a prompt's tokens, in the format of answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlinker.llm import Prompt
 
 
 class PromptLogprob(ResponseBody):
-    """Tells how likely a token is after all that stands before it in the prompt, in nats."""
+    """The log probability of a token given all tokens before it in the prompt, in nats."""
 
     logprob: float
     decoded_token: str

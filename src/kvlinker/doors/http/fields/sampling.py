@@ -62,12 +62,12 @@ class NextUseBody(RequestBody):
 
 class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which
-    texts become chunks without an id. With ``explain``, the answer tells how its prompt was linked,
-    and with ``attention`` also the question's attention in each layer. ``keep`` makes a context
-    cache of what the answer says, or of ``all`` of it, reasoning and calls included, that lives
-    ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside each
-    other, may stand in the order in which they were linked before. ``workflow`` names what the
-    request is a part of, and ``next`` tells what that will use."""
+    texts become chunks without an id. With ``explain``, the answer explains how its prompt was
+    linked, and with ``attention`` shows the question's attention in each layer. ``keep`` makes a
+    context cache of what the answer says, or of ``all`` of it, reasoning and calls included, that
+    lives ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside
+    each other, may stand in the order in which they were linked before. ``workflow`` is the name of
+    the request's workflow, and ``next`` lists the context caches that it will use."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"next": {"type": "array"}}, is_given("workflow")),
@@ -119,7 +119,7 @@ ServiceTier = Literal["auto", "default", "flex"]
 
 class StreamOptions(RequestBody):
     """``include_usage``: end the stream with a chunk that holds the usage.
-    ``continuous_usage_stats``: have all chunks tell what was used so far."""
+    ``continuous_usage_stats``: all chunks hold the usage so far."""
 
     place: ClassVar[Place | None] = Place.STREAM_OPTIONS
 
@@ -139,7 +139,7 @@ NOTHING_EXPLAINED: dict[str, JsonValue] = {
         "link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}
     }
 }
-"""The rule of routes whose answers tell no explanation."""
+"""The rule of routes whose answers have no explanation."""
 
 
 class SamplingBody(DecodingFields):
@@ -244,12 +244,12 @@ class SamplingBody(DecodingFields):
 
     @property
     def explains(self) -> bool:
-        """True where the answer is to tell how its prompt was linked."""
+        """True if the answer is to explain how its prompt was linked."""
         return bool(self.link and self.link.explain)
 
     @property
     def shows_attention(self) -> bool:
-        """True where that is to tell the question's attention, too."""
+        """True if the explanation is to have the question's attention."""
         return bool(self.link and self.link.attention)
 
     @property
@@ -259,5 +259,5 @@ class SamplingBody(DecodingFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """True where all chunks of a stream are to tell the usage so far."""
+        """True if all chunks of a stream are to have the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)

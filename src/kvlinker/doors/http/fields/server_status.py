@@ -1,4 +1,4 @@
-"""What a server tells at /status."""
+"""The body of /status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PromptTokenCounts(ResponseBody):
 
 class TierStatus(ResponseBody):
     """A tier's fill level and measured bandwidth; null where nothing was measured yet. Servers that
-    tell the same ``place`` share the tier; null for memory."""
+    report the same ``place`` share the tier; null for memory."""
 
     name: str
     used_bytes: int

@@ -140,7 +140,7 @@ class ToolCallDelta(ResponseBody):
 
 
 def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
-    """Return calls as answers tell them."""
+    """Return calls in the format of answers."""
     return [
         ToolCallObject(
             id=call.id,
@@ -152,7 +152,7 @@ def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
 
 
 class CallDeltas:
-    """Tells the calls of one choice as streams do, piece by piece, and numbers them."""
+    """Formats the calls of one choice for streams, piece by piece, and numbers them."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -161,7 +161,7 @@ class CallDeltas:
         self._count = 0
 
     def of(self, pieces: Iterable[AnswerPiece]) -> list[ToolCallDelta]:
-        """Return what new pieces of the answer tell of calls: one delta for each call."""
+        """Return the calls in new pieces of the answer: one delta for each call."""
         heads: dict[int, AnswerPiece] = {}
         arguments: dict[int, str] = {}
         for piece in pieces:

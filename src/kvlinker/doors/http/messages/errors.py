@@ -22,7 +22,7 @@ _TYPES = {
 
 
 class MessagesErrorDetails(ResponseBody):
-    """Tells what went wrong."""
+    """Describes an error."""
 
     type: str
     message: str

@@ -59,7 +59,7 @@ async def create_message(
 async def count_tokens(
     body: CountTokensRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> TokenCount:
-    """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
+    """Count the tokens of a conversation's prompt. Nothing is cached."""
     llm = served.llm
     translation = body.translated()
     with translation.renaming():

@@ -1,4 +1,4 @@
-"""Tells an answer as /v1/responses does, whole or in events."""
+"""Formats an answer for /v1/responses, whole or in events."""
 
 from __future__ import annotations
 

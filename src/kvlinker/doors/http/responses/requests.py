@@ -108,7 +108,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""What an answer may tell beside: only the first is of answers that there are."""
+"""The additional fields of an answer: only the first exists in kvlinker's answers."""
 
 
 class ResponsesRequest(ReasoningFields, DecodingFields):
@@ -142,12 +142,11 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
 
     @property
     def tells_logprobs(self) -> bool:
-        """True where the answer is to tell how likely its text's tokens were."""
+        """True if the answer is to have the log probabilities of its text's tokens."""
         return "message.output_text.logprobs" in (self.include or ())
 
     def told_sampling(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that answers tell of, as far as they are
-        given."""
+        """Return the fields of ``SamplingParams`` that answers repeat, as far as they are given."""
         return {
             name: value
             for name in ("temperature", "top_p")
@@ -155,7 +154,7 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
         }
 
     def text_settings(self) -> dict[str, Any]:
-        """Return the form of the answer, as answers tell it."""
+        """Return the form of the answer, as answers repeat it."""
         asked = self.text.format if self.text else None
         return {
             "format": {"type": "text"}
@@ -164,12 +163,12 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
         }
 
     def reasoning_settings(self) -> dict[str, str | None]:
-        """Return what was asked for about reasoning, as answers tell it."""
+        """Return the request's options for reasoning, as answers repeat them."""
         asked = self.reasoning or ReasoningBody()
         return {"effort": asked.effort, "summary": asked.summary}
 
     def tool_choice_settings(self) -> str | dict[str, str]:
-        """Return the choice of tools, as answers tell it."""
+        """Return the choice of tools, as answers repeat it."""
         if isinstance(self.tool_choice, NamedFunction):
             return self.tool_choice.model_dump()
         return self.tool_choice or "auto"
@@ -223,7 +222,7 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
                 "type": "function",
                 "function": {"name": self.tool_choice.name},
             }
-        elif self.tools or self.tool_choice != "auto":  # which answers tell where there are none
+        elif self.tools or self.tool_choice != "auto":  # which answers have if there are none
             made.values["tool_choice"] = self.tool_choice
         match self.text.format if self.text else None:
             case TextFormat(type=kind):

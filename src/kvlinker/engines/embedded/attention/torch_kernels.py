@@ -125,7 +125,7 @@ class PreparedCall:
 
     @property
     def masked(self) -> bool:
-        """Tells whether the queries see different keys, by a mask."""
+        """True if the queries see different keys, by a mask."""
         return self._hidden is not None
 
     def rotated(self, query: Tensor, rotary: Rotary | None) -> Tensor:

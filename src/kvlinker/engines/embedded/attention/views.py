@@ -20,7 +20,7 @@ keys, value_dim]."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Tells what one sequence's queries see of one segment.
+    """The part of one segment that one sequence's queries see.
 
     A query sees the keys [first, last) that are not hidden, and whose positions are not after its
     own and, in layers with a window, less than the window before it. Values of all keys in [first,

@@ -101,7 +101,7 @@ class ChunkBuilder:
         self, keys: Sequence[str], prompt: Prompt, *, tenant: str
     ) -> Future[tuple[ChunkKV, ...]]:
         """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is
-        computed and stored. Their scores tell how much attention the chunks pay to one another.
+        computed and stored. Their scores measure how much attention the chunks pay to one another.
 
         Raises ContextLengthError and EngineClosedError.
         """

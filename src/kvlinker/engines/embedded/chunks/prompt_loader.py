@@ -101,8 +101,8 @@ class PromptLoader:
     def note_use(
         self, request: GenerationRequest, link: Link, refinement: Refinement | None
     ) -> None:
-        """Tell the store what share of each chunk a request has computed again. To be called once
-        per request."""
+        """Report to the store the share of each chunk that a request has computed again. To be
+        called once per request."""
         for use in link.uses(self._layers, refinement):
             key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
             self._store.note_use(key, use.recomputed)

@@ -41,7 +41,7 @@ class SharedChunk:
 
 
 class OwnTokens:
-    """Tells in which layers a prompt's computed tokens are the sequence's own: from the first layer
+    """The layers in which a prompt's computed tokens are the sequence's own: from the first layer
     on, until a policy drops them. A token that is its own in a layer hides its copy in a shared
     chunk there.
 

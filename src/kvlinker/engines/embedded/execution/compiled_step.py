@@ -92,8 +92,8 @@ class CompiledStep:
         self._bound = _Bound(program, layers, self._rotaries, pool, FEWEST_ROWS)
 
     def takes(self, batch: Batch) -> bool:
-        """Tell whether the batch is nothing but tokens to compute: nobody watches or drops any, and
-        all chunks are there."""
+        """Return whether the batch has only tokens to compute: none is observed or dropped, and all
+        chunks are there."""
         return (
             sum(len(run.tokens) for run in batch.runs) <= min(self._most_rows, MOST_ROWS)
             and all(

@@ -144,7 +144,7 @@ class _Group(NamedTuple):
 
     @property
     def takes_a_step(self) -> bool:
-        """Tells whether each sequence has one token, of which nothing else is wanted."""
+        """True if each sequence has one token, of which only the output is wanted."""
         found = [course.only for course in self.courses]
         return all(each and len(each) == 1 and not each.run.capture for each in found)
 
@@ -297,7 +297,7 @@ class _Layer:
 
     def _scanned(self, part: _Part, call: RuleCall, state: Tensor, begins: Tensor) -> Tensor:
         """Return the states behind tokens, and keep the output of those of the batch. ``begins``
-        [sequences] tells which of them are the first ones of their text."""
+        [sequences] is true for the first ones of their text."""
         assert part.entering is not None
         gates = self._gates(part, call)
         mixed = self._mixed(part, call)

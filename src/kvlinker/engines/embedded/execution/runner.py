@@ -55,7 +55,7 @@ class Runner:
         self.profile: Profile | None = None
         self._native = native_attention
         self.picks_logits = "logits_to_keep" in signature(model.forward).parameters
-        """Tells whether the model computes the logits that are wanted alone, and not all."""
+        """True if the model computes only the wanted logits, not all."""
 
         self._ahead = LayersAhead(
             lane_to(self.device), len(pool.keys), room_bytes=_room_for_copies(self.device)

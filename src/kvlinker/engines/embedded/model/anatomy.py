@@ -82,7 +82,7 @@ class Anatomy:
     """The number of the decoder layers' calls in a pass."""
 
     mingles: bool
-    """Tells whether a decoder layer has both."""
+    """True if a decoder layer has both."""
 
     @property
     def window(self) -> int:
@@ -96,12 +96,12 @@ class Anatomy:
 
     @property
     def picks(self) -> bool:
-        """Tells whether indexers pick the tokens that queries see in some layers."""
+        """True if indexers pick the tokens that queries see in some layers."""
         return any(layer.picker is not None for layer in self.layers)
 
     @property
     def only_convolves(self) -> bool:
-        """Tells whether convolutions are all that keeps a state."""
+        """True if only convolutions keep a state."""
         return all(each.rule is None for each in self.recurrences)
 
 

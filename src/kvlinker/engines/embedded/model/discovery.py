@@ -134,7 +134,7 @@ class _Tracer:
 
     @property
     def saw_rotation(self) -> bool:
-        """Tells if any layer has rotated its queries and keys in the form that is known."""
+        """True if any layer has rotated its queries and keys in a known form."""
         return bool(self._kinds)
 
     def saw_tables(

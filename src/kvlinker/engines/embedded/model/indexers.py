@@ -133,15 +133,15 @@ class IndexerCall:
 
     @property
     def is_known(self) -> bool:
-        """Tells whether it is called in a form that is known: with a mask for all heads at once,
-        of which tokens are seen or which are no padding, if with any."""
+        """True if it is called in a known form: without a mask, or with one for all heads that
+        marks the visible tokens or the padding."""
         mask = self.arguments.get(MASK)
         return mask is None or mask.ndim in (2, 3) or self.makes_masks
 
     @property
     def makes_masks(self) -> bool:
-        """Tells whether it makes a mask of attention's, picks for one query after the other, and
-        takes cos and sin of all positions up to the last query's."""
+        """True if it makes a mask of attention's, picks for one query at a time, and takes cos and
+        sin of all positions up to the last query's."""
         mask = self.arguments.get(MASK)
         return mask is not None and mask.ndim == 4 and TABLES in self.arguments
 
@@ -206,8 +206,8 @@ class IndexerCall:
 
 
 def _seen(dimensions: int, queries: Queries, device: torch.device) -> Tensor:
-    """Return the mask that tells which tokens these queries may see, [1, (1,) queries, length];
-    with two dimensions, that none of them is padding."""
+    """Return the mask of the tokens that these queries may see, [1, (1,) queries, length]; with two
+    dimensions, the mask says that none of them is padding."""
     if dimensions == 2:
         return torch.ones(1, len(queries.positions), dtype=torch.bool, device=device)
     positions = torch.from_numpy(queries.positions).to(device)
@@ -260,7 +260,7 @@ class _Picking(TorchFunctionMode):
     """Replaces top-k, which leaves open what it returns of equal scores.
 
     Indexers that pick for one query at a time list the tokens that it sees before. It is the last
-    of these, so that their number tells where it stands.
+    of these, so that their number is its position.
     """
 
     def __init__(
@@ -316,5 +316,5 @@ def all_visible(tokens: int, device: torch.device) -> Tensor:
 
 
 def is_indexer(kind: type[nn.Module]) -> bool:
-    """Tell whether modules of this class pick tokens."""
+    """Return whether modules of this class pick tokens."""
     return "indexer" in kind.__name__.lower()

@@ -71,7 +71,7 @@ class LoadedModel:
     context_window: int
     eos_token_ids: frozenset[int]
     keeps_inner: bool = True
-    """Tells whether layers with a state keep the inner tokens of chunks one by one, too."""
+    """True if layers with a state also keep the inner tokens of chunks one by one."""
 
     program: Program | str = "nobody has asked for it"
     """What native code computes steps by; or why the model's modules compute them."""

@@ -32,8 +32,8 @@ def drop_mapped(weight: Tensor) -> None:
 
 
 def _in_a_file(begin: int, end: int) -> bool:
-    """Tell whether a file is mapped to these addresses, for this process alone. The same call would
-    empty other memory."""
+    """Return whether a file is mapped to these addresses, for this process alone. The same call
+    would empty other memory."""
     if not _MAPPINGS.exists():
         return False
     for line in _MAPPINGS.read_text().splitlines():

@@ -112,8 +112,8 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
 
 
 def depends_on_place(model: Any) -> bool:
-    """Tell if the model computes something else where the same text stands further on, as far as it
-    takes positions. Computes two short forward passes of the model's own, which is to be in
+    """Return whether the model computes different results for the same text at later positions, as
+    far as it takes positions. Runs two short forward passes of the model's own, which must be in
     fp32."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(LOOKED_AT, device=device)[None]
@@ -137,13 +137,13 @@ def states_held(output: Any) -> int:
 
 
 def has_indexer(model: nn.Module) -> bool:
-    """Tell if layers of it pick the tokens that they see by an indexer, of which short texts show
-    nothing: it picks all of them."""
+    """Return whether layers pick the tokens that they see by an indexer. Short texts do not show
+    it: it picks all of their tokens."""
     return any("indexer" in type(part).__name__.lower() for part in model.modules())
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Tell if modules of it are called attention."""
+    """Return whether any of its modules is named as attention."""
     return any("attention" in type(part).__name__.lower() for part in model.modules())
 
 

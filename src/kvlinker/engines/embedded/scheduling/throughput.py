@@ -248,8 +248,8 @@ class ComputeThroughput:
 
     def _follow(self, amounts: Vector, seconds: float) -> None:
         """Update a and b by least squares of relative errors over the last steps, older ones
-        fading, and of the change of a and b, so that they stay where similar steps cannot tell one
-        from the other."""
+        fading, and of the change of a and b, so that they stay if similar steps cannot distinguish
+        them."""
         weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
         step = amounts / seconds
         with self._lock:

@@ -21,7 +21,7 @@ FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_emb"
 
 
 def have_same_numbers(given: Tensor, turned: Tensor) -> bool:
-    """Tell if what a norm is given are the keys that were rotated, perhaps in another shape and
+    """Return whether a norm's input is the keys that were rotated, perhaps in another shape and
     precision."""
     return given.numel() == turned.numel() and torch.equal(
         given.flatten(), turned.to(given.dtype).flatten()

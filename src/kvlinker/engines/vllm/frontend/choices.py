@@ -60,7 +60,7 @@ class VLLMRequest:
 
     def note_outcome(self, outcome: TransferOutcome, choice: int) -> None:
         """Note the outcome of the transfer plan, which vLLM reports with each choice; the first
-        report counts, but only the first choice tells what vLLM had of the prompt before it."""
+        report counts, but only the first choice shows how much of the prompt vLLM had before."""
         if choice == 0:
             self._found = outcome.found
         if self._outcome is None and self.clock.loaded is not None:

@@ -194,7 +194,7 @@ class VLLMClient:
         return self._signer.params(transfer, tokens) | {KNOWN: self.memory.known()}
 
     def note(self, outcome: TransferOutcome | None) -> None:
-        """Take note of what a transfer's outcome tells of workers' memory."""
+        """Note the report on workers' memory in a transfer's outcome."""
         if outcome is not None and outcome.memory is not None:
             self.memory.note(outcome.memory)
 

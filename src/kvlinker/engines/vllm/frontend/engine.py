@@ -165,8 +165,8 @@ class VLLMEngine:
     def note_uses(
         self, prepared: PreparedPrompt, tenant: str, params: Mapping[str, Any] | None
     ) -> None:
-        """Note in the store how a prepared prompt used its chunks, and what the
-        ``kv_transfer_params`` of vLLM's answer tell of workers' memory."""
+        """Note in the store how a prepared prompt used its chunks, and the report on workers'
+        memory in the ``kv_transfer_params`` of vLLM's answer."""
         self._client.note(outcome_of(params))
         self._executor.submit(self._tell_store, prepared.linked, tenant)
 

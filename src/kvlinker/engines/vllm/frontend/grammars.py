@@ -63,7 +63,7 @@ class VLLMGrammars:
 
     def is_complete(self, grammar: AnswerGrammar, tokens: Sequence[int]) -> bool:
         """Return whether an answer of these tokens ends as its grammar does, so that nothing may
-        come behind it. Another backend than ``guidance`` does not tell."""
+        follow it. Backends other than ``guidance`` do not report it."""
         if self._backend != GUIDANCE:
             return False
         lark = LLMatcher.grammar_from_lark(self._checked(grammar))

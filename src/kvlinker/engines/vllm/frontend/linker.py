@@ -162,8 +162,8 @@ class PreparedPrompt:
 
     def usage(self, params: Mapping[str, Any] | None, output_tokens: int) -> Usage:
         """Count the prompt's tokens by how they were computed. ``params`` are the
-        ``kv_transfer_params`` of vLLM's answer, which has the plan's outcome; None where vLLM does
-        not tell, and all counts as planned."""
+        ``kv_transfer_params`` of vLLM's answer, which has the plan's outcome; None if vLLM does not
+        report it, and everything counts as planned."""
         outcome = self.outcome or outcome_of(params) or TransferOutcome(linked=True)
         return self.linked.usage(output_tokens, linked=outcome.linked, found=outcome.found)
 

@@ -1,5 +1,5 @@
-"""Which chunks the memory of all workers has: the scheduler side keeps it, and tells front ends of
-changes with the outcomes of their requests."""
+"""Which chunks the memory of all workers has: the scheduler side keeps it, and sends changes to
+front ends with the outcomes of their requests."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class KnownMemory:
         self._runs: dict[str, tuple[int, frozenset[str]]] = {}
 
     def known(self) -> dict[str, int]:
-        """Return what requests tell as ``KNOWN``."""
+        """Return the value of ``KNOWN`` in requests."""
         with self._lock:
             return {run: number for run, (number, _) in self._runs.items()}
 

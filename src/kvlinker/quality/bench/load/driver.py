@@ -51,13 +51,13 @@ Load = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True, slots=True)
 class PromptUsage:
-    """Counts the tokens of a prompt, as the server tells."""
+    """The server's count of a prompt's tokens."""
 
     prompt_tokens: int
     cached_tokens: int | None
-    """Tokens whose KV was there and kept; None where the server does not tell."""
+    """Tokens whose KV was there and kept; None if the server does not report it."""
     recomputed_tokens: int | None
-    """Tokens of chunks that were computed again; None where the server does not tell."""
+    """Tokens of chunks that were computed again; None if the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +266,8 @@ class _Stream:
 
     @property
     def _reported_usage(self) -> PromptUsage | None:
-        """What ``usage`` tells, or, where that is silent about what was cached, what ``timings``
-        do."""
+        """Return the counts of ``usage``, or those of ``timings`` if ``usage`` has none of cached
+        tokens."""
         if self._timed_usage is not None and (
             self._usage is None or self._usage.cached_tokens is None
         ):
@@ -307,7 +307,7 @@ def _prompt_usage(usage: Mapping[str, Any]) -> PromptUsage:
 
 
 def _timed_usage(timings: Mapping[str, Any]) -> PromptUsage | None:
-    """Read what llama.cpp's server tells with its timings: the prompt's tokens that were cached,
+    """Read the counts in the timings of llama.cpp's server: the prompt's tokens that were cached,
     and that were not."""
     if not {"cache_n", "prompt_n"} <= timings.keys():
         return None

@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SAMPLE_CHARACTERS = (256, 1280)
-"""Lengths of the two texts whose counts of tokens tell how many characters a token has."""
+"""The lengths of the two texts whose counts of tokens give the characters of a token."""
 
 
 class ServerFailedError(KVLinkerError):
@@ -55,7 +55,7 @@ class Endpoint:
     def characters_per_token(self) -> float:
         """Learn from the server's own counts how many characters of random text make a token.
 
-        Raises ServerFailedError where the server does not answer, or tells no counts.
+        Raises ServerFailedError if the server does not answer, or reports no counts.
         """
         generator = np.random.default_rng(0)
         few, many = (

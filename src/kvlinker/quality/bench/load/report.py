@@ -62,8 +62,8 @@ def load_row(
     memory_mb: float | None,
 ) -> Row:
     """Make the row of one run. Percentiles are over all requests: those that failed took for ever,
-    and a percentile that one of them has is None. Shares are over all complete answers, None where
-    the server does not tell."""
+    and a percentile that one of them has is None. Shares are over all complete answers, None if the
+    server does not report them."""
     complete = [result for result in run.results if result.failure is None]
     failures = Counter(result.failure for result in run.results if result.failure is not None)
     never: list[float | None] = [None] * failures.total()

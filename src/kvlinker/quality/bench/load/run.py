@@ -108,7 +108,7 @@ def run_load(
 ) -> LoadReport:
     """Measure all competitors under all loads of the plan.
 
-    The first server tells how many characters a token has; all get the same texts. A competitor
+    The characters of a token are counted at the first server; all get the same texts. A competitor
     that cannot take part is left out with a warning. Raises InvalidRequestError if none can.
     """
     rows: list[Row] = []

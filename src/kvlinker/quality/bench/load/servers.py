@@ -62,8 +62,7 @@ class Server:
     """What starts it again at the same address; empty where that is not known."""
 
     def restart(self) -> int:
-        """Tell the server to stop by SIGTERM, start it again when it has ended, and return its exit
-        status.
+        """Stop the server by SIGTERM, start it again when it has ended, and return its exit status.
 
         Raises ServerFailedError where it does not end within ``STOP_SECONDS``, or does not start
         again.

@@ -34,7 +34,7 @@ class Connection(Protocol):
 
 class Texts(Protocol):
     """Keeps the texts of chunks, each tenant's apart, and finds them by their words: BM25 weighs a
-    word by the number of texts that have it, and must not tell a tenant about those of others."""
+    word by the number of texts that have it, and must not reveal those of others to a tenant."""
 
     def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
         """Keep the text of a chunk, unless the chunk is gone or has its text here already."""

@@ -50,7 +50,7 @@ class ConvolutionCall:
 
     @property
     def is_taken_apart(self) -> bool:
-        """Tells whether the model takes apart what is convolved, and no more, before a rule."""
+        """True if the model only splits the convolution's output before a rule."""
         return bool(self.rules) and all(rule.takes_channels for rule in self.rules)
 
     def apply(self, before: Tensor, hidden: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Recurrence:
     """The bytes of one token's gates."""
 
     goes_on: bool = False
-    """Tells whether it is a further part of the channels of the layer before: heads that the model
+    """True if it is a further part of the channels of the layer before: heads that the model
     applies its rule to one after the other, behind one convolution."""
 
     def effect_bytes(self, dtype: torch.dtype) -> int:

@@ -39,7 +39,7 @@ class Seam(NamedTuple):
     """What enters of the tokens before them that a convolution sees: [batch, channels, window]."""
 
     begins: Tensor | None = None
-    """Tells whether they are the first ones of a text: [batch]."""
+    """True for the first ones of a text: [batch]."""
 
 
 NOWHERE = Seam()
@@ -66,24 +66,23 @@ class Rule:
     """The name of the flag that asks for the state behind the last token."""
 
     factor: Literal["matrix", "number", "elements"]
-    """Tells whether a map's factor is a matrix that the state is multiplied by, one number for each
+    """The form of a map's factor: a matrix that the state is multiplied by, one number for each
     head, or one for each element of the state."""
 
     initial: str = ""
     """The name of the argument that gives the state before the first token."""
 
     always_pairs: bool = False
-    """Tells whether the function returns a pair even where no state is asked for."""
+    """True if the function returns a pair even if no state is asked for."""
 
     takes_channels: bool = True
-    """Tells whether the arguments are channels of the convolution's output, and not computed of
-    it."""
+    """True if the arguments are channels of the convolution's output, not computed from it."""
 
     is_held_in_cache: bool = True
-    """Tells whether the model keeps the state, as one tensor, in the cache that it returns."""
+    """True if the model keeps the state, as one tensor, in the cache that it returns."""
 
     has_scale: ClassVar[bool] = False
-    """Tells whether factors say how a state is scaled, in logarithms, which have to be precise."""
+    """True if factors scale a state, in logarithms, which have to be precise."""
 
     def argument(self, given: Tensor) -> Tensor:
         """Return one of the arguments with a value for each token: [batch, tokens, …]."""
@@ -175,7 +174,7 @@ class RuleCall:
 
     @property
     def wants_state(self) -> bool:
-        """Tells whether the model asks for the state behind the last token."""
+        """True if the model asks for the state after the last token."""
         return bool(self.arguments.get(self.rule.final))
 
     def scan(

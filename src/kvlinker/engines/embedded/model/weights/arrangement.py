@@ -178,8 +178,8 @@ def _size(model: nn.Module) -> int:
 def _quantises(
     linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]
 ) -> bool:
-    """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is
-    a router."""
+    """Return whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert
+    is a router."""
     return linear in inside and linear.out_features not in expert_counts
 
 

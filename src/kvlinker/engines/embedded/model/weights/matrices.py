@@ -127,8 +127,8 @@ class BlockedMatrix(Matrix):
 
     @staticmethod
     def takes(weight: Tensor, *, native: bool = True) -> bool:
-        """Tell whether native code multiplies by a weight of this precision and shape here, and
-        faster than oneDNN does."""
+        """Return whether native code multiplies by a weight of this precision and shape here, and
+        faster than oneDNN."""
         if not (native and weight.dtype == torch.bfloat16 and weight.is_cpu):
             return False
         target = this_target()
@@ -160,7 +160,7 @@ def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
-    """Tell whether oneDNN packed a weight [outputs, inputs], bf16, in the blocks that native code
+    """Return whether oneDNN packed a weight [outputs, inputs], bf16, in the blocks that native code
     reads."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // BLOCK)
@@ -183,8 +183,8 @@ def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether oneDNN multiplies by packed weights of this dtype here, and faster than by plain
-    ones."""
+    """Return whether oneDNN multiplies by packed weights of this dtype here, and faster than by
+    plain ones."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     capability = torch.backends.cpu.get_cpu_capability()

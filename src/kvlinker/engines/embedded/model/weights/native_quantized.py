@@ -108,9 +108,9 @@ class NativeInt8Matrix(CodesMatrix):
         output for a token in the middle, or as far as half of the tokens' are: the root mean square
         over tokens.
 
-        What all tokens have in common, such as channels that are always large, tells none from
-        another, and would hide what rounding does to the rest; so would a token that is far larger
-        than others.
+        The part that all tokens have in common, such as channels that are always large, does not
+        distinguish them, and would hide the effect of rounding on the rest; so would a token that
+        is far larger than others.
         """
         rounding = rounded_to_bytes(sampled, self.GROUP) - sampled.float()
         apart = sampled.float() - sampled.float().median(dim=0).values
@@ -122,7 +122,7 @@ class NativeInt8Matrix(CodesMatrix):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Tell whether a weight of this shape can be packed."""
+        """Return whether a weight of this shape can be packed."""
         return weight.shape[1] % 4 == 0
 
     def dense(self) -> Tensor:
@@ -149,7 +149,7 @@ class NativeInt4Matrix(CodesMatrix):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Tell whether a weight of this shape can be packed."""
+        """Return whether a weight of this shape can be packed."""
         return weight.shape[1] % 32 == 0
 
     def dense(self) -> Tensor:

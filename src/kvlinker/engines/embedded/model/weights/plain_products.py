@@ -78,7 +78,7 @@ def plain_products() -> PlainProducts | None:
 
 
 def multiplies_plain(linear: nn.Linear) -> bool:
-    """Tell whether native code multiplies by the weight of a plain linear layer."""
+    """Return whether native code multiplies by the weight of a plain linear layer."""
     parts = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
     fits = all(each.is_cpu and each.dtype == torch.bfloat16 for each in parts)
     return fits and all(each.is_contiguous() for each in parts) and plain_products() is not None

@@ -52,7 +52,7 @@ class Int8Matrix(Matrix):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Tell whether the kernel takes a weight of this shape."""
+        """Return whether the kernel takes a weight of this shape."""
         return weight.shape[1] % INT8_INPUTS == 0
 
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +93,7 @@ class Int4Matrix(Matrix):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Tell whether the kernel takes a weight of this shape."""
+        """Return whether the kernel takes a weight of this shape."""
         outputs, inputs = weight.shape
         return outputs % INT4_OUTPUTS == 0 and inputs % INT4_GROUPS[-1] == 0
 
