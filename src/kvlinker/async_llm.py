@@ -192,7 +192,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
                     yield piece.text
 
     async def answer(self) -> Answer:
-        """Wait for the whole answer; pieces that nobody took meanwhile are passed over. Raises the
+        """Wait for the whole answer; pieces that were not taken meanwhile are skipped. Raises the
         error of a request that failed."""
         async for _ in self:
             pass

@@ -63,7 +63,7 @@ class PrefixRestored:
 
 @dataclass(frozen=True, slots=True)
 class TierUnavailable:
-    """A tier did not answer, or refused what was asked of it."""
+    """A tier did not answer, or refused a call."""
 
     tier: str
     reason: str

@@ -128,7 +128,7 @@ def _serve_here(settings: Settings, options: FleetOptions) -> None:
     from kvlinker.fleet.ray_serve.cluster import deploy, own_ray, remove
 
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
-    bind(settings.host, settings.port).close()  # which fails where somebody else is there
+    bind(settings.host, settings.port).close()  # which fails if the address is taken
     with closing(bind(settings.host, settings.port, shared=True)) as reserved:
         options = _shared_out(settings, options, port=reserved.getsockname()[1])
         with console.status("Starting Ray"), own_ray(options) as running:

@@ -28,8 +28,8 @@ ANSWER_SECONDS = 5.0
 """The seconds after which a server that does not answer a poll gets no more requests."""
 
 SILENT_SECONDS = 30.0
-"""The seconds without an answer to any poll after which nobody waits for a server any more: where a
-network is parted, no connection breaks."""
+"""The seconds without an answer to any poll after which requests no longer wait for a server: in a
+network partition, no connection breaks."""
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """``starting``: has not answered yet, or brings chunks to memory. ``dead``: does not answer any

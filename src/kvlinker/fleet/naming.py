@@ -36,7 +36,7 @@ class WantedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptOutline:
-    """What a router sees of a prompt."""
+    """The parts of a prompt that a router uses."""
 
     chunks: tuple[WantedChunk, ...] = ()
 
@@ -49,9 +49,9 @@ class PromptOutline:
 
 
 def outline_of(body: object, tenant: str, *, recognised: bool = False) -> PromptOutline:
-    """Return what a request's JSON body names, in any of the server's APIs. What is no prompt names
-    nothing. ``recognised``: servers find chunks in plain texts, too, unless the request says
-    otherwise."""
+    """Return the names in a request's JSON body, in any of the server's APIs; none if it has no
+    prompt. ``recognised``: servers also find chunks in plain texts, unless the request turns that
+    off."""
     if not isinstance(body, dict):
         return PromptOutline()
     options = body.get("link")

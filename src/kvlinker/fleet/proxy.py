@@ -150,8 +150,8 @@ class Proxy:
         self, prompt: PromptOutline, tried: Counter[str], *, builds: bool
     ) -> Decision | None:
         """Choose among the replicas that were not tried, or else were tried once: one that is ready
-        may just have closed a connection that was idle for long. What ``builds`` chunks goes to
-        builders, where there are some, and nothing else does."""
+        may just have closed a connection that was idle for long. Requests that ``builds`` chunks go
+        to builders, if there are any, and no other requests do."""
         now = time.monotonic()
         twice = {replica for replica, times in tried.items() if times > 1}
         builders = self._builders()

@@ -16,9 +16,8 @@ from kvlinker.fleet.naming import PromptOutline
 from kvlinker.fleet.slowdown import Slowdown
 
 MISS_WEIGHT = 2.5
-"""How much a second of loading or computing a chunk counts against a second of waiting: what is
-brought to memory elsewhere is brought there again and again, and takes the place of other
-chunks."""
+"""The weight of a second of loading or computing a chunk against a second of waiting: a chunk that
+is loaded on another replica is loaded there again and again, and displaces other chunks."""
 
 SATURATION = 0.5
 """A wait counts in full where all others are idle, and half as much where those have a mean wait of
@@ -54,7 +53,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """What the access log says."""
+        """The text for the access log."""
         loaded = f", {self.loaded} to load" if self.loaded else ""
         return f"{self.replica}: {self.resident} of {self.chunks} chunks{loaded}"
 
@@ -263,7 +262,7 @@ class Router:
         self._replicas[decision.replica].counted += 1
 
     def _settle(self, decision: Decision) -> _Pending | None:
-        """Let nobody wait for a request any more; returns None where nobody did."""
+        """End the wait for a request; returns None if there was none."""
         pending = self._pending.pop(decision.request, None)
         if pending is not None:
             number = self._numbers[decision.replica]

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class TextEncoder:
-    """Encodes text with copies of a tokenizer's backend that nobody else changes, so that threads
-    may share it.
+    """Encodes text with private copies of a tokenizer's backend, so that threads may share it.
 
     Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
     ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of
@@ -203,8 +202,8 @@ def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
     anyway.
 
     Tokenizers of SentencePiece's kind, such as Llama 2's, encode ``word`` as ``▁word``. That is
-    right for a text that begins a prompt, and wrong for one that goes on after a cached chunk,
-    where it would be a space that nobody wrote.
+    right for a text that begins a prompt, and wrong for one that follows a cached chunk, where it
+    would add a space.
     """
     parts = {name: _state(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
     bare = {name: _without_space(state) for name, state in parts.items()}

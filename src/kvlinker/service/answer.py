@@ -50,7 +50,7 @@ class Answer:
     prompt_logprobs: PromptLogprobs | None = None
 
     explanation: Explanation | None = None
-    """How the prompt was linked, where that was asked for."""
+    """How the prompt was linked, if the request asked for it."""
 
     context_caches: tuple[LinkedCache, ...] = ()
     """The context caches in its prompt, those of texts that became chunks on the way included."""
@@ -153,8 +153,8 @@ class AnswerBuilder:
 class AnswerStream(Iterator[AnswerPiece]):
     """The answer to a request, as it is generated: yields its pieces, and has the whole at the end.
 
-    The request is cancelled by ``close``, at the end of a ``with`` block, and when nobody has the
-    stream any more.
+    The request is cancelled by ``close``, at the end of a ``with`` block, and when the stream is
+    dropped.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class AnswerStream(Iterator[AnswerPiece]):
 
     @property
     def answer(self) -> Answer:
-        """The whole answer, once it is finished; pieces that nobody took meanwhile are passed
-        over. Raises the error of a request that failed."""
+        """The whole answer, once it is finished; pieces that were not taken meanwhile are skipped.
+        Raises the error of a request that failed."""
         for _ in self:
             pass
         return self._builder.answer()

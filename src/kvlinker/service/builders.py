@@ -16,7 +16,7 @@ LEAST_PATIENCE = 1.0
 """The seconds after which a builder is given up, at least."""
 
 PATIENCE = 3.0
-"""How many times as long as computing a chunk here may take asking for it."""
+"""The most time that a builder may take for a chunk, as a multiple of computing it here."""
 
 UNMEASURED_SECONDS = 10.0
 """The patience as long as it was not measured what computing takes here."""
@@ -44,7 +44,7 @@ class BuilderClient(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is asked, which then raises ConnectionError."""
+        """End the calls under way, which then raise ConnectionError."""
         ...
 
 
@@ -92,7 +92,7 @@ class Builders:
             return None
 
     def close(self) -> None:
-        self._client.close()  # which ends what is asked
+        self._client.close()  # which ends the calls under way
         self._threads.shutdown()
 
     def _ask(self, key: str, urls: Sequence[str], deadline: float) -> bool:

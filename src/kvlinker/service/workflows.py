@@ -35,7 +35,7 @@ MOST_SECONDS = 3600.0
 
 SOON_STEPS = 3
 SOON_SECONDS = 30.0
-"""What is used within so many requests or seconds is brought to memory ahead."""
+"""Chunks that are used within so many requests or seconds are read into memory ahead."""
 
 FIRST_PACE = 1.0
 """The seconds from one request of a workflow to the next, before any were measured."""
@@ -99,9 +99,9 @@ class NextUse:
 
 @dataclass(frozen=True, slots=True)
 class WorkflowStep:
-    """One request of a workflow, and what the workflow uses ``next``; None if the request does not
-    say, so that what was said before still holds. Raises InvalidRequestError (``workflow``,
-    ``next``)."""
+    """One request of a workflow, and the context caches that the workflow uses ``next``; None if
+    the request does not list them, so that the last list remains valid. Raises InvalidRequestError
+    (``workflow``, ``next``)."""
 
     name: str
     next: tuple[NextUse, ...] | None = None
@@ -170,7 +170,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _Learned:
-    """What a tenant's requests had behind each other, and how often it was as foretold lately."""
+    """The sequences of a tenant's requests, and the share of recent predictions that were right."""
 
     successors: OrderedDict[tuple[str, ...], tuple[str, ...]] = field(default_factory=OrderedDict)
     hit_rate: float = 0.0

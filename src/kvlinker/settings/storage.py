@@ -13,16 +13,16 @@ from kvlinker.base.types.chunks import Eviction
 from kvlinker.settings.values import FromJson
 
 _SQLITE = "sqlite:///"
-"""What URLs of files begin with: the path follows, absolute with a slash of its own."""
+"""The beginning of URLs of files: the path follows, which begins with a slash if it is absolute."""
 
 _RAW = "raw"
-"""The codec that changes nothing. Who names no other needs none of them, nor torch."""
+"""The codec that changes nothing. Settings without another codec need neither those nor torch."""
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
 class StorageSettings(BaseSettings):
-    """Which tiers hold chunks, in which form, and what each tenant may keep in them."""
+    """The tiers that hold chunks, the form of these, and the quotas of tenants."""
 
     state_dir: Path = Field(
         default=Path("~/.local/share/kvlinker"),

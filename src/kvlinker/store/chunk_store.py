@@ -51,8 +51,8 @@ class ChunkStore(Inventory):
     at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Code that
     computes on the same processors enters ``throttle``, so that writes hardly slow it.
 
-    Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and
-    taken from there as long as it stays; nothing is ever written down from it.
+    Before them may stand a ``device`` tier. Chunks that are found in the first tier are copied up
+    to it, and read from there as long as they stay; nothing is ever written down from it.
 
     All methods may be called from any thread. Listeners of the tiers' events must not call
     ``delete`` or ``flush``.
@@ -167,8 +167,8 @@ class ChunkStore(Inventory):
         of its layers are there to begin with. It gets None, too, for what would take longer to load
         than to compute, or comes too late.
 
-        ``urgency`` is that of all the chunks together; ``ahead``: nobody waits for them yet. Tiers
-        but the first are read in threads of the store's own.
+        ``urgency`` is that of all the chunks together; ``ahead``: no request waits for them yet.
+        Tiers but the first are read in threads of the store's own.
         """
         share = urgency.prefill / max(1, len(keys))
         prefill = math.inf if urgency.decided else share
@@ -190,8 +190,8 @@ class ChunkStore(Inventory):
         return self.bandwidths.time(reads)
 
     def load_ahead(self, keys: Sequence[str]) -> None:
-        """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of
-        one prompt at a time are loaded; while that goes on, others are left out."""
+        """Read these chunks into memory for the next prompt. As no request waits for them now,
+        those of one prompt at a time are loaded; meanwhile, others are left out."""
         if all(future.done() for future in self._ahead):
             self._ahead = self.load(keys, Urgency(), ahead=True)
 
@@ -272,7 +272,7 @@ class ChunkStore(Inventory):
 
     def close(self) -> None:
         """Finish the writes under way, those to shared tiers only as far as that takes a few
-        seconds, and close the tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
+        seconds, and close the tiers. Runs at interpreter exit if it was not called. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
         if self._prefixes is not None:

@@ -1,5 +1,5 @@
-"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction;
-pinned keys stay, and so do held ones, which somebody is using."""
+"""Accounts for the chunks of a tier: sizes by key under a budget, in the order of their eviction;
+pinned keys stay, and so do held ones, which are in use."""
 
 from __future__ import annotations
 
@@ -61,10 +61,9 @@ class LeastReused:
     """Orders keys by Cache-Craft's reuse frequency f_r, with LFU's dynamic ageing (Arlitt et al.,
     "Evaluating content management techniques for Web proxy caches", 2000).
 
-    A key's priority is f_r plus the age at its last use, and the age is the priority of what was
-    evicted last. Without ageing, newcomers would push each other out while keys stayed that nobody
-    uses any more. f_r is not divided by the size: both what a use saves and the room grow with the
-    chunk's tokens.
+    A key's priority is f_r plus the age at its last use, and the age is the priority of the last
+    evicted key. Without ageing, newcomers would evict each other while unused keys stayed. f_r is
+    not divided by the size: both what a use saves and the room grow with the chunk's tokens.
     """
 
     def __init__(self) -> None:

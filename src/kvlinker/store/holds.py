@@ -72,7 +72,7 @@ class Holds:
             hold.users += 1
 
     def release(self, hold: Hold) -> None:
-        """Give up the chunks, if nobody else shares ``hold``."""
+        """Give up the chunks, if ``hold`` is not shared."""
         with self._lock:
             assert hold.users, "a hold was released more often than shared"
             hold.users -= 1
@@ -114,5 +114,5 @@ class Hold:
         return self
 
     def release(self) -> None:
-        """Give up the chunks, if nobody else shares them."""
+        """Give up the chunks, if they are not shared."""
         self._holds.release(self)

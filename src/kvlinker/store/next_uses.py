@@ -86,8 +86,8 @@ class NextUses:
                 del expected[key]
 
     def due(self, key: str) -> float:
-        """Return when the chunk is expected to be used next, by the clock; infinity where nobody
-        expects it."""
+        """Return when the chunk is expected to be used next, by the clock; infinity if no use is
+        expected."""
         with self._lock:
             return self._due(key, self._clock())
 
@@ -124,8 +124,8 @@ class NextUses:
 
 
 def needed_last(candidates: Iterable[T], due: Callable[[T], float]) -> T:
-    """Return the first candidate that nobody expects (whose ``due`` is infinity), or else the one
-    that is due last."""
+    """Return the first candidate without an expected use (whose ``due`` is infinity), or else the
+    one that is due last."""
     best: T | None = None
     latest = -math.inf
     for candidate in candidates:

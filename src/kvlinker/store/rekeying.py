@@ -65,7 +65,7 @@ def rekey(
 def _rekey_files(
     folder: ChunkFolder, old: Sealing, new: Sealing, progress: Callable[[int, int], None]
 ) -> Rekeyed:
-    folder.remove_temporary_files(older_than=0.0)  # nobody else is writing
+    folder.remove_temporary_files(older_than=0.0)  # no other process is writing
     files = list(folder.files())
     written = finished_before = removed = 0
     for done, (key, status) in enumerate(files):

@@ -30,8 +30,8 @@ class BackgroundWriter:
     """Writes chunks to a tier in the order in which they were added, one at a time, mostly pausing
     while the model computes.
 
-    What is queued or being written can be read with ``get``, so that a chunk never disappears in
-    between. At most ``max_bytes`` are queued, except that one chunk of any size is taken while
+    Chunks that are queued or being written can be read with ``get``, so that they never disappear
+    in between. At most ``max_bytes`` are queued, except that one chunk of any size is taken while
     nothing else is queued.
     """
 
@@ -102,8 +102,8 @@ class BackgroundWriter:
             self._changed.wait_for(lambda: not self._queued and self._writing is None)
 
     def close(self, deadline: float | None = None) -> None:
-        """Write what is queued, then end the thread. What is not written at ``deadline``, on the
-        monotonic clock, is dropped. Idempotent."""
+        """Write the queued chunks, then end the thread. Those that are not written at ``deadline``,
+        on the monotonic clock, are dropped. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -67,8 +67,8 @@ class AnswerGrammar:
 
 def json_style(*, lenient: bool = False) -> dict[str, Any]:
     """Return llguidance's options for JSON: a space or an indented line between tokens, so that
-    answers do not ramble on. What cannot be enforced is refused, even where the schema itself asks
-    for less; ``lenient``: it is left out."""
+    answers do not ramble on. Schemas that cannot be enforced are refused, even if they ask for less
+    themselves; ``lenient``: parts that cannot be enforced are left out."""
     return {
         "whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}",
         "lenient": lenient,

@@ -23,8 +23,8 @@ def text_name(text: str, tenant: str) -> str:
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """Yield the lines by which servers and routers know a text that stands within others: those
-    that are long enough to be nobody else's, without the white space around them."""
+    """Yield the lines by which servers and routers identify a text within others: those that are
+    long enough to be unique, without surrounding white space."""
     for match in _LINE.finditer(text):
         if len(line := match[0].rstrip()) >= LEAST_LINE:
             yield line
@@ -42,7 +42,7 @@ class KnownChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """What it takes a server to load from one of its tiers."""
+    """The cost of loading from one of a server's tiers."""
 
     seconds_per_token: float | None
     """None where it was not measured yet."""

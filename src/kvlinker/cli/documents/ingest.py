@@ -62,10 +62,9 @@ def ingest(
     r"""Split files and folders into chunks, and cache them ahead of time.
 
     Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and
-    end count characters of the file's text. What is cached already is not computed again, so that a
-    run that was interrupted goes on where it ended. Of PDF, HTML, DOCX and EPUB files (pip install
-    'kvlinker\[documents]'), the text is Markdown.
-    Files without text are left out.
+    end count characters of the file's text. Chunks that are already cached are not computed again,
+    so that an interrupted run continues where it ended. Of PDF, HTML, DOCX and EPUB files (pip
+    install 'kvlinker\[documents]'), the text is Markdown. Files without text are left out.
     """
     if url is None:
         _check_method(method)

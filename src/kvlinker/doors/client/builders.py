@@ -37,5 +37,5 @@ class BuilderClient:
         return answer.is_success
 
     def close(self) -> None:
-        """End what is asked."""
+        """End the requests under way."""
         self._client.close()

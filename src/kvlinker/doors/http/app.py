@@ -197,8 +197,8 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
     def _complete(self, path: str, operation: dict[str, Any]) -> None:
-        """Add the errors that middlewares answer, and drop the framework's own, which nobody gets
-        to see."""
+        """Add the errors that middlewares answer, and drop the framework's own, which are never
+        sent."""
         responses = operation["responses"]
         responses.pop("422", None)
         shared = [400, 500] if path in PROBES else [400, 500, 503]

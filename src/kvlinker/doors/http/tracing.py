@@ -1,8 +1,8 @@
 """Traces by OpenTelemetry how requests were answered: a span for each choice, with one for each of
 its stages.
 
-FastAPI makes the span of the HTTP request around them. Without the extra ``otel``, or where nobody
-has set up OpenTelemetry, nothing is traced, and requests are not slowed.
+FastAPI makes the span of the HTTP request around them. Without the extra ``otel``, or if
+OpenTelemetry is not set up, nothing is traced, and requests are not slowed.
 """
 
 from __future__ import annotations

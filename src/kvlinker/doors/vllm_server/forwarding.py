@@ -1,5 +1,5 @@
-"""Hands requests on within one server: reads bodies before somebody else does, and adds to the
-answers on their way."""
+"""Forwards requests within one server: reads bodies before vLLM does, and adds to the answers on
+their way."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Finished:
     """The answer's KV, where the request asked for it and the answer was not cancelled."""
 
     kept: KeptAnswer | None = None
-    """What became of the answer that was to be kept; the engine's caller fills it in."""
+    """The context cache of an answer that was to be kept; the engine's caller fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Engine(Protocol):
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str, idle: bool = False) -> Future[int]:
         """Make sure that the store holds the chunk's KV; the result is its size in bytes. ``idle``:
-        compute it only while nobody asks for anything else, if the engine knows such times.
+        compute it only while there are no other requests, if the engine supports that.
 
         Computed at most once however many callers ask at the same time.
         """
@@ -222,9 +222,9 @@ class Engine(Protocol):
         probabilities of those from position ``first`` (at least 1) on, each with the ``top`` most
         likely tokens in its place.
 
-        It is computed while the engine has nothing else to do, so that it slows nobody down and may
-        take any time. Raises InvalidRequestError, ContextLengthError or EngineClosedError at once;
-        later errors are the future's.
+        It is computed while the engine has nothing else to do, so that it does not slow other
+        requests and may take any time. Raises InvalidRequestError, ContextLengthError or
+        EngineClosedError at once; later errors are the future's.
         """
 
     def current_load(self) -> EngineLoad:

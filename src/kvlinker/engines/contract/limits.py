@@ -52,7 +52,7 @@ def check_room(queued: int, choices: int, *, most: int) -> None:
 
 def check_wait(before: float, own: float, *, most: float) -> None:
     """Check that a request gives its first token within ``most`` seconds: its prompt takes ``own``
-    seconds, and those ``before`` it. A prompt that takes longer alone is accepted where nobody is
+    seconds, and those ``before`` it. A prompt that takes longer alone is accepted if no other is
     before it.
 
     Raises OverloadedError, to be tried again when so much of the others is done that it would be in

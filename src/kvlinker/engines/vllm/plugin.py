@@ -44,8 +44,8 @@ class FailureNote(logging.Handler):
 
 
 def _log_as_vllm() -> None:
-    """Have kvlinker's messages look like vLLM's, with time and level, in processes where nobody
-    else takes them."""
+    """Format kvlinker's messages like vLLM's, with time and level, in processes that have no other
+    handler for them."""
     own, theirs = logging.getLogger("kvlinker"), logging.getLogger("vllm")
     if not own.hasHandlers():
         own.setLevel(theirs.level)

@@ -1,5 +1,5 @@
-"""What a fleet is made of: how many replicas and ingresses, what each of them gets, and when there
-are to be more or fewer."""
+"""The parts of a fleet: the numbers of replicas and ingresses, their resources, and when there are
+to be more or fewer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class FleetOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     replicas: int | None = Field(default=None, ge=1)
-    """How many replicas there are; None where their number follows the load."""
+    """The number of replicas; None if it follows the load."""
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=1, ge=1)
 
     build_replicas: int = Field(default=0, ge=0)
-    """How many more there are that compute chunks for these, and answer nobody."""
+    """The number of additional ones that compute chunks for these, and answer no requests."""
 
     ingresses: int = Field(default=2, ge=1)
     """The processes that take requests, on the same address of one machine, or one on each of so
@@ -92,8 +92,8 @@ def read_options(given: dict[str, Any]) -> FleetOptions:
 
 def check(options: FleetOptions, settings: Settings) -> None:
     """Raise InvalidRequestError for settings that replicas cannot work with: those by which a
-    replica's vLLM would itself ask Ray for GPUs, and wait for ever for what its replica has; and
-    builders that nobody could fetch from."""
+    replica's vLLM would itself request GPUs of Ray, and wait forever for those that its replica
+    has; and builders from which no replica could fetch."""
     if options.build_replicas and not (settings.redis_url or settings.object_url):
         raise InvalidRequestError(
             "Builders hand chunks over through Redis or an object store: set redis_url or"

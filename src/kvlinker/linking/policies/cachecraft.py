@@ -35,8 +35,8 @@ def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
     """Compute β: the share of the chunk's attention on earlier chunks that went to those that stand
     before it now, whatever their order (equation 6).
 
-    ``new`` are the contents of the chunks before it. Where it was computed behind no chunk, β is 1
-    if none stands before it now either, else 0.
+    ``new`` are the contents of the chunks before it. If it was computed after no chunk, β is 1 if
+    none is before it now either, else 0.
     """
     total = sum(before.attention for before in chunk.context)
     if not total:

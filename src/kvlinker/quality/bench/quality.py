@@ -72,7 +72,7 @@ _SKIPS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """Says what is asked and how."""
+    """The questions and the options of the benchmark."""
 
     datasets: tuple[str, ...] = ("reader",)
     """Names and paths, as ``load_dataset`` takes them."""

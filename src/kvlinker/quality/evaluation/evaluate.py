@@ -34,8 +34,8 @@ def evaluate(
 ) -> Iterator[tuple[Example, ExampleResults]]:
     """Yield every example with its results, in order.
 
-    ``concurrency`` examples are asked at the same time. What the ``journal`` holds already is not
-    asked again.
+    ``concurrency`` examples run at the same time. Those that the ``journal`` already holds are
+    skipped.
     """
 
     def examine(example: Example) -> ExampleResults:

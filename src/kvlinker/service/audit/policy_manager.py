@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def with_usable_policy(settings: Settings, engine: Engine) -> Settings:
     """Return the settings with a default policy that the engine can follow with its model, unless
-    somebody has set one."""
+    one is set."""
     if "policy" in settings.model_fields_set:
         return settings
     reason = engine.unsupported(parse_policy(settings.policy))

@@ -1,2 +1,1 @@
-"""Makes chunks of texts that nobody named by id: marked ones, documents, and those that come
-again."""
+"""Makes chunks of texts without ids: marked ones, documents, and repeated ones."""

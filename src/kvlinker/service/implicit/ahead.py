@@ -62,7 +62,7 @@ class PassagesAhead:
         self._thread: Thread | None = None
 
     def note(self, texts: Sequence[str], *, tenant: str, salt: str) -> None:
-        """Have chunks made of texts that a prompt brought and that nobody has seen before."""
+        """Have chunks made of texts in a prompt that were not seen before."""
         for text in texts:
             try:
                 self._waiting.put_nowait(_Passage(text, tenant, salt))

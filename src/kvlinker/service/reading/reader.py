@@ -227,7 +227,7 @@ class ContentReader:
         except InvalidRequestError:
             if not encoded:
                 raise
-            # the chat template may not show each text once, which is nobody's mistake
+            # the chat template may not show each text once, which is not the caller's mistake
             encoded, marked, chunks = {}, {}, named_chunks
             prompt = build(chunks)
         if at_home := _at_home(prompt, marked):
@@ -354,8 +354,8 @@ def _by_text(
 
 
 def _at_home(prompt: Prompt, marked: Mapping[CachedPart, FoundChunk]) -> set[MarkedText]:
-    """Return the kept answers that nobody named and that stand behind their own prompts: their
-    conversations go on, whose beginnings are reused as they were computed."""
+    """Return the kept answers that were recognised and that follow their own prompts: these are
+    continued conversations, whose beginnings are reused as they were computed."""
     recognised = {
         part: found.chunk
         for part, found in marked.items()

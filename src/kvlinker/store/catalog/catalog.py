@@ -67,8 +67,8 @@ class Catalog:
     A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire``
     removes those rows. Several processes may use one catalog. All methods may be called from any
     thread, and raise StoreError when the database cannot do its work, or CatalogUnavailableError
-    when it cannot be reached. What they change survives the end of the process; a power cut only
-    after ``persist``.
+    when it cannot be reached. Their changes survive the end of the process; a power cut only after
+    ``persist``.
     """
 
     def __init__(self, place: Path | str, cipher: Cipher | None = None) -> None:

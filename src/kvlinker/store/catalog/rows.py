@@ -31,7 +31,7 @@ way of an unknown one."""
 LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
 
 SEARCHED = f"c.implicit_ttl IS NULL AND {LIVE}"
-"""Selects context caches that searches find: implicit ones, which nobody made to be searched, are
+"""Selects context caches that searches find: implicit ones, which were not made to be searched, are
 left out."""
 
 

@@ -21,7 +21,7 @@ class ByteSource(Protocol):
         """The number of bytes."""
 
     def read(self, offset: int, length: int) -> Bytes:
-        """Return these bytes, which nobody else changes from then on.
+        """Return these bytes, which do not change from then on.
 
         Raises EOFError where they turn out to be fewer, and OSError.
         """

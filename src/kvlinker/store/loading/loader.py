@@ -70,8 +70,8 @@ class LayerLoader:
         self._closed = False
 
     def load(self, chunks: Sequence[ChunkLoad], urgency: Urgency, *, ahead: bool = False) -> None:
-        """Begin to read the chunks of one prompt; each of their futures will be resolved. What is
-        loaded ``ahead`` of need comes after all else, and leaves a thread free for it."""
+        """Begin to read the chunks of one prompt; each of their futures will be resolved. Chunks
+        that are loaded ``ahead`` come after all others, and leave a thread free for these."""
         prompt = PromptLoad(chunks, urgency, self._clock)
         with self._lock:
             if not self._closed:

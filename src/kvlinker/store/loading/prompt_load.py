@@ -35,8 +35,7 @@ class Urgency:
     - ``shares_processors``: true if the computation runs on the processors that read, so that it
       hides only waiting.
     - ``decided``: true if all chunks are to be loaded, however long a single one takes.
-    - ``alone``: true if nobody else is computed, so that waiting for a layer in mid-computation
-      delays nobody.
+    - ``alone``: true if no other request is computed, so that waiting for a layer delays none.
     """
 
     compute: float = 0.0
@@ -167,8 +166,8 @@ class PromptLoad:
 
     def _depth(self, layers: int, load: LoadTime | None) -> int:
         """Return the number of layers that must have arrived before the prompt begins: all where
-        nothing hides the loading, one where waiting for the next ones delays nobody else, else as
-        many as keep the computation from waiting."""
+        nothing hides the loading, one where waiting for the next ones delays no other request, else
+        as many as keep the computation from waiting."""
         if load is None:
             return layers
         if self._urgency.alone:

@@ -34,7 +34,7 @@ class CopyLane(Protocol):
 
     def room_like(self, tensor: Tensor) -> Tensor:
         """Return memory of the device with the tensor's shape, strides as if it were contiguous,
-        and anything in it. What the calling thread computes later may use it again."""
+        with undefined contents. Later computations of the calling thread may use it again."""
         ...
 
     def launch(self, work: Callable[[], object], keeping: object) -> Arrival:
@@ -47,7 +47,8 @@ class CopyLane(Protocol):
 class StreamLane:
     """A lane of a CUDA device. Any thread may call the methods.
 
-    What has been copied is found when the next work is launched: until then the lane keeps it.
+    Finished copies are found when the next work is launched: until then the lane keeps their
+    memory.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -103,8 +103,8 @@ class ChunkFolder:
             synchronize(self.path(key).parent)
 
     def remove(self, path: Path) -> bool:
-        """Remove what lies there, and return whether nothing does any more. A folder that is not
-        empty is moved aside: nobody put chunks into it. Raises nothing."""
+        """Remove the file or folder there, and return whether it is gone. A folder that is not
+        empty is moved aside, since it has no chunks. Raises nothing."""
         try:
             if path.is_dir() and not path.is_symlink():
                 aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)

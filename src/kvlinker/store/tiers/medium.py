@@ -20,7 +20,7 @@ class MediumRefused(Exception):  # noqa: N818
 
 
 class BlobGone(Exception):  # noqa: N818
-    """Raised when a blob vanished while it was read: somebody evicted or deleted it."""
+    """Raised when a blob vanished while it was read: another process evicted or deleted it."""
 
 
 class BlobDamaged(Exception):  # noqa: N818

@@ -54,7 +54,8 @@ class OtherProcesses:
     def look(
         self, files: Callable[[], Iterable[tuple[str, os.stat_result]]], *, budget_bytes: int
     ) -> FolderScan | None:
-        """List the files where the last look is old, and nobody else is looking. Raises OSError."""
+        """List the files if the last list is old, and no other thread is listing them. Raises
+        OSError."""
         much = self._written_bytes >= LOOK_BYTES_SHARE * budget_bytes
         wait = max(0.0 if much else LOOK_SECONDS, self._seconds / LOOK_SHARE)
         if time.monotonic() < self._ended + wait or not self._looking.acquire(blocking=False):

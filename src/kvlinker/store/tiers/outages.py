@@ -29,8 +29,8 @@ _MOST_CALLS = 32
 
 
 class Deadline:
-    """Runs calls in threads of their own, so that one that hangs holds up nobody, not even the
-    process's end."""
+    """Runs calls in threads of their own, so that one that hangs blocks no other, nor the end of
+    the process."""
 
     def __init__(self) -> None:
         self._places = threading.Semaphore(_MOST_CALLS)

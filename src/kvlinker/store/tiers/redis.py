@@ -205,8 +205,8 @@ class RedisMedium:
             return evicted, step()
 
     def _run(self, script: str, key: str, *arguments: object, temporary: str | None = None) -> Any:
-        """Run a script; where somebody overwrote the accounting, run it once more after mending
-        that."""
+        """Run a script; if the accounting was overwritten, repair it and run the script once
+        more."""
         keys = [*self._accounting, *([temporary] if temporary else [])]
         values: list[Any] = [self._blobs, key, *arguments]
         try:

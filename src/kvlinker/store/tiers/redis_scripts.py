@@ -173,7 +173,7 @@ redis.call('DEL', uses, sizes, totals)
 return 1
 """
 )
-"""Removes accounting that somebody overwrote. No arguments. Returns whether it did."""
+"""Removes overwritten accounting. No arguments. Returns whether it did."""
 
 RECONCILE = (
     _PRELUDE

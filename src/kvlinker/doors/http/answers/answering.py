@@ -58,8 +58,8 @@ class UsageBody(ResponseBody):
 
 
 class AnswerFormat(Protocol):
-    """The bodies of one route; one instance serves one request. What is not set in a chunk is not
-    sent."""
+    """The bodies of one route; one instance serves one request. Fields that are not set in a chunk
+    are not sent."""
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Take note of the prompts, before any other call."""

@@ -66,7 +66,7 @@ async def search_context_caches(
 ) -> SearchHitList:
     """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
 
-    Any of the words may match; nothing in the query is syntax. What was made with another model is
+    Any of the words may match; nothing in the query is syntax. Context caches of other models are
     not found.
     """
     found = await run_in_threadpool(

@@ -22,7 +22,7 @@ from kvlinker.doors.http.edge.errors import request_id_of
 logger = logging.getLogger(__name__)
 
 QUEUED_LINES = 10_000
-"""The most lines that wait for a log that nobody reads; others are dropped."""
+"""The most lines that wait for a log that is not read; further ones are dropped."""
 
 FLUSH_SECONDS = 1.0
 """The time that a server which ends gives to lines that wait."""
@@ -119,7 +119,7 @@ def logging_to_stderr(level: str, form: Literal["text", "json"] = "text") -> Ite
     """Write the server's log to stderr, from ``level`` on, until the block ends: as lines of text,
     or of JSON.
 
-    A thread writes it, so that nobody waits for a terminal or a pipe that takes no more.
+    A thread writes it, so that requests do not wait for a terminal or a pipe that is full.
     """
     lines: Queue[logging.LogRecord | None] = Queue(QUEUED_LINES)
     output = _QuietOutput(sys.stderr)

@@ -97,8 +97,8 @@ def error_responses(
 
 
 def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
-    """Make the body for an error. What is not the caller's fault is logged, and the body says only
-    where to look."""
+    """Make the body for an error. Errors that are not the caller's fault are logged, and their
+    bodies only refer to the log."""
     if error.status == KVLinkerError.status:
         logger.error("Request %s failed: %s", request_id_of(scope), error.message)
         return _inner_body(error, scope)

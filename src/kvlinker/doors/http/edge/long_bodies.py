@@ -1,8 +1,8 @@
-"""Long bodies, which are read beside the event loop, so that nobody else waits for them.
+"""Long bodies, which are parsed outside the event loop, so that no other request waits for them.
 
-Python's JSON parser holds the interpreter's lock until it is done, in whatever thread: so what a
-body holds is counted first, piece by piece, and one with far too much in it is refused without
-being parsed.
+Python's JSON parser holds the interpreter's lock until it is done, in any thread: so the values in
+a body are counted first, piece by piece, and a body with far too many is refused without being
+parsed.
 """
 
 from __future__ import annotations

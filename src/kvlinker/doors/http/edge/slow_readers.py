@@ -19,9 +19,8 @@ class ReadTimedProtocol(H11Protocol):
     """Cuts off clients that do not read what was sent to them within ``timeout`` seconds, and one
     more for every ``LEAST_READ_BYTES_PER_SECOND`` bytes of it.
 
-    What the system does not take at once is one message of an answer at most: the next one is asked
-    for when this one has gone. So what a slow client keeps in memory is bounded, and nobody else
-    waits for it.
+    At most one message of an answer waits for the system: the next one is taken when this one is
+    sent. So the memory of a slow client is bounded, and no other client waits for it.
     """
 
     timeout: float

@@ -1,5 +1,5 @@
-"""Which views the native kernel computes together: sequences that see the same segments, a cascade
-over these."""
+"""Groups the views that the native kernel computes together: sequences that see the same segments,
+a cascade over these."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Bundle:
 def bundle_views(views: Sequence[View]) -> tuple[Bundle, ...]:
     """Group the segments by the sequences that see them.
 
-    A query's results in several bundles are to be merged. All that a sequence alone sees is one
-    bundle. What it sees twice counts as two segments.
+    A query's results in several bundles must be merged. All segments that only one sequence sees
+    are one bundle. A segment that it sees twice counts as two.
     """
     visits: defaultdict[tuple[int, ...], list[View]] = defaultdict(list)
     occurrences: Counter[tuple[int, int, int]] = Counter()

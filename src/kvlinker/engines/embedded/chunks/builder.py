@@ -29,8 +29,8 @@ class PendingChunks(NamedTuple):
     """Their resident KV, once it is computed and stored."""
 
     begun: bool
-    """False where somebody else had begun it already, and both wait for the same computation, or
-    had it computed and stored meanwhile."""
+    """False if another caller had begun it already, and both wait for the same computation, or if
+    it was computed and stored meanwhile."""
 
 
 class ChunkBuilder:

@@ -172,8 +172,8 @@ class PromptLoader:
         ]
 
     def _is_enough(self, link: Link, kv: KV) -> bool:
-        """Return whether the KV has what the link's policy needs. That of a text that nobody named
-        may have been stored without scores."""
+        """Return whether the KV has what the link's policy needs. That of a text without an id may
+        have been stored without scores."""
         return kv.scores is not None or not (
             link.policy.needs.scores and self._builder.collects_scores
         )
@@ -217,8 +217,9 @@ class PromptLoader:
     def _complete(
         self, request: PromptRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]
     ) -> None:
-        """Hand the request over to the scheduler with what was fetched. Where it does not take it,
-        because it has ended or its policy fails, the layers that still arrive are given up."""
+        """Hand the request over to the scheduler with the fetched KV. If the scheduler does not
+        take it, because it has ended or its policy fails, the layers that still arrive are
+        dropped."""
         kvs, restored = loaded
         taken = False
         try:
@@ -265,7 +266,7 @@ class PromptLoader:
 
 
 def _check_wanted(request: PromptRequest) -> None:
-    """Raise KVLinkerError if the request has ended: nobody wants its chunks any more."""
+    """Raise KVLinkerError if the request has ended: its chunks are no longer needed."""
     if request.state is RequestState.FINISHED:
         raise KVLinkerError("The request has ended before its chunks were there.")
 

@@ -1,4 +1,5 @@
-"""What happens between two layers of a step while chunks are still being read.
+"""Decides between two layers of a step which requests leave it, because their chunks are still
+being read.
 
 Before each decoder layer, ``ForwardPass.enter_layer`` asks here who has to leave. A request whose
 chunk lacks the layer leaves the step, and the others go on without it; ``Scheduler.leave`` has it
@@ -25,8 +26,8 @@ def never_wait(came: Callable[[], bool]) -> None:
 
 def late_owners(batch: Batch, index: int, wait: WaitInStep) -> set[object]:
     """Return the owners that are to leave the batch before layer ``index`` of KV is attended to,
-    since their chunks lack it; none once all have it. If all lack it and there is nobody else to
-    compute, wait for it first."""
+    since their chunks lack it; none once all have it. If all lack it and no other request can be
+    computed, wait for it first."""
     while lacking := _lacking(batch, index):
         late = {owner for owner, _ in lacking}
         lost = {owner for owner, kv in lacking if kv.lost}

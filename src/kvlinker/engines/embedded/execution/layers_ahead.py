@@ -62,7 +62,7 @@ class LayersAhead:
 
     def layer(self, chunks: Sequence[KV], index: int) -> list[LayerKV]:
         """Return one of the layers that keep KV of these chunks, which is there, and begin to copy
-        the next ones. What the calling thread computes from now on finds it on the device."""
+        the next ones. Later computations of the calling thread find it on the device."""
         layers = [layer_of(kv, index) for kv in chunks]
         lane = self._lane
         if lane is None:

@@ -1,5 +1,5 @@
-"""What the queries of a batch see, layer by layer: segments of KV, views of them, and where the
-segments lie in memory."""
+"""The segments of KV that the queries of a batch see, layer by layer, views of them, and their
+addresses in memory."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class BatchSegments:
 
 
 class SegmentTable:
-    """Says where segments lie in memory, in all layers at once, as native code reads them. What it
-    finds out of a chunk it remembers as long as there is the chunk."""
+    """Finds the addresses of segments in memory, in all layers at once, as native code reads them.
+    Those of a chunk are remembered as long as the chunk exists."""
 
     def __init__(self, layers: Sequence[LayerShape], pool: KVPool) -> None:
         self._kept_by = np.array(kept_by(layers))

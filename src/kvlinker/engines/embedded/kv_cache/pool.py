@@ -58,12 +58,12 @@ class SlotAllocator:
 
     @property
     def free(self) -> int:
-        """The number of slots that nobody uses."""
+        """The number of free slots."""
         return self.slots - self.used
 
     @property
     def used(self) -> int:
-        """The number of slots that somebody uses."""
+        """The number of slots in use."""
         return int(np.count_nonzero(self._users))
 
     def free_without(self, spans: Iterable[SlotSpan]) -> int:
@@ -167,7 +167,7 @@ class KVPool:
 
     @property
     def layers(self) -> tuple[LayerKV, ...]:
-        """What each layer that keeps any has of all slots."""
+        """The KV of all slots, of each layer that keeps any."""
         return tuple(map(LayerKV, self.keys, self.values, self.indices))
 
     def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
@@ -192,8 +192,8 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros: attention needs finite numbers even in slots that nobody sees. On the CPU,
-    memory is taken as it is written to."""
+    """Return zeros: attention needs finite numbers even in slots that no query sees. On the CPU,
+    memory is allocated when it is written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(

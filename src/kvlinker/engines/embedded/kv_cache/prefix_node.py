@@ -41,8 +41,8 @@ class PrefixNode:
         self.spans = spans
         self.stored = stored
         self.expected_until: float | None = None
-        """Until when it is expected to be used again, by the tree's clock; None where nobody
-        expects that."""
+        """The time, by the tree's clock, until which it is expected to be used again; None if it is
+        not."""
 
         self.tenant: str = tenant if parent is None else parent.tenant
 

@@ -19,7 +19,7 @@ from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import LayerKV
 
 SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)
-"""What policies may look at in a model without attention. Of variants there are none."""
+"""The evidence that policies may use in a model without attention. It has no variants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class LoadedModel:
     """True if layers with a state also keep the inner tokens of chunks one by one."""
 
     program: Program | str = "nobody has asked for it"
-    """What native code computes steps by; or why the model's modules compute them."""
+    """The program by which native code computes steps; or the reason why the model's modules
+    compute them."""
 
     @property
     def computes_steps(self) -> str:

@@ -18,8 +18,7 @@ _MAPPINGS = Path("/proc/self/maps")
 
 
 def drop_mapped(weight: Tensor) -> None:
-    """Drop a weight of which nobody reads any more from memory, where it lies in a file that is
-    mapped."""
+    """Drop a weight that is no longer read from memory, if it is in a mapped file."""
     begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     first = (
         -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE

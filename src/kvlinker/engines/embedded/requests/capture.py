@@ -101,8 +101,8 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
 
 
 class ChunkRequest(CaptureRequest):
-    """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for
-    the same request."""
+    """Computes chunks that a caller waits for; later callers that need the same chunks wait for the
+    same request."""
 
     kind = ResultKind.CHUNK
 

@@ -187,8 +187,8 @@ class PromptRequest(Request):
         return ()
 
     def _answer_recorder(self, start: int) -> Recorder | None:
-        """Return what collects the KV of the answer, which begins at this position; None where
-        nobody wants it."""
+        """Return the collector of the KV of the answer, which begins at this position; None if it
+        is not to be kept."""
         return None
 
     def _refine(self, link: Link) -> Callable[[], Refining] | None:

@@ -53,7 +53,7 @@ class ResultKind(Enum):
     VARIANT = 2
 
     BACKGROUND = 3
-    """Computed a piece at a time, and only in steps that nobody else needs."""
+    """Computed a piece at a time, and only in steps without other requests."""
 
 
 class Request(ABC):
@@ -129,8 +129,7 @@ class Request(ABC):
 
     @property
     def turn(self) -> float:
-        """The time, on the scheduler's clock, from which on nobody who arrives is admitted before
-        it."""
+        """The time, on the scheduler's clock, after which no newcomer is admitted before it."""
         return self.due + self.backlog
 
     @property
@@ -152,7 +151,7 @@ class Request(ABC):
         """Its place among waiting requests of its kind: the smallest comes first."""
         assert self.number is not None
         if self.kind is ResultKind.VARIANT:
-            return (-self.number,)  # what was asked for last is likeliest to be asked for again
+            return (-self.number,)  # the last ones are the likeliest to be requested again
         return (not self.urgent, self.turn, self.number, self.choice)
 
     def mark_started(self) -> None:  # noqa: B027
@@ -188,7 +187,7 @@ class FutureRequest(Request, Generic[T]):
     """A request whose result is a single value, which ``future`` has once it is there."""
 
     cancellation = "The request was cancelled."
-    """What the future's error says of a request that was cancelled."""
+    """The message of the future's error if the request was cancelled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,8 +47,8 @@ class Scoring(PromptFuture[PromptLogprobs]):
 
 
 class WholeScoring(FutureRequest[PromptLogprobs]):
-    """Asks for the log probabilities of given tokens, all of which are computed while nobody else
-    needs the engine."""
+    """Computes the log probabilities of given tokens, all in full, while there are no other
+    requests."""
 
     kind = ResultKind.BACKGROUND
 

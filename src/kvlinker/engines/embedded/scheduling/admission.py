@@ -37,9 +37,9 @@ class Admission:
     two.
 
     So a short prompt overtakes a long one that has waited for less time than it takes to compute
-    itself, and nobody starves: who arrives after a request's turn comes after it. A tenant's
-    hundred requests stand behind each other, but not before another tenant's one. Before steps were
-    measured, turns are arrivals.
+    itself, and none starves: a request that arrives after another's turn comes after it. A tenant's
+    hundred requests wait for each other, but another tenant's one does not wait for them. Before
+    steps were measured, turns are arrivals.
 
     Where a tenant's request has its turn, the one of its workflow that began first goes, so that
     workflows come one after the other rather than all at once.
@@ -105,9 +105,9 @@ class Admission:
                 other.backlog = max(0.0, other.backlog + seconds)
 
     def predict_anew(self, request: Request, others: Collection[Request]) -> None:
-        """Predict the seconds of the request's prompt anew, now that more is known of it, and
-        change the turns of its tenant by that. What was computed before its turn is not
-        forgotten."""
+        """Predict the seconds of the request's prompt again, now that more is known of it, and
+        change the turns of its tenant accordingly. Work that was done before its turn still
+        counts."""
         self.push_back(request, others, -request.seconds_left)
         before = _seconds_before(request, others)
         self._predict_prompt(request)
@@ -181,7 +181,7 @@ def giving_way(request: Request, running: Sequence[Request]) -> list[Request]:
     request whose tenant has nothing running, the best choice first.
 
     They belong to the tenant that has the most, which keeps one. Each gives way once in its life;
-    those that have not given a token yet go first, since nobody sees them pause, and then those
+    those that have not given a token yet go first, since their pause is not seen, and then those
     that were admitted last.
     """
     answers = [other for other in running if other.kind is ResultKind.ANSWER]

@@ -82,10 +82,11 @@ class StepComposer:
     step's time.
 
     While requests decode, a step is to take no longer than the target: the setting, or a multiple
-    of the step that only decodes. While nobody does, a step holds as many tokens as memory is made
-    for. What prompts get goes first to the tenant that has got least so far, and to the shortest of
-    its prompts; but a share of it to the prompt whose turn came first, so that none stands still. A
-    request in the background has steps for itself, short ones, and only while there is no other.
+    of the step that only decodes. While none does, a step holds as many tokens as memory is made
+    for. The time of prompts goes first to the tenant that has had least so far, and to the shortest
+    of its prompts; but a share of it goes to the prompt whose turn came first, so that none
+    starves. A request in the background has steps for itself, short ones, and only while there is
+    no other.
 
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with
     its target, so that the mean time per token keeps it.

@@ -91,8 +91,8 @@ class FetchQueue:
             self._load(request)
 
     def check_integrity(self, ready: Sequence[Request], *, holding: bool) -> None:
-        """Check that requests are LOADING and in one place, and that nobody waits for a fetch
-        without a reason. ``holding`` is true if any request holds chunks. Raises AssertionError
+        """Check that requests are LOADING and in one place, and that none waits for a fetch without
+        a reason. ``holding`` is true if any request holds chunks. Raises AssertionError
         otherwise."""
         assert self._unfetched == sorted(self._unfetched, key=order_of)
         assert all(

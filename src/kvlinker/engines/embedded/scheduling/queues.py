@@ -11,8 +11,8 @@ from kvlinker.engines.embedded.scheduling.running import RunningRequests
 
 
 class RequestQueues:
-    """Holds every request that has not ended, and counts them. Which queue a request is in changes
-    only in ``Scheduler``."""
+    """Holds every request that has not ended, and counts them. Only ``Scheduler`` moves requests
+    from one queue to another."""
 
     def __init__(
         self,

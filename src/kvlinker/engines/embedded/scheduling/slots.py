@@ -147,8 +147,8 @@ class SequenceSlots:
         sequence.spans = None
 
     def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
-        """Check that these sequences and the kept prefixes hold slots, and nobody else. Raises
-        AssertionError otherwise."""
+        """Check that only these sequences and the kept prefixes hold slots. Raises AssertionError
+        otherwise."""
         assert all(sequence.spans is not None for sequence in holders)
         held = [span for sequence in holders for span in sequence.spans or ()]
         self._allocator.check_integrity([*held, *self._prefixes.spans])

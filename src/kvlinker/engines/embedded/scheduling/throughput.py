@@ -193,9 +193,9 @@ class ComputeThroughput:
     def urgency(
         self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False
     ) -> Urgency:
-        """Return what loading ``cached`` tokens' KV competes with, for a prompt whose positions
-        ``computed`` are computed. ``decided`` is true if a policy has already chosen to load,
-        ``alone`` if nobody else is computed."""
+        """Return the computation that loading ``cached`` tokens' KV competes with, for a prompt
+        whose positions ``computed`` are computed. ``decided`` is true if a policy has already
+        chosen to load, ``alone`` if no other request is computed."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
             return Urgency(shares_processors=self.on_host, alone=alone)

@@ -20,7 +20,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of blocks that nobody uses."""
+        """The number of free blocks."""
         return int(self._manager.block_pool.get_num_free_blocks())
 
     def borrow(self, count: int) -> list[Any]:

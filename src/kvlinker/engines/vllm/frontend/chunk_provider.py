@@ -43,7 +43,7 @@ class ProvidedChunk(NamedTuple):
     """The scores that are stored with its KV, if any."""
 
     made: bool
-    """True if it was computed for this call, and nobody else had begun that."""
+    """True if it was computed for this call, and not begun by another."""
 
 
 class ChunkProvider:

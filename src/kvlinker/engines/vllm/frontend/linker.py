@@ -47,7 +47,7 @@ class FirstPass:
     """The salt of the KV that it placed; no other request has it."""
 
     linked: int
-    """The begin of its last run. What stands before it is found under the salt, but for the last
+    """The begin of its last run. The KV before it is found under the salt, but for the last
     block."""
 
 

@@ -27,8 +27,8 @@ class LanePlacing:
         self._under_way: dict[str, Arrival] = {}
 
     def place(self, parts: GroupParts) -> None:
-        """Write all parts into the KV cache, sooner or later. What was placed before is there
-        first."""
+        """Write all parts into the KV cache, sooner or later, after all parts that were placed
+        before."""
         for layers, work in self._launches(parts):
             if self._lane is None:
                 work()

@@ -104,8 +104,8 @@ class PrefixIndex:
     _asked: Counter[int] = field(default_factory=Counter)
 
     def reorder(self, conversation: Conversation) -> Conversation:
-        """Reorder the documents of the first turn, and remember the order. What comes later stands
-        behind answers, which no two conversations share."""
+        """Reorder the documents of the first turn, and remember the order. Later turns follow
+        answers, which no two conversations share."""
         first, *others = conversation.turns
         return replace(
             conversation, turns=(replace(first, documents=self.arrange(first.documents)), *others)

@@ -144,12 +144,11 @@ def plot_load(rows: Sequence[Row], path: Path) -> None:
 
 
 _LOADS = {"rate": "requests per second", "users": "users"}
-"""What is on the horizontal axis, by the column that holds it."""
+"""The label of the horizontal axis, by column."""
 
 
 def draw_over_load(axes: Any, rows: Sequence[Row], load: str, value: str, **style: Any) -> None:
-    """Draw one column of the rows over another, a line per policy and engine. What is None is left
-    out.
+    """Draw one column of the rows over another, a line per policy and engine. None is left out.
 
     Every policy and engine has its colour; solid lines alone have labels, so that a legend has each
     once.

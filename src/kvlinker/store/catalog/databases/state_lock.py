@@ -1,4 +1,4 @@
-"""Locks a state directory, so that nobody uses it while its key is changed."""
+"""Locks a state directory, so that no process uses it while its key is changed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.indexers import Picks, is_indexer, picking
 
 Recorded = dict[tuple[object, nn.Module, int], Tensor]
-"""What an indexer picked in a text for the query at a position: [..., picked], -1 for none."""
+"""The picks of an indexer in a text for the query at a position: [..., picked], -1 for none."""
 
 MOST_PICKED = 8
 """The most tokens, or blocks of them, that a query sees in a self-test, so that its short texts are
@@ -111,8 +111,8 @@ def _inside(indexer: nn.Module, picks: Picks) -> Iterator[None]:
 
 
 def _distance(best: Tensor, found: Tensor) -> float:
-    """Return how far the scores of what was chosen are from the highest, relative to the largest:
-    infinite where a token that nobody sees takes the place of one that is seen."""
+    """Return how far the scores of the chosen tokens are from the highest, relative to the largest:
+    infinite if an invisible token was chosen instead of a visible one."""
     lowest = torch.finfo(best.dtype).min
     seen, differs = best > lowest, (best > lowest) != (found > lowest)
     if differs.any():

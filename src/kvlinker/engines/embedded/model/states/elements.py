@@ -86,7 +86,7 @@ class RealGated(Rule):
     def effect(
         self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam
     ) -> Effect:
-        """Return the map. How a state fades is made of what is written, so that the factor is the
+        """Return the map. A state's decay is computed from what is written, so the factor is the
         difference that a unit state makes."""
         nothing = mixed[0].new_zeros(1, mixed[0].shape[-1], 1, dtype=torch.float32)
         unit, offset = (torch.ones_like(nothing), nothing) if before is None else before

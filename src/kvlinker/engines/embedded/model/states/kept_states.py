@@ -16,8 +16,8 @@ in a prompt."""
 
 
 class Edges(NamedTuple):
-    """Which tokens of a chunk are its edges: [0, first) and [last, tokens). What the inner ones
-    between do to a state is kept as one map."""
+    """The tokens of a chunk that are its edges: [0, first) and [last, tokens). The effect of the
+    inner ones between on a state is kept as one map."""
 
     first: int
     last: int
