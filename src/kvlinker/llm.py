@@ -206,7 +206,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         most_reasoning: int | None = None,
     ) -> RequestTools:
         """Return how the answers to a conversation may use ``tools``; ``several``: with more than
-        one call; ``most_reasoning``: behind so many tokens of reasoning at most. Raises
+        one call; ``most_reasoning``: after so many tokens of reasoning at most. Raises
         InvalidRequestError for a choice of tools that are not offered."""
         form = self.answer_form.limited(most_reasoning)
         return RequestTools(form, self.tail_of, tools, choice, several=several)

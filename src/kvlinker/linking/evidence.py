@@ -97,7 +97,7 @@ class LayerEvidence(Protocol):
         """Return the question's attention on every chunk in the layers before this one: [layers so
         far, chunks].
 
-        It is the sum over the question's tokens (those behind the last chunk) and the mean over
+        It is the sum over the question's tokens (those after the last chunk) and the mean over
         heads. It is there for policies that need ``chunk_attention``, and ends with the first layer
         in which no policy asks for it.
         """
@@ -141,7 +141,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chunk whose KV was computed behind ``chunk.prefix``, and how that KV depends on the chunks
+    """A chunk whose KV was computed after ``chunk.prefix``, and how that KV depends on the chunks
     in there."""
 
     chunk: Chunk

@@ -1,5 +1,5 @@
-"""Parameters of policies are declared as dataclass fields, and written behind the family's name
-with hyphens.
+"""Parameters of policies are declared as dataclass fields, and written after the family's name with
+hyphens.
 
 A field is declared with ``number``, ``percentage`` or ``choice``; words stand in the order of the
 fields.
@@ -23,7 +23,7 @@ _TRIALS = 9
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a
+    """A number from ``minimum`` to ``maximum``, written after ``prefix``; required without a
     default."""
 
     meaning: str
@@ -155,7 +155,7 @@ def check(policy: str, values: Any) -> None:
 
 
 def write(values: Any) -> list[str]:
-    """Return the words that stand behind the family's name; defaults are left out."""
+    """Return the words that stand after the family's name; defaults are left out."""
     return [
         parameter.write(getattr(values, name))
         for name, (parameter, entry) in declared(type(values)).items()

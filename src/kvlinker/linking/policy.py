@@ -135,8 +135,8 @@ class Policy(ABC):
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
-        """Make the policy with the parameters that stand behind the family's name and a hyphen;
-        None without a hyphen.
+        """Make the policy with the parameters that stand after the family's name and a hyphen; None
+        without a hyphen.
 
         Raises PolicyError for what is not a parameter, or out of its range.
         """

@@ -40,7 +40,7 @@ def known_policies() -> Mapping[str, type[Policy]]:
 
 
 def parse_policy(text: str) -> Policy:
-    """Make the policy that ``text`` names: a family with its parameters behind hyphens, or several
+    """Make the policy that ``text`` names: a family with its parameters after hyphens, or several
     joined by ``+``.
 
     Raises PolicyError for an unknown family, for parameters that the family does not take, and for

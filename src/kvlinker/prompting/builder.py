@@ -57,7 +57,7 @@ class PromptBuilder:
         system prompt's turn.
 
         Without a chat template, they are those of a completion. They are rendered once: chunks made
-        behind it stay exact only as long as the template gives the same, so not across days for a
+        after it stay exact only as long as the template gives the same, so not across days for a
         template that shows the date.
         """
         if not self._template.exists:

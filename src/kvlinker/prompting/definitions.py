@@ -14,7 +14,7 @@ from kvlinker.base.types.chunks import Chunk
 
 
 def repeated_text(once: str, twice: str) -> str | None:
-    """Return the text that stands once in ``once`` and twice, one behind the other, in ``twice``,
+    """Return the text that stands once in ``once`` and twice, one after the other, in ``twice``,
     without the white space around it; None where the two do not differ like that.
 
     ``once`` is a head, the text and a tail; ``twice`` has a gap and the text again before the tail.

@@ -27,7 +27,7 @@ _INSTRUCTIONS = (
 )
 
 _GAP = "\n\n"
-"""Stands behind every document."""
+"""Stands after every document."""
 
 _Text = TypeVar("_Text")
 """The type of a document's text."""

@@ -43,12 +43,12 @@ class ChunkSpan:
     length: int
 
     exact: bool
-    """True if the tokens before it in the prompt are those that its KV was computed behind, so that
+    """True if the tokens before it in the prompt are those that its KV was computed after, so that
     the KV needs no repair."""
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.start + self.length
 
 
@@ -139,7 +139,7 @@ class Prompt:
         return before
 
     def variant(self, chunk: int) -> Chunk:
-        """Return ``chunks[chunk]`` as the variant that is computed behind all that stands before it
+        """Return ``chunks[chunk]`` as the variant that is computed after all that stands before it
         here."""
         own = self.chunks[chunk]
         return Chunk(own.tokens, tuple(self.tokens_before(chunk)), salt=own.salt)
@@ -174,7 +174,7 @@ class Prompt:
 
     @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """A mask that is true where a chunk stands whose KV is not exact there, behind what is
+        """A mask that is true where a chunk stands whose KV is not exact there, after what is
         reused: [length]."""
         return self._mask([span for span in self.spans if not span.exact]) & self.changeable
 

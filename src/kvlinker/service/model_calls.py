@@ -157,7 +157,7 @@ class ModelCalls:
 
     def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for
-        behind the prompt, and to the settings' limit of answers."""
+        after the prompt, and to the settings' limit of answers."""
         room = max(1, self.max_model_len - len(prompt))
         limits = [
             most
@@ -172,7 +172,7 @@ class ModelCalls:
         return self.builder.answer_form
 
     def tail_of(self, prompt: Prompt) -> str:
-        """Decode the end of a prompt, behind its last context cache, with special tokens."""
+        """Decode the end of a prompt, after its last context cache, with special tokens."""
         begin = max((span.end for span in prompt.spans), default=0)
         tokens = prompt.tokens[max(begin, len(prompt) - TAIL_TOKENS) :]
         text: str = self.tokenizer.decode(tokens.tolist())

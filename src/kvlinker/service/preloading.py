@@ -63,9 +63,9 @@ class Preloading:
         return self._pending
 
     def begin(self, keys: Sequence[str], seconds: float, *, replaces: bool = False) -> int:
-        """Bring chunks to memory, the first ones first and behind those of calls before, for so
-        many seconds and as long as memory has room, or chunks of the same owner that are needed
-        later give it up (``replaces``); returns how many are still to be brought there. Beyond
+        """Bring chunks to memory, the first ones first and after those of calls before, for so many
+        seconds and as long as memory has room, or chunks of the same owner that are needed later
+        give it up (``replaces``); returns how many are still to be brought there. Beyond
         ``MOST_PENDING``, chunks are left out."""
         wanted = _Wanted(time.monotonic() + seconds, replaces)
         with self._lock:

@@ -136,7 +136,7 @@ class EvictionIndex:
         self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
 
     def keys(self) -> tuple[str, ...]:
-        """Return all keys, the next to be evicted first, but pinned ones last, and held ones behind
+        """Return all keys, the next to be evicted first, but pinned ones last, and held ones after
         these."""
         held = sorted(
             self._held_keys & self._entries.keys(), key=lambda key: self._entries[key].rank

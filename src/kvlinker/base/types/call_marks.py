@@ -16,7 +16,7 @@ class CallMarks:
 
     def free_part(self, text: str, *, is_start: bool) -> tuple[int, bool]:
         """Return the length of what comes before calls in ``text``, which begins where no call has
-        begun, and whether one begins behind it.
+        begun, and whether one begins after it.
 
         Without one, the rest may be the beginning of a mark. ``is_start``: ``text`` is the answer's
         beginning.

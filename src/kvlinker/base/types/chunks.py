@@ -52,13 +52,13 @@ class Origin(StrEnum):
     """Names what a chunk's KV comes from."""
 
     TEXT = "text"
-    """A text was computed behind ``Chunk.prefix``."""
+    """A text was computed after ``Chunk.prefix``."""
 
     ANSWER = "answer"
-    """The model generated it behind ``Chunk.prefix``, which was computed as it is."""
+    """The model generated it after ``Chunk.prefix``, which was computed as it is."""
 
     LINKED_ANSWER = "linked answer"
-    """The model generated it behind ``Chunk.prefix``, parts of which were linked chunks."""
+    """The model generated it after ``Chunk.prefix``, parts of which were linked chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def packed_chunk_key(
     """Compute the ``chunk_key`` of token ids as little-endian uint32.
 
     Every part is length-prefixed, so that no two different inputs share their bytes. An answer
-    behind what was computed as it is has the KV, but for rounding, and the key, of a text there.
+    after what was computed as it is has the KV, but for rounding, and the key, of a text there.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
     parts = [fingerprint.encode(), owner.encode(), prefix, tokens]

@@ -57,7 +57,7 @@ class ResidencyReport:
     """The chunks that a server has, or the changes since another report.
 
     ``epoch`` names the server's run: keys of another one are forgotten. ``number`` counts reports;
-    where ``whole`` is true, this one holds everything, else what came behind the number that was
+    where ``whole`` is true, this one holds everything, else what came after the number that was
     asked for.
     """
 

@@ -21,7 +21,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The index behind its last character in the text."""
+        """The index after its last character in the text."""
         return self.start + len(self.text)
 
 

@@ -199,7 +199,7 @@ def list_caches(
     metadata: Mapping[str, str] | None = None,
     scope: str = "private",
 ) -> HttpCall[RemotePage]:
-    """List at most ``limit`` context caches by time of creation, those behind ``after``.
+    """List at most ``limit`` context caches by time of creation, those after ``after``.
 
     Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones
     ("shared").

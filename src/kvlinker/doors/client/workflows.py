@@ -37,7 +37,7 @@ class Workflow:
 
     def link(self, agent: str, **options: Any) -> dict[str, Any]:
         """Return the field ``link`` of a request of this agent: with the ``options``, such as
-        ``keep="answer"``, and what the agents behind it use, by how many hand-overs away they
+        ``keep="answer"``, and what the agents after it use, by how many hand-overs away they
         are."""
         ahead = []
         for steps, agents in enumerate(self._behind(agent), 1):

@@ -210,7 +210,7 @@ class Engine(Protocol):
         tokens, without generating.
 
         ``request.sampling.logprobs`` is the number of alternatives per token. Raises
-        InvalidRequestError when fewer than two tokens stand behind the last chunk, and PolicyError,
+        InvalidRequestError when fewer than two tokens stand after the last chunk, and PolicyError,
         ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
         future's.
         """

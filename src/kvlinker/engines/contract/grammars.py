@@ -120,7 +120,7 @@ def _between_slashes(pattern: str) -> str:
 
 def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
     """Yield the JSON schemas in a grammar: the one that it is, or those of calls of tools, which
-    stand in it behind ``%json``. Raises ValueError for one that is no JSON."""
+    stand in it after ``%json``. Raises ValueError for one that is no JSON."""
     if grammar.kind == "json":
         yield json.loads(grammar.source)
     for text in (grammar.frame, grammar.source if grammar.kind in ("lark", "grammar") else ""):

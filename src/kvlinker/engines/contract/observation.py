@@ -55,8 +55,8 @@ class Observers:
 
 
 class ChunkWatch:
-    """Records the attention of the question (the tokens behind the last chunk) on every chunk,
-    layer by layer. It is the ``ChunkAttention`` that a ``Refinement`` takes."""
+    """Records the attention of the question (the tokens after the last chunk) on every chunk, layer
+    by layer. It is the ``ChunkAttention`` that a ``Refinement`` takes."""
 
     def __init__(self, spans: Sequence[ChunkSpan], length: int) -> None:
         self._spans = tuple(spans)

@@ -1,5 +1,5 @@
 """The forms in which models' functions rotate: queries and keys at once or one by one, or queries
-alone where no keys are given, by cos and sin or complex numbers, with heads before tokens or behind
+alone where no keys are given, by cos and sin or complex numbers, with heads before tokens or after
 them."""
 
 from __future__ import annotations

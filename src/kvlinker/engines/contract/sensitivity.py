@@ -1,6 +1,6 @@
 """Measures how much each token of a chunk depends on what stands before the chunk (ours).
 
-A chunk is computed twice: alone, as it is stored, and behind an unrelated text. Tokens whose KV
+A chunk is computed twice: alone, as it is stored, and after an unrelated text. Tokens whose KV
 hardly moves mean the same after any text. Tokens whose KV moves most, such as a pronoun and what is
 said of it, refer to something before the chunk, and were computed without it. The question's
 attention shows which of these tokens matter (``linking.policies.query``).

@@ -70,7 +70,7 @@ SMALL_MODEL = 1 << 24
 """The most weights of a model whose passes are too short to be divided among threads."""
 
 BEHIND = PROMPT_TOKENS - CHUNK[1]
-"""The tokens behind the chunks, whose logits are compared."""
+"""The tokens after the chunks, whose logits are compared."""
 
 OF_PLACE = ("relocate", "move", "far")
 """The checks that fail where a model computes something else further on in a text."""
@@ -257,7 +257,7 @@ class _Subject:
     def linked(
         self, runner: Runner, chunks: Mapping[Range, ChunkKV], *, again: Sequence[int] = ()
     ) -> Tensor:
-        """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
+        """Return the logits [BEHIND, vocabulary] after the chunks, whose KV is attended to in
         place, but for the positions ``again``, which are computed."""
         form = RotatedKeys(keeping(self.anatomy.layers))
         shared = tuple(
@@ -281,8 +281,8 @@ class _Subject:
         shared: tuple[SharedChunk, ...] = (),
         capture: Capture | None = None,
     ) -> Tensor:
-        """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end behind the
-        chunks, when all are computed. Position p lies in slot p, but for tokens behind a shared
+        """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end after the
+        chunks, when all are computed. Position p lies in slot p, but for tokens after a shared
         chunk."""
         own = (
             np.concatenate([np.arange(*run) for run in runs])
@@ -300,7 +300,7 @@ class _Subject:
     def _step(
         self, runner: Runner, batch: Batch
     ) -> tuple[Tensor, Mapping[object, tuple[SequenceState, ...]]]:
-        """Return the logits [wanted, vocabulary] of a step, and the states behind it."""
+        """Return the logits [wanted, vocabulary] of a step, and the states after it."""
         seen: list[Tensor] = []
         handle = self._model.register_forward_hook(
             lambda model, args, output: seen.append(output.logits[0].float())

@@ -57,7 +57,7 @@ def attend_tile(
     distance by which each query is rotated, the keys [low, high) that it sees, and where in
     ``hidden`` its bits begin, -1 for none. ``segments`` [segments, 6]: addresses of key and value,
     and the strides of heads and rows of both. The first WIDTH dimensions of a query are rotated by
-    ``cos`` and ``sin`` [distances, WIDTH / 2]. With LATENT, values are the keys' dimensions behind
+    ``cos`` and ``sin`` [distances, WIDTH / 2]. With LATENT, values are the keys' dimensions after
     WIDTH.
     """
     tile = tl.program_id(0)

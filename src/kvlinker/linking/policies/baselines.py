@@ -51,8 +51,8 @@ class NaiveUnpositioned(Naive):
 @register
 class Prefix(Policy):
     """Keep the chunks at the start that are exact, recompute all that follows: prefix caching, as
-    in vLLM and SGLang. A chunk behind others is exact where a variant of it was computed behind
-    just these."""
+    in vLLM and SGLang. A chunk after others is exact where a variant of it was computed after just
+    these."""
 
     family = "prefix"
     reach = 0

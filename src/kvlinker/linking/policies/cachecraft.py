@@ -1,5 +1,5 @@
-"""Cache-Craft scores how reusable a chunk's KV is behind other chunks than those that it was
-computed behind."""
+"""Cache-Craft scores how reusable a chunk's KV is after other chunks than those that it was
+computed after."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def stable_focus(attention: NDArray[np.floating], window: int) -> tuple[frozense
 class CacheCraft(Policy):
     """Recompute of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier
     chunks most when its KV was computed (Cache-Craft, section 3); of a chunk that was computed
-    behind none, the first ones. The variant with the lowest CFO is taken. With ``focus``, tokens of
+    after none, the first ones. The variant with the lowest CFO is taken. With ``focus``, tokens of
     chunks that the question does not focus on are dropped once the focus has been the same for w
     layers."""
 

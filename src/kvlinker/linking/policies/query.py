@@ -19,8 +19,8 @@ class Query(Policy):
     """Recompute the r percent of the cached tokens that the prompt's last token attends to most,
     mean over layers and heads, in a first pass of the fresh tokens over the cached KV (ours, after
     ProphetKV and A³). With ``sensitive``, the attention on a token counts by its sensitivity, which
-    is how far its KV moved behind another text when its chunk was created: nothing is spent on
-    tokens that mean the same behind any text."""
+    is how far its KV moved after another text when its chunk was created: nothing is spent on
+    tokens that mean the same after any text."""
 
     family = "query"
 

@@ -10,7 +10,7 @@ the model's chat template. ``grammar`` enforces a form, and ``reader`` reads ans
 | `calls` | the form of calls: see below |
 
 `calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls;
-`between` two of them, null where there is only one; and `trigger`, with which calls begin behind a
+`between` two of them, null where there is only one; and `trigger`, with which calls begin after a
 text, null where they are the whole answer.
 """
 

@@ -32,7 +32,7 @@ class CallForm:
 
     @property
     def tail(self) -> str:
-        """What stands behind the arguments of a call."""
+        """What stands after the arguments of a call."""
         return self.call.partition("{arguments}")[2]
 
     @property

@@ -119,8 +119,8 @@ class AnswerForm:
         return AnswerGrammar("lark", source, "tools")
 
     def reasoning_grammar(self, tail: str) -> AnswerGrammar | None:
-        """Return the grammar of answers of any text behind limited reasoning; None where there is
-        no limit, or no reasoning."""
+        """Return the grammar of answers of any text after limited reasoning; None where there is no
+        limit, or no reasoning."""
         lead = self._lead(tail)
         if self.most_reasoning is None or not lead:
             return None

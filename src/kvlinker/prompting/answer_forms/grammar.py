@@ -33,7 +33,7 @@ class FormRules:
 
     def called(self, lead: str, tools: Sequence[Tool], *, several: bool) -> str:
         """Return the grammar of answers that call one of ``tools``, or ``several`` times some of
-        them, behind the rule ``lead``."""
+        them, after the rule ``lead``."""
         rules = self._calls(tools, several=several)
         return f"start: {lead} calls\n{self._lead_rules()}{rules}"
 
@@ -57,7 +57,7 @@ class FormRules:
         )
 
     def reasoned(self, lead: str) -> str:
-        """Return the grammar of answers of any text behind the rule ``lead``."""
+        """Return the grammar of answers of any text after the rule ``lead``."""
         others = f"<[{_ranges(self.other_tokens)}]>"
         parts = f"({others} | TEXT {others})*" if self.other_tokens else ""
         return f"start: {lead} {parts} TEXT\nTEXT: {self._text()}\n{self._lead_rules()}"

@@ -187,7 +187,7 @@ class AnswerReader:
         return self._go_on(further, self._pending.removeprefix(tail), trims=True)
 
     def _further(self) -> bool:
-        """Read what stands between two calls, or behind the last one."""
+        """Read what stands between two calls, or after the last one."""
         if self._begins_call(self._next, self._pending):
             return True
         closing = self._calls.closing
@@ -220,7 +220,7 @@ class AnswerReader:
         return True
 
     def _trim(self) -> None:
-        """Drop the space between a mark and the text behind it."""
+        """Drop the space between a mark and the text after it."""
         if self._trims:
             self._pending = self._pending.lstrip()
             self._trims = not self._pending

@@ -66,7 +66,7 @@ class TemplateReader:
                     yield AnswerPiece("content", event["text"])
 
     def _trimmed(self, text: str) -> str:
-        """Drop the space between a mark and the text behind it."""
+        """Drop the space between a mark and the text after it."""
         if self._trims:
             text = text.lstrip()
             self._trims = not text

@@ -312,7 +312,7 @@ def policy_measurement(
     *,
     before: Callable[[], object] | None = None,
 ) -> Callable[[], FirstTokenTime]:
-    """Return what measures one time to first token with its parts, behind ``before``; the engine
+    """Return what measures one time to first token with its parts, after ``before``; the engine
     must be idle otherwise."""
 
     def measure() -> FirstTokenTime:

@@ -32,7 +32,7 @@ QUESTIONS = (
     "Summarise the texts above in one sentence.",
     "What is the most important name in these texts?",
 )
-"""The questions behind chunks of the store."""
+"""The questions after chunks of the store."""
 
 MOST_CHUNKS = 1000
 """The latest context caches of the store that chunks are drawn from."""

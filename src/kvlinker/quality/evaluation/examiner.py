@@ -188,7 +188,7 @@ class Examiner:
 def ask(
     llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True
 ) -> list[Message]:
-    """Cache the passages, and return one user message of them with the question behind.
+    """Cache the passages, and return one user message of them with the question after them.
 
     ``one_by_one`` caches them one after the other, so that every run computes the same batches.
     """

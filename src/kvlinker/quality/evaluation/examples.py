@@ -36,7 +36,7 @@ class _Example:
 
 @dataclass(frozen=True)
 class Question(_Example):
-    """Holds a question behind passages, and the answers that count as right."""
+    """Holds a question after passages, and the answers that count as right."""
 
     question: str
     answers: tuple[str, ...]
@@ -54,7 +54,7 @@ class Question(_Example):
 
 @dataclass(frozen=True)
 class Continuation(_Example):
-    """Holds text behind passages, of which each token is scored after all that stands before it."""
+    """Holds text after passages, of which each token is scored after all that stands before it."""
 
     continuation: str
     metric: ClassVar[str] = "loss"

@@ -105,7 +105,7 @@ class Comparison:
 
 def compare(answer: ServedAnswer, reference: PromptLogprobs) -> Comparison:
     """Compare an answer, at least one of whose tokens is comparable, with the ``reference``, which
-    scores all of its tokens behind its prompt."""
+    scores all of its tokens after its prompt."""
     rows = zip(reference.top_ids, reference.top_logprobs.astype(np.float64), strict=True)
     full = [NextToken(ids, logprobs) for ids, logprobs in rows]
     linked_best = [int(each.ids[0]) for each in answer.next_tokens] + [answer.token_ids[-1]]
@@ -125,7 +125,7 @@ def compare(answer: ServedAnswer, reference: PromptLogprobs) -> Comparison:
 
 
 def _class(number: int, bounds: Sequence[int]) -> str:
-    """Return the class, between two ``bounds`` or behind the last, that ``number`` is in."""
+    """Return the class, between two ``bounds`` or after the last, that ``number`` is in."""
     for low, high in pairwise(bounds):
         if number < high:
             return f"{low}" if high == low + 1 else f"{low}-{high - 1}"

@@ -146,7 +146,7 @@ class ContextCaches:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a chunk may have, with those that it is computed behind."""
+        """The most tokens that a chunk may have, with those that it is computed after."""
         return self._engine.max_model_len
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:

@@ -112,7 +112,7 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> Page:
-        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more``
+        """List at most ``limit`` context caches by time of creation, after ``after``; ``has_more``
         is true if there are others.
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.

@@ -50,7 +50,7 @@ MOST_LOADED = 2048
 """The most chunks that are read from the catalog at once; of more, the newest."""
 
 PART_END = "\0"
-"""Stands behind each part of a prompt in what is hashed of it."""
+"""Stands after each part of a prompt in what is hashed of it."""
 
 
 class Recognizer:
@@ -182,7 +182,7 @@ class _Reading:
 
     def __init__(self, texts: _TenantTexts) -> None:
         self.fresh: list[list[Line]] = []
-        """The units behind what began as an earlier prompt did, in rows."""
+        """The units after what began as an earlier prompt did, in rows."""
 
         self.beginnings: list[bytes] = []
         """The SHA-256 of all that was read up to the end of each unit."""

@@ -22,7 +22,7 @@ class AuditSample:
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """What is kept behind a number that a reader knows."""
+    """What is kept after a number that a reader knows."""
 
     pool: str
     """A name of what is kept, which no other catalog has."""
@@ -34,7 +34,7 @@ class AuditPart:
     """Takes the place of the samples up to there; None where the reader knows those."""
 
     samples: tuple[AuditSample, ...]
-    """The samples behind both, in their order."""
+    """The samples after both, in their order."""
 
 
 class AuditLog:
@@ -62,7 +62,7 @@ class AuditLog:
             )
 
     def since(self, fingerprint: str, number: int) -> AuditPart:
-        """Return what came behind a sample's number, from one moment; ``begin`` was called
+        """Return what came after a sample's number, from one moment; ``begin`` was called
         before."""
         rows = self._database.query(
             "SELECT upto, pool, CASE WHEN upto > :number THEN state END AS content, 0 AS kind"

@@ -52,7 +52,7 @@ from kvlinker.store.catalog.vectors import VectorIndex
 from kvlinker.store.format.encryption import Cipher
 
 POSITION_SECONDS = 3600
-"""The time for which a listing can go on behind a context cache that was removed."""
+"""The time for which a listing can go on after a context cache that was removed."""
 
 ALL = 2**62
 """The limit of what has none."""

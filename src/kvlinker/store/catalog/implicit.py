@@ -164,8 +164,8 @@ class ImplicitIndex:
             )
 
     def count_uses_until(self, now: float) -> None:
-        """Have those whose last use lies behind ``now`` count as used now: since the clock was set
-        back, they would outlive all others until it is there again."""
+        """Set last uses that are later than ``now`` to now: the clock was set back, and they would
+        outlive all others until it is there again."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE context_caches SET expires_at = :now + implicit_ttl"

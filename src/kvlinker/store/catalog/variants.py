@@ -23,7 +23,7 @@ class StoredVariant:
     key: str
     """The key of its KV in the store."""
     prefix: tuple[int, ...]
-    """The token ids that it was computed behind."""
+    """The token ids that it was computed after."""
     contextualization: Contextualization
 
 

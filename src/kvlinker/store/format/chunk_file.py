@@ -3,7 +3,7 @@ layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so
 that a reader can take one layer after another; a codec's further parts follow each, as
-``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is behind its value: what
+``layer.00.key.scale``. Where the layer has an indexer, ``layer.00.index`` is after its value: what
 the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``scores.inter``,
 ``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
 state, ``state.0000.mixed`` and so on, as they are under any codec. Where none has KV, there is no

@@ -1,5 +1,5 @@
 """Copies to a device on a stream of their own: they are made beside its computations, which wait
-for the event behind those that they need."""
+for the event after those that they need."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class CopyLane(Protocol):
         ...
 
     def launch(self, work: Callable[[], object], keeping: object) -> Arrival:
-        """Launch what ``work`` copies, behind all that the calling thread has computed so far,
-        which may still use the memory that is written to. ``keeping`` is everything that the copies
-        read and write: it is kept until they are made, even if nobody waits for them."""
+        """Launch what ``work`` copies, after all that the calling thread has computed so far, which
+        may still use the memory that is written to. ``keeping`` is everything that the copies read
+        and write: it is kept until they are made, even if nobody waits for them."""
         ...
 
 

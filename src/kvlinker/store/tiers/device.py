@@ -78,7 +78,7 @@ class DeviceTier(HostTier):
         return copies
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Do nothing: the tiers behind keep pinned chunks."""
+        """Do nothing: slower tiers keep pinned chunks."""
 
     def _accepts(self, key: str, nbytes: int) -> bool:
         return self._index.fits(

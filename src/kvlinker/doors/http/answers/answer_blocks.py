@@ -27,7 +27,7 @@ class AnswerBlock:
     call_id: str = ""
 
     is_whole: bool = False
-    """True if the model ended the block, by another one behind it or the end of a call."""
+    """True if the model ended the block, by another one after it or the end of a call."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """The log probabilities of a text's tokens, if the request asked for them."""

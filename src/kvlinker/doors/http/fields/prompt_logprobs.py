@@ -31,7 +31,7 @@ def scored_tokens(
 ) -> list[TokenLogprob | None]:
     """Return an entry for each token of ``prompt``, with ``most`` alternatives or all that there
     are; None for those that are not ``scored``: the ones up to its last context cache, and the
-    first behind it. ``text_of`` decodes a token alone."""
+    first after it. ``text_of`` decodes a token alone."""
     if scored is None:
         return [None] * len(prompt)
     entries: list[TokenLogprob | None] = [None] * (len(prompt) - len(scored.token_ids))

@@ -45,7 +45,7 @@ class ToolUseBlock(RequestBody):
 
 
 class ToolResultBlock(RequestBody):
-    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With
+    """The result of a call; the prompt shows one that ``is_error`` after ``Error: ``. With
     ``cache_control``, those of its texts that have no mark of their own are chunks, too."""
 
     place: ClassVar[Place | None] = Place.TOOL_RESULT
@@ -95,7 +95,7 @@ class Citations(RequestBody):
 
 
 class DocumentBlock(RequestBody):
-    """A document, whose text becomes a chunk behind its title."""
+    """A document, whose text becomes a chunk after its title."""
 
     place: ClassVar[Place | None] = Place.DOCUMENT
 

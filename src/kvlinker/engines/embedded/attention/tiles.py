@@ -140,7 +140,7 @@ class _Sights:
         self._window = window
         self._tile_rows = tile_rows
         self.rows: list[Array] = []
-        """For each visit, one behind the other: distances, first keys, last keys, and bits."""
+        """For each visit, one after the other: distances, first keys, last keys, and bits."""
 
         self._hidden: list[NDArray[np.uint8]] = []
         self._hidden_bytes = 0

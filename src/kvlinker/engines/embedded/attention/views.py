@@ -44,7 +44,7 @@ class View:
     """The segment's first key that may be seen."""
 
     last: int
-    """The key behind the last one that may be seen."""
+    """The key after the last one that may be seen."""
 
     hidden: NDArray[np.bool_] | None = None
     """[keys], true: not seen, because the token is computed anew and lies elsewhere."""

@@ -1,4 +1,4 @@
-"""Variants of chunks: KV computed behind the chunks of real prompts, when the engine has nothing
+"""Variants of chunks: KV computed after the chunks of real prompts, when the engine has nothing
 else to do."""
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _error(ours: Tensor, expected: Tensor) -> float:
 
 def _batch(model: Any, anatomy: Anatomy) -> Batch:
     """Return a step of a prompt from its beginning, a sequence that decodes, and one that computes
-    scattered tokens, the latter two behind a chunk that they share."""
+    scattered tokens, the latter two after a chunk that they share."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, SLOTS)
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ def _batch(model: Any, anatomy: Anatomy) -> Batch:
 def _computed(
     model: Any, anatomy: Anatomy, batch: Batch, program: Program | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits of the step, and the keys and values of the pool behind it."""
+    """Return the logits of the step, and the keys and values of the pool after it."""
     owners = len(batch.owners)
     pool = KVPool(anatomy.layers, owners * SLOTS, dtype=torch.bfloat16, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)

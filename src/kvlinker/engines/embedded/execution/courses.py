@@ -28,7 +28,7 @@ class NewTokens:
 
     @property
     def end(self) -> int:
-        """The position behind the last of them."""
+        """The position after the last of them."""
         return self.start + len(self)
 
     def divided(self, marks: Sequence[int]) -> Iterator[NewTokens]:
@@ -79,10 +79,10 @@ class Course:
     stretches: list[Stretch]
     before: SequenceState | None
     end: int
-    """The position behind the last token."""
+    """The position after the last token."""
 
     layers: dict[int, list[LayerState]] = field(default_factory=lambda: defaultdict(list))
-    """The states at each mark, and behind the last token, of the layers that were computed."""
+    """The states at each mark, and after the last token, of the layers that were computed."""
 
     @property
     def only(self) -> NewTokens | None:
@@ -131,7 +131,7 @@ def _kept(kv: KV, begin: int, end: int, anatomy: Anatomy) -> Iterator[KeptTokens
     """Yield what a chunk keeps of its tokens [begin, end), the one before which is not kept.
 
     Its map holds where the inner tokens, and all that their convolutions see, are kept. Where there
-    are only convolutions, of tokens behind which another one is computed those are of use that its
+    are only convolutions, of tokens after which another one is computed those are of use that its
     convolutions see.
     """
     window = anatomy.window

@@ -348,6 +348,6 @@ class ForwardPass:
 
 
 def _axis_of_tokens(hidden: Tensor) -> int:
-    """Return the axis behind that of the batch, which has one sequence. Models with several streams
-    have them before both (Gemma 3n), or behind (HY V4)."""
+    """Return the axis after that of the batch, which has one sequence. Models with several streams
+    have them before both (Gemma 3n), or after (HY V4)."""
     return hidden.shape.index(1) + 1

@@ -1,5 +1,5 @@
 """Computes the layers that keep a state, in one forward pass over a batch: each sequence's tokens
-behind its own state, and behind what the chunks before them do to it."""
+after its own state, and after what the chunks before them do to it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RecurrentPass:
         self._courses = found
 
     def states(self) -> dict[object, tuple[SequenceState, ...]]:
-        """Return the states of all sequences at their marks, ascending, and behind this step, once
+        """Return the states of all sequences at their marks, ascending, and after this step, once
         all layers are computed; none at marks that stand among tokens that a policy dropped."""
         return {
             owner: tuple(
@@ -140,7 +140,7 @@ class _Group(NamedTuple):
     parts: Sequence[_Part]
 
     before: Tensor
-    """What convolutions behind the step see: [sequences, channels, window]."""
+    """What convolutions after the step see: [sequences, channels, window]."""
 
     @property
     def takes_a_step(self) -> bool:
@@ -175,7 +175,7 @@ class _Layer:
 
     def _with_convolved(self, parts: Sequence[_Part]) -> list[_Part]:
         """Return the parts with what is convolved of their tokens: of all in one call, since each
-        token sees those of its own part alone, behind what its convolution sees."""
+        token sees those of its own part alone, after what its convolution sees."""
         pieces = [
             torch.cat([part.before, part.entering], -1)
             for part in parts
@@ -218,7 +218,7 @@ class _Layer:
         return self._output[None]
 
     def _stepped(self, group: _Group, call: RuleCall, rule: DeltaRule) -> Sequence[Tensor]:
-        """Return the states behind one token of each sequence."""
+        """Return the states after one token of each sequence."""
         (part,) = group.parts
         states = [self._state(course).state for course in group.courses]
         gates = self._gates(part, call)
@@ -228,7 +228,7 @@ class _Layer:
         return after
 
     def _behind_all(self, group: _Group, call: RuleCall | None) -> Tensor:
-        """Return the states behind all parts: [sequences, heads, rows, columns]."""
+        """Return the states after all parts: [sequences, heads, rows, columns]."""
         state = torch.stack([self._state(course).state for course in group.courses])
         begins = torch.tensor(
             [course.before is None for course in group.courses], device=state.device
@@ -268,7 +268,7 @@ class _Layer:
         )
 
     def _behind(self, part: _Part) -> Tensor:
-        """Return what a convolution behind this part sees: [sequences, channels, window]."""
+        """Return what a convolution after this part sees: [sequences, channels, window]."""
         kind, window = part.stretches[0], self._recurrence.window
         if isinstance(kind, Mark):
             return part.before
@@ -289,14 +289,14 @@ class _Layer:
                 tokens.run.capture.record_state(self._number, tokens.start, behind)
 
     def _entering_behind(self, part: _Part, index: int, place: slice) -> Tensor:
-        """Return what enters of some tokens of a sequence, behind what their convolution sees:
+        """Return what enters of some tokens of a sequence, after what their convolution sees:
         [channels, window + tokens]."""
         assert part.entering is not None
         together = torch.cat([part.before[index], part.entering[index]], -1)
         return together[:, place.start : place.stop + self._recurrence.window]
 
     def _scanned(self, part: _Part, call: RuleCall, state: Tensor, begins: Tensor) -> Tensor:
-        """Return the states behind tokens, and keep the output of those of the batch. ``begins``
+        """Return the states after tokens, and keep the output of those of the batch. ``begins``
         [sequences] is true for the first ones of their text."""
         assert part.entering is not None
         gates = self._gates(part, call)

@@ -85,11 +85,11 @@ class BatchSegments:
 
     @property
     def spans(self) -> tuple[SlotSpan, ...]:
-        """The spans of the pool that are the segments behind the chunks."""
+        """The spans of the pool that are the segments after the chunks."""
         return self._spans
 
     def layer(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Return key and value of all segments in this layer. Latents are part of both, behind the
+        """Return key and value of all segments in this layer. Latents are part of both, after the
         shared key."""
         kept = self._kept_by[index]
         key, value = self._pool.keys[kept], self._pool.values[kept]

@@ -129,6 +129,6 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePat
 
 
 def looks_at_question(policy: Policy) -> bool:
-    """Return whether what the policy computes again depends on what stands behind the chunks, so
+    """Return whether what the policy computes again depends on what stands after the chunks, so
     that another question about them is to be linked anew."""
     return policy.needs.question_attention or policy.needs.chunk_attention

@@ -16,7 +16,7 @@ from kvlinker.prompting.segments import StoredKV
 
 
 class PrefixNode:
-    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its
+    """A part of a path: tokens, and names of chunks as negative numbers, after those of its
     parent."""
 
     def __init__(

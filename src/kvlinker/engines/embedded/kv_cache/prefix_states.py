@@ -22,7 +22,7 @@ class PrefixStates:
         return len(self._states)
 
     def at(self, node: PrefixNode) -> SequenceState | None:
-        """Return the state behind the node's last item, if it was kept."""
+        """Return the state after the node's last item, if it was kept."""
         if node in self._states:
             self._states.move_to_end(node)
         return self._states.get(node)
@@ -39,7 +39,7 @@ class PrefixStates:
         return 0, list(parts[:1])
 
     def put(self, node: PrefixNode, state: SequenceState) -> None:
-        """Keep a state behind the node's last item."""
+        """Keep a state after the node's last item."""
         if self.at(node) is None:
             self._states[node] = state.copied()
         if len(self._states) > self._most:

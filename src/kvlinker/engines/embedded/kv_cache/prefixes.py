@@ -66,10 +66,10 @@ class PrefixTree:
         )  # of prompts that chunks were linked for
         self._used: OrderedDict[PrefixNode, None] = (
             OrderedDict()
-        )  # the last used one last, and parents behind children
+        )  # the last used one last, and parents after children
         self._spilled: dict[
             PrefixNode, None
-        ] = {}  # all others, parents behind children: their KV is on disk, or was
+        ] = {}  # all others, parents after children: their KV is on disk, or was
         self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
@@ -312,7 +312,7 @@ class PrefixTree:
 
     def _give_up(self, node: PrefixNode) -> None:
         """Take a node without children in the pool out of that: its KV goes to disk, or the node
-        goes with all that stands behind it."""
+        goes with all that stands after it."""
         if not self._write(node):
             self._remove(node)
             return
@@ -322,7 +322,7 @@ class PrefixTree:
         self._spilled[node] = None
 
     def _write(self, node: PrefixNode) -> bool:
-        """Have the node's KV on disk, if it is worth that, or something behind it is there; returns
+        """Have the node's KV on disk, if it is worth that, or something after it is there; returns
         whether it is."""
         if self._spill is None or not len(node.own):
             return bool(node.children)
@@ -347,8 +347,8 @@ class PrefixTree:
         self._used[node] = None
 
     def _sweep(self) -> None:
-        """Forget nodes that are lost, and what stands behind them; now and then, since that looks
-        at all."""
+        """Forget nodes that are lost, and what stands after them; now and then, since that looks at
+        all."""
         if len(self._spilled) < self._sweep_at:
             return
         for node in list(self._spilled):
@@ -376,7 +376,7 @@ class PrefixTree:
             self._states.pass_on(node, rest)
 
     def _remove(self, node: PrefixNode) -> None:
-        """Take the node out of the tree, with all that stands behind it."""
+        """Take the node out of the tree, with all that stands after it."""
         assert node.parent is not None
         del node.parent.children[int(node.items[0])]
         leaving = [node]

@@ -25,7 +25,7 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
-    """The states of all layers that keep one, in order, behind the first ``position`` tokens of a
+    """The states of all layers that keep one, in order, after the first ``position`` tokens of a
     sequence."""
 
     position: int
@@ -40,8 +40,8 @@ class SequenceState:
 
 
 def worth_keeping(prompt: Prompt, endings: Collection[int]) -> tuple[int, ...]:
-    """Return the positions in a prompt from where later ones may go on: behind the first token that
-    ends a turn (one of ``endings``), behind the last chunk, and before the last token, which the
+    """Return the positions in a prompt from where later ones may go on: after the first token that
+    ends a turn (one of ``endings``), after the last chunk, and before the last token, which the
     same prompt computes again."""
     turns = np.flatnonzero(np.isin(prompt.tokens, list(endings)))[:1] + 1
     chunks = [span.end for span in prompt.spans][-1:]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class Latents:
     """One layer of attention that keeps, for each token, a latent and a key that all heads share.
 
-    A head's key is a projection of the latent, and behind it the shared key; its value is another
+    A head's key is a projection of the latent, and after it the shared key; its value is another
     projection. A product with a projected latent is that of the query, projected back, with the
     latent itself, and a sum of projected latents is the projection of their sum. So all heads
     attend to one key, [shared | latent], and to one value, the latent.

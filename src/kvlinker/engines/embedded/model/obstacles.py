@@ -154,7 +154,7 @@ def rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
     """Return the logits of all tokens but the last with two different last tokens, [tokens,
-    vocabulary] each, and whether the model holds a state behind the second pass."""
+    vocabulary] each, and whether the model holds a state after the second pass."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(LOOKED_AT, device=device)[None] % model.config.get_text_config().vocab_size
     before = set(_plain_tensors(model))

@@ -49,7 +49,7 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length];
         ``contents`` are their content hashes. With ``unrelated`` tokens, there is one chunk, with
-        scores: it is computed behind them first, to measure its tokens' sensitivity."""
+        scores: it is computed after them first, to measure its tokens' sensitivity."""
         super().__init__()
 
         def capture() -> Capture:

@@ -1,4 +1,4 @@
-"""Gives the log probabilities of tokens: behind linked chunks, or of whole sequences in the
+"""Gives the log probabilities of tokens: after linked chunks, or of whole sequences in the
 background."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlinker.prompting.segments import Prompt
 
 
 class Scoring(PromptFuture[PromptLogprobs]):
-    """Asks for the log probabilities of the tokens behind the last chunk; generates nothing."""
+    """Asks for the log probabilities of the tokens after the last chunk; generates nothing."""
 
     def __init__(
         self,

@@ -181,7 +181,7 @@ class StepComposer:
 
     def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
         """Order prompts: those of the tenant that was served least come first, of one tenant's the
-        shortest, and chunks for which no answer waits behind all answers."""
+        shortest, and chunks without a waiting answer come after all answers."""
         tenants = {request.tenant for request in prompts}
         for tenant in tenants:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served)

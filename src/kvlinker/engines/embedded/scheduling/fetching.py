@@ -10,7 +10,7 @@ from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
-"""The number of waiting requests whose chunks' KV is fetched ahead of those behind them; twice as
+"""The number of waiting requests whose chunks' KV is fetched ahead of those after them; twice as
 many in all, and one of each tenant."""
 
 
@@ -18,7 +18,7 @@ class FetchQueue:
     """Holds requests that are LOADING: not fetched yet, being fetched, or waiting for late layers.
 
     From when its fetch begins until it ends, a request holds its chunks in memory; while there is
-    no room for those of the next one, it waits, and so do those behind it, but for requests of
+    no room for those of the next one, it waits, and so do those after it, but for requests of
     similar turns whose chunks are in memory.
 
     The scheduler calls all methods under its lock.

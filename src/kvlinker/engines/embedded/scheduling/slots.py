@@ -154,8 +154,8 @@ class SequenceSlots:
         self._allocator.check_integrity([*held, *self._prefixes.spans])
 
     def _restore(self, sequence: TokenSequence, count: int) -> int:
-        """Copy what was loaded from disk for the sequence into its slots, behind the first
-        ``count`` of its own tokens, whose KV is there; returns how many it is there of now."""
+        """Copy what was loaded from disk for the sequence into its slots, after the first ``count``
+        of its own tokens, whose KV is there; returns how many it is there of now."""
         assert sequence.spans is not None
         slots = slots_of(sequence.spans)
         begin = sequence.reused_own - sum(len(part) for part, _ in sequence.restored)

@@ -19,8 +19,8 @@ class LatentLayer(AttentionLayer):
     whole.
 
     As the embedded engine has it, the key that all heads share is the layer's one key, and the
-    latent its one value. A product with a head's key, which is a projection of the latent and
-    behind it the shared key, is that of the query, projected back, with the latent itself.
+    latent its one value. A product with a head's key, which is a projection of the latent and after
+    it the shared key, is that of the query, projected back, with the latent itself.
     """
 
     keeps_latents: ClassVar[bool] = True

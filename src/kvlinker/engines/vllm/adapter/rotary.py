@@ -45,7 +45,7 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
     """Have passes by the modules call back, as long as the context lasts.
 
     ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
-    embedding, ``attended(layer_name, query, key, value)``, right behind it, what attention takes.
+    embedding, ``attended(layer_name, query, key, value)``, right after it, what attention takes.
     Neither is called for layers that attend to another one's KV.
     """
     watch = _Watch(rotated, attended)
@@ -69,7 +69,7 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
 
 @dataclass(slots=True)
 class _Rotation:
-    """One call of a rotary embedding: keys before and behind it."""
+    """One call of a rotary embedding: keys before and after it."""
 
     module: nn.Module
     positions: Tensor
@@ -102,7 +102,7 @@ class _Watch:
             self._pending[-1].turned = output[1]
 
     def behind_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Normalise the key before its rotation where the model does so behind it."""
+        """Normalise the key before its rotation where the model does so after it."""
         if self._pending and args:
             last = self._pending[-1]
             if last.turned is not None and have_same_numbers(args[0], last.turned):

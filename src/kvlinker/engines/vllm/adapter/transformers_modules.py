@@ -129,7 +129,7 @@ class _Watch:
         return result
 
     def saw_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Normalise keys before their rotation where the model does so behind it."""
+        """Normalise keys before their rotation where the model does so after it."""
         if self._pending is None or self._turned is None or not args:
             return
         if have_same_numbers(args[0], self._turned):

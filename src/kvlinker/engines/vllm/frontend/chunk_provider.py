@@ -63,7 +63,7 @@ class ChunkProvider:
     ) -> None:
         """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's
         KV in bytes, ``longest`` the most tokens that a chunk and its generation context may have
-        together, ``unrelated`` the text behind which chunks are computed, too, to measure their
+        together, ``unrelated`` the text after which chunks are computed, too, to measure their
         sensitivity; none is measured without."""
         self._client = client
         self._store = store

@@ -34,7 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 2
-"""The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an
+"""The tokens of vLLM's window that capturing leaves free: one after the captured ones, and an
 answer of one token."""
 
 IDLE_SECONDS = 0.01
@@ -173,7 +173,7 @@ class VLLMClient:
     async def run_prompt(
         self, tokens: Sequence[int], transfer: TransferPlan, salt: str
     ) -> TransferOutcome:
-        """Generate a token behind a prompt, discard it, and return the outcome of the prompt's
+        """Generate a token after a prompt, discard it, and return the outcome of the prompt's
         transfer plan. Later requests with this ``salt`` find the prompt's KV."""
         name = f"kvlinker-{secrets.token_hex(8)}"
         outcome = None

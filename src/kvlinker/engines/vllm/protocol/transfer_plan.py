@@ -75,7 +75,7 @@ class PlacedChunk(_Value):
 
     @property
     def end(self) -> int:
-        """The position behind the last one that is placed."""
+        """The position after the last one that is placed."""
         return self.start + self.last
 
 
@@ -89,7 +89,7 @@ class CapturedChunk(_Value):
 
 class TransferPlan(_Value):
     """The KV of a prompt's first ``linked`` tokens: ``placements``, then ``runs`` of positions
-    [begin, end) to compute over them. vLLM computes the tokens behind them itself.
+    [begin, end) to compute over them. vLLM computes the tokens after them itself.
 
     Every one of these positions is placed or computed, so that no token attends to what other
     requests left in memory.

@@ -106,7 +106,7 @@ def _stops(paragraph: str) -> Iterator[int]:
 
 def _cut_position(text: str, position: int) -> int:
     """Return the place to cut for a sentence that ends at ``position``, which may be before or
-    behind the whitespace there."""
+    after the whitespace there."""
     while position > 0 and text[position - 1].isspace():
         position -= 1
     end = _EMPHASIS_END.match(text, position).end()

@@ -23,7 +23,7 @@ from kvlinker.quality.bench.load.traffic import Conversation, poisson_arrivals
 UNFINISHED = "unfinished"
 """The kind of failure of a request that took longer than the patience."""
 NOT_SENT = "not sent"
-"""The kind of failure of a turn behind one that failed."""
+"""The kind of failure of a turn after one that failed."""
 NO_TEXT = "no text"
 """The kind of failure of a complete answer whose first token cannot be timed, since it has no
 text."""
@@ -108,7 +108,7 @@ def drive(
     """Send all conversations, and wait until every request has been answered or has failed.
 
     A request that takes longer than ``patience``, in seconds since it was due, is cancelled and
-    counts as unfinished; the turns behind a failed one count as not sent. ``seed`` is that of the
+    counts as unfinished; the turns after a failed one count as not sent. ``seed`` is that of the
     arrivals. ``on_result`` is called with the number of requests that have ended.
     """
     return asyncio.run(_drive(endpoint, conversations, load, form, patience, seed, on_result))

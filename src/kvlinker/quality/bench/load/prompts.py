@@ -25,7 +25,7 @@ class DocumentForm(Protocol):
         """Fields of the request's body that go with it."""
 
     def content(self, documents: Sequence[int], text: str) -> Content:
-        """Write the content of a message: documents, and a text behind them."""
+        """Write the content of a message: documents, and a text after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PlainDocuments:
 def write_request(
     conversation: Conversation, answers: Sequence[str], form: DocumentForm, *, model: str
 ) -> dict[str, Any]:
-    """Write the body of the chat completion for the turn behind ``answers``, those to all turns
+    """Write the body of the chat completion for the turn after ``answers``, those to all turns
     before it.
 
     Exactly the turn's number of tokens is asked for, sampled greedily and streamed, with the usage

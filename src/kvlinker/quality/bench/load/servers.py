@@ -159,7 +159,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _start(command: Sequence[str], log: Path) -> psutil.Popen:
-    """Start a server that writes behind what is in its ``log``."""
+    """Start a server that appends to its ``log``."""
     with log.open("ab") as output:
         return psutil.Popen(command, stdout=output, stderr=output)
 

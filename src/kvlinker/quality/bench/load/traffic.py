@@ -176,8 +176,8 @@ def _conversation(maker: _Maker) -> Conversation:
 
 
 def _agent(maker: _Maker) -> Conversation:
-    """Give an agent a task behind descriptions of tools, which are the same for all, then the
-    result of each step."""
+    """Give an agent a task after descriptions of tools, which are the same for all, then the result
+    of each step."""
     tools = range(maker.shape.chunks)
     turns = [maker.turn([])]
     turns += [maker.turn(maker.documents(1, but=tools)) for _ in range(maker.shape.turns - 1)]

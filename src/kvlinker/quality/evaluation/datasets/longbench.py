@@ -28,7 +28,7 @@ class Task(NamedTuple):
     metric: str
     max_tokens: int
     question: str | None = None
-    """The prompt behind the context, ``{input}`` being the record's own; None for a question with a
+    """The prompt after the context, ``{input}`` being the record's own; None for a question with a
     short answer."""
     first_line: bool = True
 

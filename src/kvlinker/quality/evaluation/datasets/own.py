@@ -1,4 +1,4 @@
-"""Reads kvlinker's own formats: questions about passages, and text that goes on behind passages.
+"""Reads kvlinker's own formats: questions about passages, and text that goes on after passages.
 
 Texts are taken to the letter: a passage carries its own separator, such as an empty line at its
 end. Optional are ``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line``

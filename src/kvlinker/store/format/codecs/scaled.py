@@ -45,7 +45,7 @@ class Int8:
 
 @register
 class Int4:
-    """Writes four bits per number behind a block-Hadamard rotation, and a scale per token and head,
+    """Writes four bits per number after a block-Hadamard rotation, and a scale per token and head,
     as SAW-INT4 does.
 
     The rotation spreads outliers over a block (the largest power of two that divides ``dim``, at

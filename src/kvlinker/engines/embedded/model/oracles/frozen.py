@@ -1,4 +1,4 @@
-"""The model's own answer behind chunks that were computed alone, for models whose layers keep a
+"""The model's own answer after chunks that were computed alone, for models whose layers keep a
 state, or pick what they see, where no mask says which tokens see which.
 
 It shares no code with the engine: transformers computes all of it.

@@ -210,6 +210,6 @@ def with_shared_buffers(
 
 
 def _ending(operation: Operation, last: dict[int, int], index: int) -> set[int]:
-    """Return the buffers that no operation behind this one needs."""
+    """Return the buffers that no operation after this one needs."""
     memories = (place.memory for place in operation.places)
     return {each for each in memories if isinstance(each, int) and last[each] == index}

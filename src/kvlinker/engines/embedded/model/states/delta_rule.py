@@ -33,7 +33,7 @@ class DeltaRule:
         self, mixed: Mixed, gates: Gates, states: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the output [sequences, tokens, heads, columns] of some tokens of each sequence,
-        and the states [heads, rows, columns] behind them."""
+        and the states [heads, rows, columns] after them."""
         inputs = [each.float().contiguous() for each in (*mixed, *gates)]
         before = [state.float().contiguous() for state in states]
         after = [torch.empty_like(state) for state in before]

@@ -53,7 +53,7 @@ class SelectiveScan(Rule):
 
 
 def _fading(arguments: Mapping[str, Any], dt: Tensor) -> Tensor:
-    """Return what is left of each element of a state behind each token: [batch, channels, tokens,
+    """Return what is left of each element of a state after each token: [batch, channels, tokens,
     columns]."""
     if arguments.get("delta_bias") is not None:
         dt = dt + arguments["delta_bias"].to(dt.dtype)[..., None]

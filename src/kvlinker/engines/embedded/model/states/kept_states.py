@@ -32,7 +32,7 @@ def edges_of(anatomy: Anatomy, tokens: int, first_tokens: int) -> Edges:
     them is too little for the last token's convolution.
 
     Where layers only convolve, its edge is what the convolutions of its last token, and of the
-    tokens behind it, see.
+    tokens after it, see.
     """
     window = anatomy.window
     if anatomy.only_convolves:

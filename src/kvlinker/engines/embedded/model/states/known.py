@@ -43,7 +43,7 @@ RULES = (
         takes_channels=False,
     ),
 )
-"""The functions of modeling modules that apply a rule behind a convolution."""
+"""The functions of modeling modules that apply a rule after a convolution."""
 
 LIGHTNING_DECAY = "get_slope_rate"
 """The method by which lightning attention says how its state fades."""
@@ -63,7 +63,7 @@ NGRAMS = "_shift_right_ignore_eos"
 """The method by which embeddings of n-grams see the tokens before each."""
 
 FAR_CONVOLUTION = "short_conv_state_len"
-"""The tokens before each that the convolution behind an embedding of n-grams reaches back to."""
+"""The tokens before each that the convolution after an embedding of n-grams reaches back to."""
 
 CONVOLVED_PROJECTIONS = "conv_qk_grouped"
 """The module by which Zaya's layers convolve queries and keys, in a module that makes values of the

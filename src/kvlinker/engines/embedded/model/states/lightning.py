@@ -49,7 +49,7 @@ class _HeldState:
         return self._state
 
     def set_linear_cache(self, layer: int, state: Tensor) -> None:
-        """Take the state behind the last token, which is returned as well."""
+        """Take the state after the last token, which is returned as well."""
 
 
 class _Begins(TorchFunctionMode):

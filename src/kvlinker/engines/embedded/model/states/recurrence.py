@@ -1,5 +1,5 @@
 """Layers that keep a state of fixed size instead of keys and values: a short convolution over the
-last tokens, and behind it, in most, a rule (``rules.py``) by which each token changes the state."""
+last tokens, and after it, in most, a rule (``rules.py``) by which each token changes the state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ConvolutionCall:
         return bool(self.rules) and all(rule.takes_channels for rule in self.rules)
 
     def apply(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` [batch, channels, tokens] convolved, behind the last tokens ``before``
+        """Return ``hidden`` [batch, channels, tokens] convolved, after the last tokens ``before``
         [batch, channels, width - 1]."""
         together = torch.cat([before, hidden], dim=-1)
         found = self.function(together, weight=self.weight, **self.options)
@@ -80,7 +80,7 @@ class Recurrence:
     """One layer that keeps a state."""
 
     rule: Rule | None
-    """The rule behind its convolution; None where a convolution is all that it has."""
+    """The rule after its convolution; None where a convolution is all that it has."""
 
     columns: tuple[Tensor, ...]
     """For each of the rule's mixed arguments, the channels of the convolution that it takes: [heads
@@ -100,7 +100,7 @@ class Recurrence:
 
     goes_on: bool = False
     """True if it is a further part of the channels of the layer before: heads that the model
-    applies its rule to one after the other, behind one convolution."""
+    applies its rule to one after the other, after one convolution."""
 
     def effect_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of an effect, where chunks are kept in this dtype."""
@@ -137,7 +137,7 @@ class Recurrence:
         return tuple(tokens[..., columns.to(tokens.device)] for columns in self.columns)
 
     def applied(self, effect: Effect, state: Tensor) -> Tensor:
-        """Return the state [heads, rows, columns] behind tokens of this effect."""
+        """Return the state [heads, rows, columns] after tokens of this effect."""
         assert self.rule is not None, "a convolution alone has no map"
         return self.rule.applied(Effect(*(part.to(state) for part in effect)), state)
 

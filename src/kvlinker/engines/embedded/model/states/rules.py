@@ -33,7 +33,7 @@ class Effect(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """What tokens stand behind, beside the state."""
+    """The tokens' context, in addition to the state."""
 
     before: Tensor | None = None
     """What enters of the tokens before them that a convolution sees: [batch, channels, window]."""
@@ -43,7 +43,7 @@ class Seam(NamedTuple):
 
 
 NOWHERE = Seam()
-"""Behind other tokens, of which a rule sees the state alone."""
+"""After other tokens, of which a rule sees the state alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Rule:
     """The one of ``mixed`` that is written into the state."""
 
     final: str
-    """The name of the flag that asks for the state behind the last token."""
+    """The name of the flag that asks for the state after the last token."""
 
     factor: Literal["matrix", "number", "elements"]
     """The form of a map's factor: a matrix that the state is multiplied by, one number for each
@@ -101,7 +101,7 @@ class Rule:
         seam: Seam,
     ) -> tuple[Tensor, Tensor]:
         """Return the output [batch, tokens, heads, dim] of tokens whose arguments are ``changed``,
-        and the state [batch, heads, rows, columns] behind them; before them it is ``state``, or
+        and the state [batch, heads, rows, columns] after them; before them it is ``state``, or
         nothing."""
         given = {**arguments, **changed, self.initial: state, self.final: True}
         usual = given.get("chunk_size")
@@ -113,16 +113,16 @@ class Rule:
     def returned(
         self, arguments: Mapping[str, Any], output: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """Return the output of all tokens of the call, and the state behind them, as the function
+        """Return the output of all tokens of the call, and the state after them, as the function
         does."""
         return output, last
 
     def effect(
         self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam
     ) -> Effect:
-        """Return what tokens [1, tokens, …] do to any state, behind others that do ``before``: it
-        is read off the rule itself. The offset is what it makes of no state, the factor what it
-        makes of a unit state when nothing is written."""
+        """Return what tokens [1, tokens, …] do to any state, after others that do ``before``: it is
+        read off the rule itself. The offset is what it makes of no state, the factor what it makes
+        of a unit state when nothing is written."""
         offset = call.scan(mixed, gates, None if before is None else before.offset[None])[1]
         heads, rows, columns = offset.shape[1:]
         nothing = []
@@ -141,7 +141,7 @@ class Rule:
         return Effect(factor[:, :1, :1] if self.factor == "number" else factor, offset[0])
 
     def applied(self, effect: Effect, state: Tensor) -> Tensor:
-        """Return the state [..., heads, rows, columns] behind tokens of this effect."""
+        """Return the state [..., heads, rows, columns] after tokens of this effect."""
         product = effect.factor @ state if self.factor == "matrix" else effect.factor * state
         return product + effect.offset
 
@@ -181,7 +181,7 @@ class RuleCall:
         self, mixed: Mixed, gates: Gates, state: Tensor | None, seam: Seam = NOWHERE
     ) -> tuple[Tensor, Tensor]:
         """Return the output [batch, tokens, …] of other tokens, and the state [batch, heads, rows,
-        columns] behind them; before them it is ``state``, or nothing."""
+        columns] after them; before them it is ``state``, or nothing."""
         changed = {
             **dict(zip(self.rule.mixed, mixed, strict=True)),
             **dict(zip(self.rule.gates, gates, strict=True)),
@@ -190,12 +190,12 @@ class RuleCall:
 
     def returned(self, output: Tensor, last: Tensor | None) -> Any:
         """Return what the model gets: the output [1, tokens, …] of all tokens of the call, and the
-        state [1, heads, rows, columns] behind them where it wants that."""
+        state [1, heads, rows, columns] after them where it wants that."""
         output, last = self.rule.returned(self.arguments, output, last)
         return (output, last) if self.wants_state or self.rule.always_pairs else output
 
     def effect(
         self, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam = NOWHERE
     ) -> Effect:
-        """Return what tokens [1, tokens, …] do to any state, behind others that do ``before``."""
+        """Return what tokens [1, tokens, …] do to any state, after others that do ``before``."""
         return self.rule.effect(self, mixed, gates, before, seam)

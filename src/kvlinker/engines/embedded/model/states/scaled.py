@@ -41,8 +41,8 @@ class Scaled(Rule):
 
     @abstractmethod
     def fading(self, call: RuleCall, mixed: Mixed, gates: Gates) -> Tensor:
-        """Return the logarithm of what is left of a state behind tokens [1, tokens, …]: [heads,
-        rows or 1]."""
+        """Return the logarithm of what is left of a state after tokens [1, tokens, …]: [heads, rows
+        or 1]."""
 
     def effect(
         self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam

@@ -54,7 +54,7 @@ class StateInterceptor(Protocol):
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
         """Called when the model is about to convolve; returns [1, channels, tokens], from which the
-        model makes the arguments of the rule behind it, if there is one."""
+        model makes the arguments of the rule after it, if there is one."""
         ...
 
     def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
@@ -297,7 +297,7 @@ def _wrap_convolving(module: nn.Conv1d, active: Active) -> None:
 
 
 def _wrap_far_convolution(module: nn.Conv1d, window: int, active: Active) -> None:
-    """Have a module that convolves tokens behind ``window`` others call the interceptor."""
+    """Have a module that convolves tokens after ``window`` others call the interceptor."""
     original = module.forward
     if hasattr(original, MARK):
         return

@@ -17,7 +17,7 @@ LANES = 16
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Return ``rows`` [outputs, inputs] and as many of zeros behind them as make whole blocks."""
+    """Return ``rows`` [outputs, inputs] and as many of zeros after them as make whole blocks."""
     return nn.functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK))
 
 
