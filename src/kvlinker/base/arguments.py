@@ -32,7 +32,7 @@ def takes_fields_of(kind: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def _checked(method: Callable[P, T], beside: Iterable[str]) -> Callable[P, T]:
-    """Return the method with a check of its keyword arguments: its own, and those ``beside``."""
+    """Return the method with a check of its keyword arguments: its own, and those in ``beside``."""
     parameters = list(signature(method).parameters.values())[1:]  # without self
     known = [each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD]
     known += [name for name in beside if name not in known]

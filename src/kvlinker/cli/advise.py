@@ -79,8 +79,8 @@ def advise(
     """Measure this machine's prefill and its tiers, and recommend the cheapest tier whose loading
     the policy hides.
 
-    Samples are written to each configured tier, beside what it holds, read as a prompt's chunks
-    are, and removed.
+    Samples are written to each configured tier, next to its chunks, read as a prompt's chunks are,
+    and removed.
     """
     from kvlinker.linking import parse_policy
     from kvlinker.quality.advice.probing import advise as measure

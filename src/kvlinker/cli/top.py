@@ -270,7 +270,7 @@ def _shares(counts: Mapping[str, float]) -> str:
 
 
 def _filled(used: float, budget: float, text: str) -> Table:
-    """Draw how much of a budget is used, with the amount and its share beside."""
+    """Draw how much of a budget is used, followed by the amount and its share."""
     row = Table.grid(padding=(0, 1))
     share = used / max(budget, 1)
     row.add_row(ProgressBar(total=1.0, completed=share, width=BAR_WIDTH), f"{text} ({share:.0%})")

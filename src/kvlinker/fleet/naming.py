@@ -42,7 +42,7 @@ class PromptOutline:
 
     beginnings: tuple[tuple[str, int], ...] = ()
     """The names of a conversation's beginnings, the shortest first, and about how many tokens each
-    has beside its chunks and lines."""
+    has in addition to its chunks and lines."""
 
     lines: tuple[WantedChunk, ...] = ()
     """Lines of plain texts, some of which may be in chunks."""

@@ -116,7 +116,7 @@ class Forecast:
     """Seconds to compute all of their tokens as one text, T_prefill(L)."""
 
     overlaps: bool = True
-    """True if computation can go on beside the loading; otherwise one comes after the other."""
+    """True if computation and loading can run concurrently; otherwise one follows the other."""
 
     @property
     def worth_loading(self) -> bool:

@@ -58,7 +58,7 @@ class RequestTools:
 
     @property
     def enforces_calls(self) -> bool:
-        """True if answers have to call tools: beside reasoning, they have no text."""
+        """True if answers have to call tools: apart from reasoning, they have no text."""
         return bool(self._offered) and self._choice != "auto"
 
     def reader(self, prompt: Prompt) -> Reader:

@@ -26,7 +26,8 @@ ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
 
 _FIELDS = ("reasoning_content", "tool_calls", "tool_call_id")
-"""The fields of a message that chat templates may show beside its role, content and name."""
+"""The fields of a message that chat templates may show in addition to its role, content and
+name."""
 
 Message = Mapping[str, Any]
 """A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart),

@@ -85,7 +85,8 @@ class ModelCalls:
         return self.store.bandwidths.known()
 
     def spilled_bytes(self) -> int:
-        """Return the bytes of prefixes that the engine keeps on disk, beside those of chunks."""
+        """Return the bytes of prefixes that the engine keeps on disk, in addition to those of
+        chunks."""
         return self.store.spilled_bytes
 
     def held_bytes(self) -> int:

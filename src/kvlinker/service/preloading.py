@@ -24,7 +24,7 @@ MOST_PENDING = 10_000
 """The most chunks that may wait to be brought to memory."""
 
 SCORE_BYTES = 16
-"""The bytes that a token's scores take at most, beside its KV."""
+"""The most bytes of a token's scores, in addition to its KV."""
 
 AT_ONCE = 8
 """The chunks that are loaded, or computed, at a time."""

@@ -45,12 +45,12 @@ Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
 
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
-"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
+"""Documents of a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
 templates show."""
 
 
 Order = Literal["given", "any"]
-"""Whether documents, and chunks beside each other, stay as they are given."""
+"""Whether documents, and neighbouring chunks, keep their order."""
 
 
 class ChatOptions(SamplingFields, total=False):
@@ -71,8 +71,8 @@ class ChatOptions(SamplingFields, total=False):
     """A name, or a policy, which need not be registered."""
 
     order: Order | None
-    """"any": documents, and chunks beside each other, may stand in the order in which they were
-    linked before, so that nothing is computed again."""
+    """"any": documents, and neighbouring chunks, may be reordered as they were linked before, so
+    that nothing is computed again."""
 
     implicit: Implicit | str | None
     """Which texts become chunks without an id: "auto", "marked" or "off"."""

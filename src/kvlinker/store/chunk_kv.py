@@ -111,8 +111,8 @@ class ChunkState:
     columns]."""
 
     inner: tuple[torch.Tensor, ...] = ()
-    """What enters of the inner tokens, where that is kept beside their map: [tokens, channels], and
-    the gates."""
+    """The inputs of the inner tokens, if they are kept in addition to their map: [tokens,
+    channels], and the gates."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

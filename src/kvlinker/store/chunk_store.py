@@ -218,7 +218,7 @@ class ChunkStore(Inventory):
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes of prefixes on disk, beside those of the disk tier's chunks."""
+        """The bytes of prefixes on disk, in addition to those of the disk tier's chunks."""
         return 0 if self._prefixes is None else self._prefixes.used_bytes
 
     @property

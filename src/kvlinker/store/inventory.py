@@ -84,8 +84,8 @@ class Inventory:
 
     def make_room_for(self, key: str, nbytes: int) -> bool:
         """Make room in memory for a chunk that is expected, where others of its owner are needed
-        later and their room suffices; returns whether there is room, beside chunks that are held
-        and still on their way."""
+        later and their room suffices; returns whether there is room, in addition to held chunks
+        that have not arrived."""
         memory = self._tiers[0]
         return isinstance(memory, HostTier) and memory.make_room_for(
             key, nbytes + self._holds.awaited_bytes(memory.contains)

@@ -124,5 +124,5 @@ def folder_of(disk: DiskTier) -> Path:
 
 
 def remove_spilled(disk: DiskTier) -> None:
-    """Remove what processes that were killed have left beside the disk tier's chunks."""
+    """Remove files of killed processes next to the disk tier's chunks."""
     remove_left(folder_of(disk))

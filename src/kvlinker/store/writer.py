@@ -120,7 +120,7 @@ class BackgroundWriter:
                 self._queued.clear()
 
     def _takes(self, nbytes: int, key: str | None = None) -> bool:
-        """Return whether there is room for so many bytes beside what is queued under other keys;
+        """Return whether there is room for so many bytes in addition to the writes of other keys;
         the lock is held."""
         queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
         return not self._closed and (not queued_bytes or queued_bytes + nbytes <= self._max_bytes)

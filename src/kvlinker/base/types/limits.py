@@ -29,7 +29,7 @@ MOST_PARTS = 4096
 """The most parts of the content of a message or of a prompt."""
 
 MOST_DOCUMENTS = 1024
-"""The most documents beside a conversation."""
+"""The most documents of a conversation."""
 
 MOST_TOOLS = 256
 """The most tools that are offered."""

@@ -40,7 +40,7 @@ class TextSource(StrEnum):
     """Its author marked it."""
 
     DOCUMENT = "document"
-    """It came as a document, beside the messages."""
+    """It came as a document, apart from the messages."""
 
     RECOGNITION = "recognition"
     """Nobody said so: it is known, or comes again."""
@@ -79,7 +79,7 @@ class Implicit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Document(Generic[Cached]):
-    """A document that a conversation is about, beside its messages."""
+    """A document that a conversation is about, in addition to its messages."""
 
     text: str | Cached
 

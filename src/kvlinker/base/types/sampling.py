@@ -61,7 +61,8 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """The tokens that end the answer, beside the model's own; they are not part of its text."""
+    """The tokens that end the answer, in addition to the model's own; they are not part of its
+    text."""
 
     bad_words: tuple[str, ...] = ()
     """The texts that the answer must not contain, as they are encoded, with or without a space

@@ -14,7 +14,7 @@ from kvlinker.base.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
 """A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?,
-"strict"?}}``, where parameters are a JSON schema. A mark beside the function, such as
+"strict"?}}``, where parameters are a JSON schema. A mark next to the function, such as
 ``cache_control``, makes a chunk of it."""
 
 

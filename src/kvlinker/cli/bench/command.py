@@ -33,7 +33,7 @@ from kvlinker.settings import Settings
 
 
 class BenchmarkGroup(LazyGroup):
-    """Lists the benchmarks of a package beside its own commands."""
+    """Lists the benchmarks of a package in addition to its own commands."""
 
     program: ClassVar = "kvlinker"
     package: ClassVar = PACKAGE

@@ -1,5 +1,5 @@
-"""The application: routes, errors, access, its description, and the task that runs beside it; for
-the CLI and tests."""
+"""The application: routes, errors, access, its description, and its background task; for the CLI
+and tests."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def engine_closed() -> EngineClosedError:
 
 
 def check_room(queued: int, choices: int, *, most: int) -> None:
-    """Check that ``choices`` more fit beside the ``queued`` ones, with room for ``most``.
+    """Check that ``choices`` more fit after the ``queued`` ones, with room for ``most``.
 
     Raises OverloadedError, or InvalidRequestError for more choices than an idle engine has room
     for.

@@ -30,7 +30,7 @@ PLACED_TOKENS = 32
 
 
 FEW_PROGRAMS = 64
-"""The programs that read from the host's memory beside computations: enough to fill the bus, with
+"""The programs that read from the host's memory during computations: enough to fill the bus, with
 16 KiB each on their way, and few enough to leave most processors to others."""
 
 

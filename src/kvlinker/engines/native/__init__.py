@@ -86,7 +86,7 @@ def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
 
 def load_library(source: Path, target: Target) -> ctypes.CDLL:
     """Return the C++ file as a library for this kind of processor, from the cache or compiled now;
-    it may include headers that lie beside it.
+    it may include headers from its folder.
 
     Any number of processes may do so at once. Raises NativeUnavailableError.
     """

@@ -1,4 +1,4 @@
-"""Serves an application over HTTP in a thread of this process, beside what Ray runs in it."""
+"""Serves an application over HTTP in a separate thread of a process that Ray runs."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class AnswerForm:
 
     def reader(self, tail: str, tools: Sequence[Tool], *, only_calls: bool = False) -> Reader:
         """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens
-        included; without ``tools``, text that looks like a call is text. ``only_calls``: beside
-        reasoning, calls are all that comes, as a grammar has it."""
+        included; without ``tools``, text that looks like a call is text. ``only_calls``: apart from
+        reasoning, there are only calls, enforced by a grammar."""
         if self.template is not None and not only_calls:
             return TemplateReader(self.template, tools, tail=tail)
         return self._reader(tail, tools, only_calls=only_calls)

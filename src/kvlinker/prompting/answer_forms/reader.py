@@ -51,7 +51,7 @@ class AnswerReader:
     """A ``Reader`` of answers of a known form.
 
     It is at one part of the answer at a time, a method that reads on there, and returns whether
-    another part begins; if not, more text is needed. Space beside marks is left out, and so is a
+    another part begins; if not, more text is needed. Space around marks is left out, and so is a
     mark that the answer's cut leaves incomplete.
     """
 
@@ -66,7 +66,7 @@ class AnswerReader:
     ) -> None:
         """``reasoning`` are the texts around it, None where there is none. ``tools`` are the names
         of functions that may be called. ``begun`` is what the prompt has of the answer already.
-        ``only_calls``: beside reasoning there is no text."""
+        ``only_calls``: apart from reasoning there is no text."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls
         self._trigger = calls.trigger if tools else None

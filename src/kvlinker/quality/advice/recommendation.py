@@ -44,7 +44,7 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Holds what loading a context from one tier takes, beside what a policy computes meanwhile."""
+    """The time to load a context from one tier, and that of a policy's concurrent computation."""
 
     tier: str
     codec: str
@@ -54,8 +54,8 @@ class TierFigures:
     busy_percent: float
     """The share of the loading time in which reading keeps a processor busy."""
     overlaps: bool
-    """True where computation can go on beside the loading: it computes elsewhere, or reading mostly
-    waits."""
+    """True if computation and loading can run concurrently: on other processors, or because reading
+    mostly waits."""
     load_seconds: float
     """T_load: the bytes of the context over the tier's bandwidth."""
     prefill_seconds: float
@@ -78,7 +78,7 @@ class TierFigures:
 
     @property
     def hidden(self) -> bool:
-        """True where loading takes no longer than the computation beside it."""
+        """True if loading takes no longer than the concurrent computation."""
         return self.overlaps and self.load_seconds <= self.recompute_seconds
 
     @property

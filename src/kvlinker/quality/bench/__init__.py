@@ -1,5 +1,5 @@
-"""Measures speed, memory and quality: all competitors in one run, medians and ratios, machine and
-versions beside them.
+"""Measures speed, memory and quality: all competitors in one run, medians and ratios, with machine
+and versions.
 
 A function with the decorator ``benchmark`` in a file of this package is a command of ``kvlinker
 bench``.

@@ -114,8 +114,8 @@ def load(
     """Measure servers under load: throughput, latency, goodput, memory, and the share computed
     again.
 
-    Every competitor gets a server of its own and the same traffic. With --engine vllm, vLLM's
-    stands beside the embedded engine's.
+    Every competitor gets a server of its own and the same traffic. With --engine vllm, vLLM's is
+    compared with the embedded engine's.
     """
     from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 

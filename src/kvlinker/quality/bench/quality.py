@@ -1,4 +1,4 @@
-"""Measures the answer quality of policies beside a full prefill: rows of scores over data sets of
+"""Measures the answer quality of policies against a full prefill: rows of scores over data sets of
 examples."""
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def quality(
         typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False),
     ] = None,
 ) -> Report:
-    """Measure the quality of answers, and of predictions of given text, by policy, beside those of
-    a full prefill.
+    """Measure the quality of answers, and of predictions of given text, by policy, and of a full
+    prefill.
 
     With --formats, each policy is also asked with weights in these formats, as POLICY@FORMAT.
     """

@@ -127,7 +127,7 @@ def ttft(
     """Measure the time to first token of prompts made of cached chunks, by policy, and where it
     goes.
 
-    With --engine vllm, vLLM's stands beside the embedded engine's, with how fast a neighbour
+    With --engine vllm, vLLM's is compared with the embedded engine's, with how fast a neighbour
     decodes meanwhile.
     """
     workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]

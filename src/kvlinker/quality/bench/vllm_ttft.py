@@ -48,14 +48,14 @@ COLUMNS = (
 )
 SPARE_TOKENS = 1024
 AGAIN, REORDERED = "full, again", "full, reordered"
-"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, and with the same
-chunks in another order before it."""
+"""The cases that are compared with ``full``: vLLM's prefix cache with the same prompt before it,
+and with the same chunks in another order before it."""
 
 HOST_MEMORY = 8 << 30
 WORKER_TIERS = ("host", "disk")
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 12
-"""Tokens that a neighbour decodes alone, before a prompt is linked beside it."""
+"""Tokens that a neighbour decodes alone, before a prompt is linked concurrently."""
 
 
 class _Gaps(NamedTuple):
@@ -64,7 +64,7 @@ class _Gaps(NamedTuple):
     idle: float
     """While the neighbour is alone."""
     beside: float
-    """While a prompt is prefilled or linked beside it, until that prompt's own first token."""
+    """While a prompt is prefilled or linked concurrently, until that prompt's own first token."""
     ttft: float
     """The seconds to that first token."""
 
@@ -85,11 +85,11 @@ def run_vllm_ttft(
     With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache
     empty.
 
-    Beside ``full`` stands what vLLM offers without linking: its prefix cache.
-    ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first
-    token, ``busy_ttft_ms`` how long that takes, ``idle_itl_ms`` the median of a neighbour that is
-    alone. vLLM's prefix cache is emptied before each prompt, for they are repeated. Raises
-    InvalidRequestError for other tiers than ``host`` and ``disk``.
+    ``full`` is compared with vLLM's own means without linking: its prefix cache. ``itl_ms`` is the
+    mean time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms``
+    how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix
+    cache is emptied before each prompt, for they are repeated. Raises InvalidRequestError for other
+    tiers than ``host`` and ``disk``.
     """
     if tier not in WORKER_TIERS:
         raise InvalidRequestError(
@@ -201,7 +201,7 @@ def _reordered(prompt: Prompt) -> Prompt:
 def _gaps(
     llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progress: Progress
 ) -> dict[str, list[_Gaps]]:
-    """Measure a neighbour beside the prompt, under each policy."""
+    """Measure a concurrent neighbour of the prompt, under each policy."""
     return in_turn(
         {name: partial(_neighbour, llm, prompt, name) for name in policies},
         repeat=repeat,
@@ -218,7 +218,7 @@ def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstTokenAnswer:
 
 
 def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstTokenAnswer:
-    """Answer the prompt with nothing beside it."""
+    """Answer the prompt without concurrent requests."""
     _forget(llm)
     return first_token(llm.engine, prompt, policy)
 
@@ -232,7 +232,7 @@ def _forget(llm: LLM) -> None:
 
 
 def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
-    """Let a neighbour decode alone, then beside the prompt."""
+    """Let a neighbour decode alone, then concurrently with the prompt."""
     _forget(llm)
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)

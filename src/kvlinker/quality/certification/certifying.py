@@ -24,7 +24,7 @@ from kvlinker.settings import Settings
 from kvlinker.store import ContextCache
 
 OWN_CHUNKS = "own chunks"
-"""The name, beside tasks, of prompts of what the store holds."""
+"""The name, among tasks, of prompts of the store's own chunks."""
 
 QUESTIONS = (
     "What is this about?",

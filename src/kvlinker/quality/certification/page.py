@@ -119,7 +119,7 @@ def _agreement_plot(certificate: Certificate) -> Markup:
 
 
 def _score_plot(certificate: Certificate) -> Markup:
-    """Draw the scores of the policy beside those of the full computation, by task."""
+    """Draw the scores of the policy next to those of the full computation, by task."""
     policies = list(dict.fromkeys(row["policy"] for row in certificate.quality))
     tasks = list(dict.fromkeys(f"{row['dataset']}: {row['task']}" for row in certificate.quality))
     figure = empty_figure(7.5, 0.8 + 0.5 * len(tasks))

@@ -1,4 +1,4 @@
-"""Puts examples to a model under several policies, each beside a full prefill."""
+"""Runs examples under several policies, each compared with a full prefill."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from kvlinker.store import (
 from kvlinker.store.chunk_kv import ChunkKV
 
 MOST_NAMES = 16
-"""The most names by which routers know an answer, beside its id."""
+"""The most names by which routers know an answer, in addition to its id."""
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""

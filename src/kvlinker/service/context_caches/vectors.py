@@ -1,5 +1,5 @@
-"""Keeps a vector for every chunk that is searched, beside those who create chunks, and finds chunks
-that mean what a query does."""
+"""Keeps a vector for every chunk that is searched, outside the threads that create chunks, and
+finds chunks that mean what a query does."""
 
 from __future__ import annotations
 

@@ -68,10 +68,10 @@ class ReadOptions:
     """False to leave out what the tokenizer adds around a completion's text."""
 
     any_order: bool = False
-    """True where documents, and chunks beside each other, may change places."""
+    """True if documents, and neighbouring chunks, may be reordered."""
 
     keeps: bool = True
-    """False where no answer is asked for: marked texts become chunks, but no context caches are
+    """False if there will be no answer: marked texts become chunks, but no context caches are
     entered."""
 
 

@@ -13,7 +13,7 @@ from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.speeds import DRIFT, Speeds
 
 _WEIGHT = 0.3
-"""The weight of a new measurement, beside all earlier ones."""
+"""The weight of a new measurement against all earlier ones."""
 
 BUSY_SHARE = 0.15
 """The share of its time up to which a thread that reads leaves its processor to a computation. When
@@ -40,7 +40,7 @@ class LoadTime:
 
     @property
     def waits(self) -> bool:
-        """True if a computation on the same processors can go on beside the reading."""
+        """True if a computation on the same processors can run during the reading."""
         return self.busy <= BUSY_SHARE * self.seconds
 
 

@@ -1,4 +1,4 @@
-"""Copies to a device on a stream of their own: they are made beside its computations, which wait
+"""Copies to a device on a separate stream: they run concurrently with its computations, which wait
 for the event after those that they need."""
 
 from __future__ import annotations

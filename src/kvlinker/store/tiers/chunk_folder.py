@@ -37,7 +37,7 @@ class ChunkFolder:
     """Keeps files ``<directory>/<first two characters of the key>/<key>.safetensors``, by chunk
     key.
 
-    A file appears whole or not at all: written beside its place, synchronised, renamed. Its
+    A file appears whole or not at all: written to a temporary file, synchronised, renamed. Its
     modification time is its last use. Whatever else lies there is left alone, or moved aside where
     it is in the way. Raises OSError.
     """
@@ -72,8 +72,8 @@ class ChunkFolder:
     def write(
         self, key: str, write: Callable[[BinaryIO], None], last_use: int | None = None
     ) -> Path:
-        """Write a file beside its place, wait for the disk, and return its path. On an error
-        nothing stays behind.
+        """Write a temporary file next to its place, wait for the disk, and return its path. On an
+        error nothing stays behind.
 
         ``last_use`` is in nanoseconds since 1970; now where it is not given.
         """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH = "advise"
-"""The name of the folders for samples, beside those of the configured tiers: ``kvlinker advise``
+"""The name of the folders for samples, next to those of the configured tiers: ``kvlinker advise``
 writes them."""
 
 
@@ -153,7 +153,7 @@ class ConfiguredTier(ABC):
         return type(self).scratch is not ConfiguredTier.scratch
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        """Open a tier for samples beside this one: on the same medium, with the same codec and
+        """Open a tier for samples next to this one: on the same medium, with the same codec and
         encryption, but separate.
 
         Leaving the context removes everything in it.

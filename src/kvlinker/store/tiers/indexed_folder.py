@@ -299,7 +299,7 @@ class IndexedFolder:
             self._limit_guest()
 
     def _evict_for(self, nbytes: int) -> None:
-        """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
+        """Evict until ``nbytes`` fit in addition to the current writes; the lock is held."""
         self._evict(nbytes + self._reserved_bytes)
         self._limit_guest(nbytes)
 

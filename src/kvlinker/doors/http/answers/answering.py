@@ -204,7 +204,7 @@ class EventStream(EventSourceResponse):
         events: AsyncIterator[str | dict[str, str]],
         headers: Mapping[str, str],
     ) -> None:
-        """``events`` are texts, or have a name (``event``) beside it (``data``)."""
+        """``events`` are texts, or have a name (``event``) and a text (``data``)."""
         super().__init__(events, sep="\n", headers=headers, shutdown_grace_period=math.inf)
         self._choices = choices
 

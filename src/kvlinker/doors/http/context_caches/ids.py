@@ -4,8 +4,8 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 
 class _CacheIdConvertor(StringConvertor):
-    """Takes any segment for an id but the names of routes beside it, whose other methods are a 405,
-    not a 404."""
+    """Takes any segment for an id but the names of neighbouring routes, whose other methods are a
+    405, not a 404."""
 
     regex = r"(?!(?:extract|prefetch|search|split|usage)$)[^/]+"
 

@@ -103,7 +103,8 @@ class HostCheck:
 
 
 def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
-    """Return the names that requests may call the server by beside loopback's; None for any.
+    """Return the names that requests may call the server by, in addition to loopback's; None for
+    any.
 
     Only those that are set, where any are; otherwise the bound host on a server without keys that
     is on loopback: any other can be reached under names that it does not know, and asks for keys.

@@ -1,2 +1,2 @@
-"""Fields of requests and answers that several routes share, beside those in
+"""Fields of requests and answers that several routes share, in addition to those in
 ``kvlinker.doors.http.fields.bodies``."""

@@ -65,9 +65,9 @@ class LinkOptions(RequestBody):
     texts become chunks without an id. With ``explain``, the answer explains how its prompt was
     linked, and with ``attention`` shows the question's attention in each layer. ``keep`` makes a
     context cache of what the answer says, or of ``all`` of it, reasoning and calls included, that
-    lives ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and chunks beside
-    each other, may stand in the order in which they were linked before. ``workflow`` is the name of
-    the request's workflow, and ``next`` lists the context caches that it will use."""
+    lives ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and neighbouring
+    chunks, may be reordered as they were linked before. ``workflow`` is the name of the request's
+    workflow, and ``next`` lists the context caches that it will use."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"next": {"type": "array"}}, is_given("workflow")),
@@ -239,7 +239,7 @@ class SamplingBody(DecodingFields):
 
     @property
     def order(self) -> Order:
-        """Whether documents, and chunks beside each other, stay as they are given."""
+        """Whether documents, and neighbouring chunks, keep their order."""
         return (self.link and self.link.order) or "given"
 
     @property

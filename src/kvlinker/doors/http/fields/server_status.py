@@ -44,7 +44,7 @@ class ServerStatus(ResponseBody):
     """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
 
     ``kv_bytes_per_token`` and ``kv_bytes_per_chunk`` are what chunks take as computed, for each
-    token and beside that; ``disk_codec`` is how they are written to disk. ``steps`` says what
+    token and in addition; ``disk_codec`` is how they are written to disk. ``steps`` says what
     computes steps of few tokens: ``compiled``, or the model's modules, and why.
     """
 

@@ -94,8 +94,8 @@ class TorchAttention:
 
 
 class PreparedCalls:
-    """Calls with all that they need beside keys, values and queries, on the device, for all layers
-    of a kind."""
+    """Calls with everything that they need apart from keys, values and queries, on the device, for
+    all layers of a kind."""
 
     def __init__(self, calls: Sequence[AttentionCall], queries: int, device: torch.device) -> None:
         self.calls = tuple(PreparedCall(call, device) for call in calls)

@@ -47,8 +47,8 @@ class PoolSpill:
     """Copies KV between the pool and files. All methods but ``contains`` and ``pays`` are for the
     engine's thread.
 
-    Copying takes as long as it takes to read memory, which is little beside the computation that
-    the slots are needed for, and no more is copied than may wait to be written.
+    Copying takes as long as it takes to read memory, which is little compared with the computation
+    that the slots are needed for, and no more is copied than may wait to be written.
     """
 
     def __init__(

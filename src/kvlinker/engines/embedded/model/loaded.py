@@ -25,7 +25,7 @@ SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)
 @dataclass(frozen=True, slots=True)
 class RotatedKeys:
     """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers
-    with rotary embedding; latents beside the shared key."""
+    with rotary embedding; latents and the shared key."""
 
     layers: tuple[LayerShape, ...]
     """Those that keep keys and values."""

@@ -61,7 +61,7 @@ class Rotary:
         self._width = width
         self._longest = longest
         self._layout = self._find_layout()
-        self._growing = threading.Lock()  # chunks are rotated by threads beside the engine's
+        self._growing = threading.Lock()  # chunks are rotated by other threads than the engine's
         self._tables = self._make_tables(torch.arange(min(TESTED_POSITIONS, longest)))
 
     @property

@@ -59,7 +59,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_waiting`` is the most requests for answers that wait, ``slo_ttft`` the most seconds
-        to the first token that one may be predicted to need beside others; None for no such
+        to the first token that one may be predicted to need together with others; None for no such
         limit."""
         self._predict = predict
         self._max_waiting = max_waiting
@@ -126,7 +126,8 @@ class Admission:
     def check(
         self, request: Request, others: Collection[Request], *, waiting: int, prompt_share: float
     ) -> None:
-        """Check that a request for an answer, which has its turn, may wait beside the ``others``.
+        """Check that a request for an answer, which has its turn, may wait together with the
+        ``others``.
 
         ``waiting`` of them count against ``max_waiting``; ``prompt_share`` of the time goes to
         prompts. Raises OverloadedError.
@@ -166,7 +167,7 @@ class Admission:
         return list(dict.fromkeys(found))
 
     def next_answers(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
-        """Return who may get slots next of a ``queue`` of answers, best first, beside the
+        """Return the answers of a ``queue`` that may get slots next, best first, in addition to the
         ``running`` requests; preferred are those that share chunks with these."""
         answers = [request for request in running if request.kind is ResultKind.ANSWER]
         holds = [request.hold for request in running if request.hold is not None]

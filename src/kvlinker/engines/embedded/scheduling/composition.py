@@ -20,8 +20,8 @@ LEAST_PIECE = 4
 costs the same for one token."""
 
 MIXED_STEPS = 15
-"""The most steps in a row with prompts beside decoding; the one that follows only decodes, and
-measures how long that takes now."""
+"""The most steps in a row that both prefill prompts and decode; the one that follows only decodes,
+and measures how long that takes now."""
 
 LEAST_PROMPT_SHARE = 0.25
 """The least time that prompts get in a step, as a share of a step that only decodes, however tight
@@ -106,7 +106,7 @@ class StepComposer:
         self._throughput = throughput
         self._max_step_tokens = max_step_tokens
         self._seconds_per_token = seconds_per_token
-        self._mixed = 0  # steps in a row with prompts beside decoding
+        self._mixed = 0  # steps in a row that both prefill and decode
         self._owed = 0.0  # seconds by which prompts have exceeded their time
         self._served: dict[
             str, float
@@ -161,7 +161,7 @@ class StepComposer:
         return granted
 
     def _budget(self, decoding: Sequence[Request]) -> _Budget:
-        """Return what prompts get beside the requests that decode."""
+        """Return the budget of prompts, in addition to the requests that decode."""
         tokens = self._max_step_tokens - len(decoding)
         cost = self._throughput.cost_beside_decoding()
         self.prompt_share = 1.0

@@ -27,7 +27,7 @@ PLACED_PER_COMPUTED = 16.0
 
 MOST_PLACED_PER_COMPUTED = 4096.0
 SMOOTHING = 0.3
-"""The weight of a new measurement beside all earlier ones."""
+"""The weight of a new measurement against all earlier ones."""
 
 LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16

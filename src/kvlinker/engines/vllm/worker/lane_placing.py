@@ -1,4 +1,5 @@
-"""Places chunks beside the computation, which waits for each layer when it comes to it."""
+"""Places chunks concurrently with the computation, which waits for each layer when it reaches
+it."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class Benchmark:
     name: str
     run: Run
     settings: tuple[str, ...] = ()
-    """The fields of ``Settings`` that are options of its command, beside those that name the
-    model."""
+    """The fields of ``Settings`` that are options of its command, in addition to those that name
+    the model."""
     plot: Callable[[Sequence[Row], Path], None] | None = None
     """Draws the rows that are shown into a file."""
     shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None
@@ -176,8 +176,8 @@ class DeclaredBenchmark(NamedTuple):
 
 @cache
 def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, DeclaredBenchmark]:
-    """Find the benchmarks of a package by name; beside kvlinker's own, those that other packages
-    have entry points for.
+    """Find the benchmarks of a package by name; kvlinker's own, and those that other packages have
+    entry points for.
 
     They are read from the package's sources: to import all of them would take seconds.
     """

@@ -1,4 +1,4 @@
-"""Finds places for samples beside the configured tiers, where no server lists or evicts them."""
+"""Finds places for samples next to the configured tiers, where no server lists or evicts them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def scratch_places(settings: Settings, cipher: Cipher | None) -> list[ScratchPla
     """Return a place for each tier but memory that the settings configure, from the fastest to the
     slowest.
 
-    Samples may take a tenth of the tier's budget, beside it, and half of what its medium has free.
-    Raises StoreError.
+    Samples may take a tenth of the tier's budget in addition to it, and half of the free space of
+    its medium. Raises StoreError.
     """
     setup = TierSetup(settings, Events(), host_bytes=0, cipher=cipher)
     return [

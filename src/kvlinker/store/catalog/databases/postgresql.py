@@ -183,7 +183,7 @@ class PostgresDatabase:
         self._key = _ANY_KEY if any_key else rows[0][0] if rows else None
 
     def connect(self) -> Any:
-        """Return a connection beside the pool's, which the caller closes."""
+        """Return a connection outside the pool, which the caller closes."""
         with self._errors():
             return self._patient.PatientConnection.connect(
                 self._url, autocommit=True, **_CONNECTION
@@ -205,7 +205,7 @@ class PostgresDatabase:
 
     @contextmanager
     def _begun(self) -> Iterator[Any]:
-        """Yield a connection in a transaction that no other one writes beside."""
+        """Yield a connection in a transaction without concurrent writers."""
         for attempt in range(MOST_CONNECTIONS + 1):
             with self._pool.connection() as connection:
                 try:

@@ -1,1 +1,1 @@
-"""Layers that keep a state of fixed size instead of keys and values, or beside them."""
+"""Layers that keep a state of fixed size instead of keys and values, or in addition to them."""

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 NOTHING: Mapping[nn.Module, Tensor] = MappingProxyType({})
 
 SPARE_SHARE = 0.18
-"""The most bytes that there may be beside the model while its weights are packed, as a share of the
-model's."""
+"""The most additional bytes while a model's weights are packed, as a share of the model's."""
 
 QuantisedMatrix = type[Int8Matrix | Int4Matrix | NativeInt8Matrix | NativeInt4Matrix]
 

@@ -80,8 +80,8 @@ class NativeInt8Matrix(CodesMatrix):
     BITS = 8
 
     LARGEST_ERROR = 0.03
-    """The most by which rounding inputs to 8 bits may move outputs, beside how far these are apart
-    for different tokens; weights in 8 bits move them by 0.01."""
+    """The most by which rounding inputs to 8 bits may move outputs, relative to their distance for
+    different tokens; weights in 8 bits move them by 0.01."""
 
     GROUP = 256
     """The neighbouring inputs of a row that are rounded to 8 bits by one scale."""
@@ -104,9 +104,9 @@ class NativeInt8Matrix(CodesMatrix):
         self.form, self.group = "int8_int8", self.GROUP
 
     def _rounding_error(self, sampled: Tensor) -> float:
-        """Return how far rounding inputs to 8 bits moves outputs, beside how far these are from the
-        output for a token in the middle, or as far as half of the tokens' are: the root mean square
-        over tokens.
+        """Return how far rounding inputs to 8 bits moves outputs, relative to their distance from
+        the output for a token in the middle, or as far as half of the tokens' are: the root mean
+        square over tokens.
 
         The part that all tokens have in common, such as channels that are always large, does not
         distinguish them, and would hide the effect of rounding on the rest; so would a token that
