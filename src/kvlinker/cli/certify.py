@@ -44,7 +44,7 @@ def certify(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file to write, with a page beside it; in the state directory by default.",
+            help="JSON file to write, and a page next to it; in the state directory by default.",
             show_default=False,
             dir_okay=False,
         ),

@@ -34,7 +34,7 @@ def router(
         str | None,
         typer.Option(
             envvar="KVLINKER_API_KEY",
-            help="An admin's key of the servers, which tells what they have in memory.",
+            help="An admin's key of the servers, to read what they have in memory.",
         ),
     ] = None,
     kv_events: Annotated[

@@ -46,7 +46,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     with logging_to_stderr(settings.log_level, settings.log_format):
         provider = provider_from_environment()
         while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
-            message = "The engine has failed; what it said is above."
+            message = "The engine has failed; its messages are above."
             if settings.on_engine_failure == "exit":
                 raise fail(
                     f"{message} Start the server again, or set on_engine_failure to restart.",

@@ -244,9 +244,9 @@ class Backends:
             if view.epoch != known:
                 await self._preload(backend)
         except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
-            logger.debug("Replica %s does not tell what it has: %r", backend.id, error)
+            logger.debug("Replica %s does not report its chunks: %r", backend.id, error)
         if backend.pending and time.monotonic() < backend.preloads_until:
-            return "starting", f"brings {backend.pending} chunks to memory"
+            return "starting", f"reads {backend.pending} chunks into memory"
         return "ready", None
 
     async def _preload(self, backend: Backend) -> None:

@@ -186,7 +186,7 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
     for name, (parameter, entry) in parameters.items():
         if name not in values and isinstance(parameter, Number) and not _has_default(entry):
             raise PolicyError(
-                f"Policy {family!r} needs {name} behind a hyphen, {parameter.allowed}. "
+                f"Policy {family!r} needs {name} after a hyphen, {parameter.allowed}. "
                 f"It is written {usage(cls, family)}.",
                 param="link.policy",
             )

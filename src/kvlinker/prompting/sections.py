@@ -79,7 +79,7 @@ def with_documents(
     first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
         raise InvalidRequestError(
-            "'documents' stand in a message of role 'user': add one.", param="documents"
+            "'documents' need a message of role 'user': add one.", param="documents"
         )
     before = [
         part for document in documents for part in document_parts(document.title, document.text)

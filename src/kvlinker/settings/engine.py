@@ -27,7 +27,7 @@ class EngineSettings(BaseSettings):
         default=None,
         gt=0,
         description=(
-            "Most milliseconds per token of answers under way: prompts beside them are computed in"
+            "Most milliseconds per token of running answers: prompts are computed meanwhile in"
             " pieces that fit; by default 2.25 times what a step takes without prompts."
         ),
     )

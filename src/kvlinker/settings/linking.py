@@ -20,7 +20,7 @@ class LinkingSettings(BaseSettings):
     )
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX,
-        description="What stands before chunks that name none: alone, bos, prefix.",
+        description="The default context of chunks: alone, bos, prefix.",
     )
     chunk_scores: bool = Field(
         default=True,
@@ -47,8 +47,8 @@ class LinkingSettings(BaseSettings):
         default="marked",
         description=(
             "Texts that become chunks without an id: marked (documents, and parts with"
-            " cache_control), auto (also long ones that come again, and known ones inside others),"
-            " off."
+            " cache_control), auto (also long ones that are repeated, and known ones inside"
+            " others), off."
         ),
     )
     implicit_ahead: Literal["on", "off"] = Field(

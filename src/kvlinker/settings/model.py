@@ -59,7 +59,7 @@ class ModelSettings(BaseSettings):
         default=None, description="Jinja text in place of the tokenizer's own."
     )
     system_prompt: str | None = Field(
-        default=None, description="Stands before conversations that bring none."
+        default=None, description="The system prompt of conversations without one."
     )
     generation_config: Literal["auto", "off"] = Field(
         default="auto",
@@ -98,7 +98,7 @@ class ModelSettings(BaseSettings):
     def _weights_fit(cls, value: WeightFormat, info: ValidationInfo) -> WeightFormat:
         if value != "auto" and info.data.get("engine") == "vllm":
             raise ValueError(
-                "vLLM quantises by options of its own: leave it out, and give vllm_options"
+                "vLLM has its own options to quantise: leave it out, and give vllm_options"
                 ' {"quantization": "fp8"}, or another of vLLM\'s methods'
             )
         dtype = info.data.get("dtype")

@@ -34,7 +34,7 @@ class ServerSettings(BaseSettings):
     allowed_hosts: CommaSeparated = Field(
         default=(),
         description=(
-            "Host names that requests may use beside localhost, with commas between; * for any."
+            "Host names that requests may use besides localhost, comma-separated; * for any."
             " Without them, only servers without API keys check."
         ),
     )
@@ -48,7 +48,7 @@ class ServerSettings(BaseSettings):
     request_timeout: float = Field(
         default=30,
         gt=0,
-        description="Seconds in which a request's headers must come, and its body begin to flow.",
+        description="Seconds in which a request's headers must arrive, and its body begin.",
     )
     drain_timeout: float = Field(
         default=25,
@@ -58,7 +58,7 @@ class ServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
         description=(
-            "What is logged: info has a line per request, warning and error only what is wrong."
+            "The level of the log: info has a line per request, warning and error only problems."
         ),
     )
     log_format: Literal["text", "json"] = Field(
@@ -67,7 +67,7 @@ class ServerSettings(BaseSettings):
     api_keys: CommaSeparated = Field(
         default=(),
         repr=False,
-        description="Accepted keys, with commas between; each is a tenant of its own.",
+        description="Accepted keys, comma-separated; each is a separate tenant.",
     )
     admin_keys: CommaSeparated = Field(
         default=(),

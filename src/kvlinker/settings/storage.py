@@ -39,7 +39,7 @@ class StorageSettings(BaseSettings):
     device_memory: ByteSize | None = Field(
         default=None,
         description=(
-            "Device tier budget, where the model's device has memory of its own; by default a tenth"
+            "Device tier budget, if the model's device has its own memory; by default a tenth"
             " of what is free on CUDA."
         ),
     )
@@ -111,7 +111,7 @@ class StorageSettings(BaseSettings):
     encryption_key: SecretStr | None = Field(
         default=None,
         description=(
-            "Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
+            "Encrypts stored data: 32 random bytes in base64 or hex. Best given as a variable."
         ),
     )
 

@@ -146,7 +146,7 @@ class ChunkKV:
         if self.layers:
             object.__setattr__(self, "tokens", int(self.layers[0].key.shape[1]))
         elif not self.tokens:
-            raise ValueError("a chunk without KV says how many tokens it has")
+            raise ValueError("a chunk without KV needs its number of tokens")
 
     @property
     def nbytes(self) -> int:

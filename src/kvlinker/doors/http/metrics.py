@@ -263,7 +263,7 @@ class _Gauges(Collector):
         )
         yield GaugeMetricFamily(
             "kvlinker:spilled_bytes",
-            "Bytes of prefixes on disk, beside chunks.",
+            "Bytes of prefixes on disk, without chunks.",
             value=self._llm.spilled_bytes(),
         )
         yield GaugeMetricFamily(

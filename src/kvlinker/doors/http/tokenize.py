@@ -86,8 +86,8 @@ class TokenizeRequest(RequestBody):
             raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
         if self.add_special_tokens and self.messages is not None:
             raise InvalidRequestError(
-                "The chat template adds special tokens: 'add_special_tokens' does not go with"
-                " 'messages'.",
+                "The chat template adds special tokens: 'add_special_tokens' cannot be combined"
+                " with 'messages'.",
                 param="add_special_tokens",
             )
         return self

@@ -72,9 +72,9 @@ class KVLinkerEndpoints:
         settings = settings_of(engine_client.vllm_config, args)
         if is_open(settings, args):
             logger.warning(
-                "This server listens on %s without any API key: whoever reaches it may read, change"
-                " and delete all context caches. Set api_keys in kv_connector_extra_config or"
-                " KVLINKER_API_KEYS, or vLLM's --api-key.",
+                "This server listens on %s without any API key: anybody who reaches it may read,"
+                " change and delete all context caches. Set api_keys in"
+                " kv_connector_extra_config or KVLINKER_API_KEYS, or vLLM's --api-key.",
                 settings.host,
             )
         client = VLLMClient(

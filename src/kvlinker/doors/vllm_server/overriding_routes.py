@@ -182,7 +182,9 @@ class OverridingRoutes:
                     text for text in texts if not isinstance(text, ContextCacheReference)
                 )
                 return _Forwarded(self._override, plain)
-            scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
+            scored = (
+                {"logprobs": "an echo includes those of the prompt"} if fields.get("echo") else {}
+            )
             _check_linkable(fields, {**UNLINKABLE, **scored})
             prepared = await self._prepare(found, link, tenant, n=body.n or 1)
         plain["prompt"] = prepared.tokens

@@ -61,7 +61,9 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
         if not _is_lenient(schema)
         for name, least in schema_fields(schema)
     ):
-        raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
+        raise unenforceable(
+            grammar, "minProperties above 1 is not supported, since names may be repeated"
+        )
 
 
 def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:

@@ -170,7 +170,7 @@ class RequestLimits:
         fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)
         if fresh < 2:
             raise InvalidRequestError(
-                f"There is nothing to score: {fresh} tokens stand behind the last chunk, but at"
+                f"There is nothing to score: {fresh} tokens follow the last chunk, but at"
                 " least 2 must. The first one is never scored.",
                 param="prompt",
             )

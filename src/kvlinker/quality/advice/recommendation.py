@@ -118,7 +118,7 @@ def explain_recommendation(tiers: Sequence[TierFigures]) -> list[str]:
     return [
         (
             f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden:"
-            f" {1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of"
+            f" {1e3 * chosen.load_seconds:.0f} ms during {1e3 * chosen.recompute_seconds:.0f} ms of"
             " computation."
         ),
         *(

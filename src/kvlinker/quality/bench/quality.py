@@ -202,7 +202,9 @@ def quality(
     formats: WeightFormats = "",
     resume: Annotated[
         Path | None,
-        typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False),
+        typer.Option(
+            help="Keep finished results in this file, and continue from it.", dir_okay=False
+        ),
     ] = None,
 ) -> Report:
     """Measure the quality of answers, and of predictions of given text, by policy, and of a full

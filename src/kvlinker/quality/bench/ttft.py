@@ -116,7 +116,7 @@ def ttft(
     policies: ComparedPolicies = None,
     tier: Annotated[
         str,
-        typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache."),
+        typer.Option(help="Where the chunk caches are: host, or disk, with an empty page cache."),
     ] = "host",
     full_limit: Annotated[
         int | None,

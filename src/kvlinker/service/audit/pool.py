@@ -126,11 +126,11 @@ class AuditPool:
         try:
             content = json.loads(text)
             if content["version"] != FORMAT_VERSION:
-                self._complain("The audit begins anew: the catalog has another version's.")
+                self._complain("The audit starts from zero: the catalog has another version's.")
                 return
             state = _STATES.validate_python(content)
         except (ValueError, KeyError, TypeError) as error:
-            self._complain(f"The audit begins anew, for the catalog's cannot be read: {error}")
+            self._complain(f"The audit starts from zero: the catalog's cannot be read: {error}")
             return
         if not self._findings.restore(state.findings):
             self._complain(

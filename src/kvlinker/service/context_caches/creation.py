@@ -208,7 +208,7 @@ class Creation:
             length = len(chunk.prefix) + len(chunk)
             if length > self._engine.max_model_len:
                 raise ContextLengthError(
-                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it);"
+                    f"Chunk {index} has {len(chunk)} tokens ({length} with its context);"
                     f" the model takes {self._engine.max_model_len}. {WayOut.SPLIT}",
                     param="chunks",
                 )

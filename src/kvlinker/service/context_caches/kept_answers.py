@@ -127,7 +127,7 @@ class AnswerKeeper:
             if found is None:
                 return KeptAnswer(
                     None,
-                    reason="What it says is not written in tokens of its own: keep 'all' of it.",
+                    reason="Its text has no tokens of its own: keep 'all' of it.",
                 )
             begin, end = found
             text = said.content

@@ -94,7 +94,7 @@ class ChunkTexts:
         InvalidRequestError, also where search is off."""
         if not self._searchable:
             raise InvalidRequestError(
-                "Search is off here, for texts would lie in the index in plain. The operator turns"
+                "Search is off, because the index would hold texts in plain. The operator turns"
                 " it on with the setting search=on.",
                 code="search_off",
             )

@@ -168,7 +168,7 @@ def test_text_without_chunks_is_scored_from_its_second_token_up_to_the_window(be
 
 @pytest.mark.parametrize("fresh", [0, 1])
 def test_nothing_to_score_is_said(bench, fresh):
-    with pytest.raises(InvalidRequestError, match=f"{fresh} tokens stand behind the last chunk"):
+    with pytest.raises(InvalidRequestError, match=f"{fresh} tokens follow the last chunk"):
         submit(bench(), linked_prompt(9, fresh=fresh), "naive")
 
 

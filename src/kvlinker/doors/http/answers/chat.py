@@ -81,7 +81,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
     def _check_ending(self) -> ChatCompletionRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
-                "'continue_final_message' goes on with the last message, and"
+                "'continue_final_message' continues the last message, and"
                 " 'add_generation_prompt' begins another: give one of them.",
                 param="continue_final_message",
             )

@@ -92,7 +92,7 @@ class CompletionRequest(SamplingBody):
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.stream and self.logprobs is not None:
             raise InvalidRequestError(
-                "'logprobs' of an 'echo' are not told in streams.", param="echo"
+                "Streams have no 'logprobs' of an 'echo'. Leave one of them out.", param="echo"
             )
         return self
 

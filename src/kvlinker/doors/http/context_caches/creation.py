@@ -75,7 +75,7 @@ class CreateContextCachesRequest(Lifetime):
             )
         if isinstance(self.metadata, list) and self.chunks is None:
             raise InvalidRequestError(
-                "A list of 'metadata' goes with 'chunks', one for each.", param="metadata"
+                "A list of 'metadata' needs 'chunks', with one entry for each.", param="metadata"
             )
         return self
 

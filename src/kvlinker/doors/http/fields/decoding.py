@@ -74,7 +74,7 @@ class DecodingFields(StructuredFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_ENDINGS)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MOST_ENDINGS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
-        default=None, description="The only tokens that may come."
+        default=None, description="The only tokens that may be generated."
     )
     skip_special_tokens: bool | None = Field(
         default=None, description="False to show special tokens in the text."

@@ -94,7 +94,7 @@ FIELDS: tuple[ForeignFields, ...] = (
     ),
     _taken("store", _OPENAI, "nothing is stored: responses say `store: false`"),
     _taken("prediction", Place.CHAT, "a guess at the answer makes it faster at most"),
-    _taken("stream_interval", _TEXT, "pieces of streams come as they are generated"),
+    _taken("stream_interval", _TEXT, "pieces of streams are sent as they are generated"),
     _taken("length_penalty", _TEXT, "counts for beams alone"),
     _taken("spaces_between_special_tokens", _TEXT, "the tokenizers here add none"),
     _taken("truncation_side", _TEXT, "nothing is truncated"),
@@ -106,7 +106,7 @@ FIELDS: tuple[ForeignFields, ...] = (
     _taken(
         "return_token_offsets routed_experts_prompt_start",
         _TEXT,
-        "details of what answers here do not tell",
+        "details that answers here do not have",
     ),
     _taken(
         "reasoning reasoning_effort thinking thinking_token_budget include_reasoning verbosity"
@@ -131,7 +131,9 @@ FIELDS: tuple[ForeignFields, ...] = (
     _taken("id index logprobs", Place.TEXT_PART, "come from an earlier answer"),
     _taken("cache_control index", Place.CONTEXT_CACHE_PART, "it is a chunk in any case"),
     _taken("index", Place.CALL, "comes from an earlier answer"),
-    _taken("eager_input_streaming", Place.MESSAGES_TOOL, "arguments come as they are generated"),
+    _taken(
+        "eager_input_streaming", Place.MESSAGES_TOOL, "arguments are sent as they are generated"
+    ),
     _taken("cache_control", Place.TOOL_USE, "what began as an earlier prompt did is reused"),
     _taken("signature cache_control", Place.THINKING, "reasoning is sent and shown as it is"),
     _taken("id status phase", Place.MESSAGE_ITEM, "come from an earlier answer"),

@@ -168,7 +168,7 @@ class SamplingBody(DecodingFields):
         default=None,
         ge=0,
         le=20,
-        description="The alternatives to tell of each prompt token; not with `stream`.",
+        description="The alternatives to return for each prompt token; not with `stream`.",
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
@@ -179,7 +179,7 @@ class SamplingBody(DecodingFields):
     def _check_prompt_logprobs(self) -> SamplingBody:
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
-                "'prompt_logprobs' are not told in streams.", param="prompt_logprobs"
+                "Streams have no 'prompt_logprobs'. Leave one of them out.", param="prompt_logprobs"
             )
         return self
 

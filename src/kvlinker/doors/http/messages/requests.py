@@ -65,7 +65,7 @@ class MessageParam(RequestBody):
             }.get(type(block))
             if role not in (None, self.role):
                 raise InvalidRequestError(
-                    f"A block of type {block.type!r} stands in messages of role {role!r}, not"
+                    f"A block of type {block.type!r} belongs in messages of role {role!r}, not"
                     f" {self.role!r}.",
                     param="messages",
                 )

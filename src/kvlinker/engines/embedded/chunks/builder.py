@@ -132,7 +132,7 @@ class ChunkBuilder:
     ) -> PendingChunks:
         if len(tokens) > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes"
+                f"A chunk has {len(tokens)} tokens with its context, but the model takes"
                 f" {self._longest}."
             )
         with_scores = with_scores and self._with_scores

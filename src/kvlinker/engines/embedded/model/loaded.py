@@ -142,7 +142,7 @@ class LoadedModel:
         if self.anatomy.only_convolves:
             return (
                 f"The policy {policy.name} may compute any token of a chunk again, but state_inputs"
-                " is off: layers that convolve keep only what is seen behind a chunk. Use full,"
+                " is off: convolving layers keep only their inputs at a chunk's end. Use full,"
                 " naive, prefix, or legolink; or turn state_inputs on, and create the context"
                 " caches anew."
             )

@@ -32,9 +32,9 @@ class Obstacle(StrEnum):
     """The kinds of models that are refused, each as the end of a sentence about the model."""
 
     INPUT = "its own forward pass does not run on token ids alone"
-    BIDIRECTIONAL = "its tokens see the tokens behind them, as in an encoder"
+    BIDIRECTIONAL = "its tokens see the tokens after them, as in an encoder"
     STATE = (
-        "layers of it keep a state instead of keys and values, or beside them (state-space model,"
+        "its layers keep a state instead of, or in addition to, keys and values (state-space model,"
         " linear attention, recurrence or convolution)"
     )
     COMPRESSION = (
@@ -58,7 +58,7 @@ class Obstacle(StrEnum):
     WINDOW = (
         "its configuration does not say max_position_embeddings, the length of its context window"
     )
-    PLACE = "it computes something else where the same text stands further on"
+    PLACE = "it computes different results for the same text at later positions"
     INEXACT = "linked KV and its own forward pass do not agree"
 
 

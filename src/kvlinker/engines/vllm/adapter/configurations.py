@@ -95,8 +95,8 @@ def _require_movable(model: Any) -> None:
         )
     if model.is_hybrid:
         raise UnsupportedModelError(
-            f"Layers of {model.architecture} keep a state instead of keys and values, or beside"
-            " them, which kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
+            f"Layers of {model.architecture} keep a state instead of, or in addition to, keys and"
+            " values, which kvlinker does not link in vLLM yet; serve it with kvlinker's own engine"
             " (--engine embedded), or with vLLM alone."
         )
     if model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None:

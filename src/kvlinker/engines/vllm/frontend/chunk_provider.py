@@ -129,7 +129,7 @@ class ChunkProvider:
         tokens = (*chunk.prefix, *chunk.tokens)
         if len(tokens) > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at"
+                f"A chunk has {len(tokens)} tokens with its context, but vLLM computes at"
                 f" most {self._longest}. {WayOut.SPLIT}",
                 param="chunks",
             )

@@ -51,7 +51,7 @@ class VLLMGrammars:
             raise InvalidRequestError(
                 f"vLLM was started with the backend {self._backend!r} for structured outputs, which"
                 " cannot enforce "
-                "calls of tools, nor forms of answers beside them or behind reasoning. Start it"
+                "calls of tools, nor forms of answers with calls or after reasoning. Start it"
                 " with "
                 f'{{"backend": "{GUIDANCE}"}} as its structured_outputs_config.',
                 param="tool_choice" if grammar.kind == "lark" else grammar.param,

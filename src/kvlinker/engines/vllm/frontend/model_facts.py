@@ -81,7 +81,7 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
     name = fingerprint_of_files(folder, model.dtype, state_dir=settings.state_dir)
     if name is None:
         raise ModelLoadError(
-            f"{folder} has no config.json with weight files beside it, by which chunks are named."
+            f"{folder} has no config.json next to weight files; chunks are named by both."
         )
     logger.info("The model's files are identified (%.1f s).", time.monotonic() - began)
     layers = (_shape(model),) * model.get_total_num_hidden_layers()

@@ -32,7 +32,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 def unscored(param: str) -> InvalidRequestError:
     """Return the error of requests for log probabilities of prompts."""
     return InvalidRequestError(
-        "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where"
+        "The vllm engine cannot score prompts: vLLM gives log probabilities of prompts only if"
         " nothing is linked. Use the embedded engine.",
         param=param,
     )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
-FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
+FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens after the chunks.")]
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
 
 WeightFormats = Annotated[

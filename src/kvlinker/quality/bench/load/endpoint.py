@@ -78,7 +78,7 @@ class Endpoint:
             return int(answer["usage"]["prompt_tokens"])
         except (LookupError, TypeError) as error:
             raise ServerFailedError(
-                f"{self.url} does not tell how many tokens a prompt has."
+                f"{self.url} does not report the tokens of a prompt."
             ) from error
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -267,8 +267,8 @@ class PostgresDatabase:
             )
         if self._key != _ANY_KEY and key != self._key:
             raise StoreError(
-                f"The key of the catalog {self.place} was changed while it was in use: what is"
-                " written now could not be read. Restart kvlinker with the new key."
+                f"The key of the catalog {self.place} was changed while it was in use: new"
+                " data could not be read. Restart kvlinker with the new key."
             )
 
     @contextmanager

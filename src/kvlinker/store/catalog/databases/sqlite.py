@@ -83,8 +83,8 @@ class SQLiteDatabase:
         with self._lock, self._errors():
             if _identify(self._path) != self._identity:
                 raise StoreError(
-                    f"The catalog {self._path} was removed or replaced while it was in use: what is"
-                    " changed now would be lost. Restart kvlinker; it goes on with the file that"
+                    f"The catalog {self._path} was removed or replaced while it was in use:"
+                    " changes would be lost. Restart kvlinker; it continues with the file that"
                     " is there, or makes a new one."
                 )
             self._connection.execute("BEGIN IMMEDIATE")

@@ -79,7 +79,7 @@ def register(kind: C) -> C:
     """
     name = kind().name
     if "+" in name:
-        raise ValueError(f"The codec {name!r} has a '+' in its name, which stands before zstd.")
+        raise ValueError(f"The codec {name!r} has a '+' in its name, which is reserved for zstd.")
     _registry.add(name, kind)
     return kind
 
