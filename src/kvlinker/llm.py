@@ -1,5 +1,5 @@
-"""The Python API: one model with its engine, store and catalog; the server and the command line
-stand on it, too."""
+"""The Python API: one model with its engine, store and catalog; the server and the command line use
+it, too."""
 
 from __future__ import annotations
 

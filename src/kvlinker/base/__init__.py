@@ -1,2 +1,2 @@
-"""What everyone knows: plain values, errors, events, threads and the machine. No torch, no
+"""Shared by all packages: plain values, errors, events, threads and the machine. No torch, no
 model."""

@@ -1,5 +1,5 @@
-"""Registers what comes in kinds by name, such as codecs and tiers: kvlinker's own, and those of
-other packages."""
+"""Registers plug-ins by name, such as codecs and tiers: kvlinker's own, and those of other
+packages."""
 
 from __future__ import annotations
 

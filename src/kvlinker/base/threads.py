@@ -1,5 +1,5 @@
-"""Sees to it that one thread of the process computes in parallel, the engine's, in as many threads
-as it may use.
+"""Lets only one thread of the process, the engine's, compute in parallel, in as many threads as it
+may use.
 
 GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in
 parallel, and keeps it until that thread ends. As soon as the pools have more threads together than

@@ -1,5 +1,5 @@
-"""``kvlinker caches``: list, remove, pin, check and re-encrypt what a state directory holds,
-without a model."""
+"""``kvlinker caches``: list, remove, pin, check and re-encrypt the context caches of a state
+directory, without a model."""
 
 from __future__ import annotations
 

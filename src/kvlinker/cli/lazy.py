@@ -1,4 +1,4 @@
-"""Groups of commands that import a command when it runs, so that ``--help`` comes at once."""
+"""Groups of commands that import a command when it runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

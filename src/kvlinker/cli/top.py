@@ -1,5 +1,5 @@
-"""``kvlinker top``: what a running server does now, read from its status and metrics, and shown
-anew all the time."""
+"""``kvlinker top``: the activity of a running server, from its status and metrics, refreshed
+continuously."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's application: what it answers itself, and the proxy for everything else."""
+"""The router's application: its own routes, and the proxy for everything else."""
 
 from __future__ import annotations
 

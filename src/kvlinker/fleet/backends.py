@@ -1,5 +1,5 @@
-"""Keeps a router's view of servers up to date: asks each of them every second how it is and what it
-has in memory."""
+"""Keeps a router's view of servers up to date: polls the state and the chunks of each of them every
+second."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a prompt takes on each replica beyond linking it: the seconds of loading and computing what
-is not in memory there. Replicas are numbers here."""
+"""The cost of a prompt on each replica beyond linking it: the seconds of loading and computing
+chunks that are not in memory there. Replicas are numbers here."""
 
 from __future__ import annotations
 

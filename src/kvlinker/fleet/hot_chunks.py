@@ -1,4 +1,4 @@
-"""Counts which chunks requests want, so that a server that joins can bring the hottest ones to
+"""Counts which chunks requests want, so that a server that joins can read the hottest ones into
 memory."""
 
 from __future__ import annotations

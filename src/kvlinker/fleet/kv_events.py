@@ -1,4 +1,4 @@
-"""Follows what plain vLLM servers keep of prompts' beginnings, by the events that they publish over
+"""Follows which beginnings of prompts plain vLLM servers keep, by the events that they publish over
 ZeroMQ. Needs kvlinker[kv-events]."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reads which known texts a request is made of, without a tokenizer: context caches by their ids,
-marked texts and documents by their digests, plain texts by their lines, conversations by their
+"""Finds the known texts in a request, without a tokenizer: context caches by their ids, marked
+texts and documents by their digests, plain texts by their lines, conversations by their
 beginnings."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Passes requests on to the replica that the router chooses, and their answers back as they
-come."""
+arrive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where chunks are: an index from each chunk to the replicas that have it and their tiers, as they
-reported, and as this router's own requests made it. Replicas and tiers are numbers here."""
+"""The places of chunks: an index from each chunk to the replicas that have it and their tiers, as
+they reported, and as this router's own requests made it. Replicas and tiers are numbers here."""
 
 from __future__ import annotations
 

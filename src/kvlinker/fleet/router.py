@@ -1,5 +1,5 @@
 """Chooses the replica for a request: the one with the least expected wait plus the time to load or
-compute what it does not have in memory."""
+compute the chunks that it does not have in memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The evidence that policies decide by besides the prompt: scores, attention, deviations, forecasts
-and variants."""
+"""The evidence by which policies decide, in addition to the prompt: scores, attention, deviations,
+forecasts and variants."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The needs of a policy: what it looks at besides the prompt, as one value that an engine offers or
-does not."""
+"""The needs of a policy: the evidence that it uses in addition to the prompt, as one value that an
+engine offers or does not."""
 
 from __future__ import annotations
 

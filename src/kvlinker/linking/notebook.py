@@ -1,4 +1,4 @@
-"""Shows in a notebook what became of a prompt's tokens: HTML for ``_repr_html_``."""
+"""Shows in a notebook how a prompt's tokens were computed: HTML for ``_repr_html_``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a linking policy, which decides what cached tokens of a prompt are computed
+"""The interface of a linking policy, which decides which cached tokens of a prompt are computed
 again."""
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""What users measure to decide: quality and speed of policies on their model, their documents and
-their server."""
+"""Measurements for users' decisions: quality and speed of policies on their model, documents and
+server."""

@@ -1,4 +1,4 @@
-"""Says how long-running work reports what it is doing."""
+"""The interface by which long-running work reports its progress."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""What an ``LLM`` is made of: context caches, implicit reuse, the reading of prompts, the audit,
-and start-up."""
+"""The parts of an ``LLM``: context caches, implicit reuse, the reading of prompts, the audit, and
+start-up."""

@@ -1,4 +1,4 @@
-"""Asks builders, which are other servers, for the KV of chunks that this one lacks."""
+"""Requests the KV of chunks that this server lacks from builders, which are other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses the content of the Python API's calls into the values that HTTP bodies become, too."""
+"""Parses the content of the Python API's calls into the same values as HTTP bodies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Turns texts into vectors with an embedding model, for those who ask for them and for search by
-meaning. The library ``sentence-transformers`` reads such models, and computes with them."""
+"""Turns texts into vectors with an embedding model, for /v1/embeddings and for search by meaning.
+The library ``sentence-transformers`` reads such models, and computes with them."""
 
 from __future__ import annotations
 

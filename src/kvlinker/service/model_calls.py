@@ -1,5 +1,5 @@
-"""What an LLM says of its model and of texts: window, load, tiers, policies; splitting, encoding
-and decoding."""
+"""The calls of an LLM about its model and about texts: window, load, tiers, policies; splitting,
+encoding and decoding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Brings chunks to memory before requests need them: those that others ask for often, to a server
-that joins, and those that clients say they will use."""
+"""Reads chunks into memory before requests need them: frequently requested ones, on a server that
+joins, and those that clients announce."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Opens what an LLM stands on, as its settings say: the catalog, the chunk store, and the
-engine."""
+"""Opens the parts of an LLM, by its settings: the catalog, the chunk store, and the engine."""
 
 from __future__ import annotations
 

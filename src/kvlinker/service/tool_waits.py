@@ -1,4 +1,4 @@
-"""Learns how long tools take, and has the conversations that wait for one kept for as long."""
+"""Learns how long tools take, and keeps the KV of conversations that wait for one for as long."""
 
 from __future__ import annotations
 

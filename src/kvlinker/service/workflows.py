@@ -1,4 +1,4 @@
-"""Workflows: what agents say they will use next, and what followed before where they do not say."""
+"""Workflows: the next uses that agents announce, and otherwise those that followed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the settings of the audit, and of the policies that follow what it finds."""
+"""Defines the settings of the audit, and of the policies that follow its findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the settings of a server among others: what it does for them, and they for it."""
+"""Defines the settings of a server in a fleet: its work for other servers, and theirs for it."""
 
 from __future__ import annotations
 

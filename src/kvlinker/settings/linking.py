@@ -1,4 +1,4 @@
-"""Defines the settings of linking: what becomes a chunk, and how chunks are linked."""
+"""Defines the settings of linking: which texts become chunks, and how chunks are linked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads settings: arguments first, then ``KVLINKER_*`` variables, then a TOML file. Says what is
-wrong with them."""
+"""Reads settings: arguments first, then ``KVLINKER_*`` variables, then a TOML file. Reports errors
+in them."""
 
 from __future__ import annotations
 

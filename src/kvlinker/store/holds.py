@@ -1,5 +1,5 @@
-"""Holds chunks in memory while requests use them: they are not evicted, and what is in use fits
-into the budget."""
+"""Holds chunks in memory while requests use them: they are not evicted, and chunks in use fit into
+the budget."""
 
 from __future__ import annotations
 

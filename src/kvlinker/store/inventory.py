@@ -1,4 +1,5 @@
-"""What the tiers of a chunk store have, what they should keep, and how full each of them is."""
+"""The contents of a chunk store's tiers, the chunks that they should keep, and their fill
+levels."""
 
 from __future__ import annotations
 

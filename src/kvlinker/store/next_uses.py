@@ -1,5 +1,5 @@
-"""Keeps what is known of chunks' next uses, and lets it decide which of an owner's own chunks a
-tier gives up: those that are needed last."""
+"""Keeps the expected next uses of chunks, by which a tier evicts, among an owner's own chunks,
+those that are needed last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps on disk what an engine's pool gives up of prefixes, until prompts that begin so come
+"""Keeps the KV of prefixes on disk that an engine's pool gives up, until prompts begin with them
 again."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Makes folders that belong to one process each, and go with it: the next process removes what a
-killed one left."""
+"""Makes folders that belong to one process each, and are removed with it: the next process removes
+those of a killed one."""
 
 from __future__ import annotations
 

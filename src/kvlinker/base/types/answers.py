@@ -1,4 +1,4 @@
-"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and
+"""Answers as plain values: pieces of output, their text and calls, log probabilities, usage and
 timing."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Typed values for all that callers put into prompts: texts, token ids, and cached text at its
-place among them.
+"""Typed values for the contents of prompts: texts, token ids, and cached text at its place among
+them.
 
 HTTP bodies and the Python API's dictionaries become these values at the library's edge
 (``kvlinker.service.content`` parses the latter). There cached text is still a ``CachedPart``;

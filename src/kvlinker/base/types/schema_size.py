@@ -1,4 +1,4 @@
-"""Counts what makes a JSON schema costly to enforce."""
+"""Counts the parts of a JSON schema that make it costly to enforce."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tools that a model may call: functions, each described by OpenAI's definition; and the calls that
-it asks for."""
+"""Tools that a model may call: functions, each described by OpenAI's definition; and its calls of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks builders, which are other servers, for chunks."""
+"""Requests chunks from builders, which are other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests for embeddings there are, and whose turn it is."""
+"""Orders concurrent requests for embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/policies and /v1/link/explain: which policies there are, and what one does to a prompt."""
+"""/v1/policies and /v1/link/explain: the list of policies, and the effect of one on a prompt."""
 
 from __future__ import annotations
 

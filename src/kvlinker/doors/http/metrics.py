@@ -1,4 +1,4 @@
-"""Prometheus metrics: counted from what the engine and the store publish, and read from them when
+"""Prometheus metrics: counted from the events of the engine and the store, and read from these when
 scraped."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's own routes in kvlinker's server: all that kvlinker has none for, such as ``/detokenize``
+"""vLLM's own routes in kvlinker's server: all routes that kvlinker lacks, such as ``/detokenize``
 and ``/version``."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Says whose a request is in vLLM's own server: vLLM's, or kvlinker's where it has context caches
-in it."""
+"""Decides who answers a request in vLLM's own server: vLLM, or kvlinker if it contains context
+caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine asks of other machines: to compute chunks that it lacks."""
+"""The interface by which an engine has other machines compute chunks that it lacks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Grammars as both engines take them: what is refused before any is compiled, and one notation for
-all kinds."""
+"""Grammars for both engines: checks before they are compiled, and one notation for all kinds."""
 
 from __future__ import annotations
 

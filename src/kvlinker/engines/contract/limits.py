@@ -1,5 +1,5 @@
-"""The limits of an engine, and the errors that refuse what exceeds them; requests are checked
-before they are queued."""
+"""The limits of an engine, and the errors of requests that exceed them; requests are checked before
+they are queued."""
 
 from __future__ import annotations
 

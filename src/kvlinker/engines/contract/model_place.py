@@ -1,5 +1,5 @@
-"""Finds out whether there is a model where the settings say. It loads no torch, so that commands
-may fail at once."""
+"""Checks that there is a model at the place in the settings. It loads no torch, so that commands
+fail at once."""
 
 from __future__ import annotations
 

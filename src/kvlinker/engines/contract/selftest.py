@@ -1,5 +1,4 @@
-"""What the self-tests of both engines have in common: the prompt that they compute, and a check's
-result."""
+"""Shared by the self-tests of both engines: the prompt that they compute, and a check's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how much each token of a chunk depends on what stands before the chunk (ours).
+"""Measures how much each token of a chunk depends on the text before the chunk (ours).
 
 A chunk is computed twice: alone, as it is stored, and after an unrelated text. Tokens whose KV
 hardly moves mean the same after any text. Tokens whose KV moves most, such as a pronoun and what is

@@ -1,4 +1,4 @@
-"""Loads a model from a path or hub id, and makes it something that the engine can run."""
+"""Loads a model from a path or hub id, and prepares it for the engine."""
 
 from __future__ import annotations
 

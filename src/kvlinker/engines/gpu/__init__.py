@@ -1,4 +1,4 @@
-"""Kernels for GPUs in Triton, which CUDA builds of PyTorch bring along; both engines use them.
+"""Kernels for GPUs in Triton, which CUDA builds of PyTorch include; both engines use them.
 
 The modules here are imported on a GPU only: elsewhere, Triton need not be installed.
 """

@@ -1,5 +1,5 @@
-"""What this processor computes and reads at most, by ``native/peaks.cpp``: what kernels are held
-against."""
+"""Measures the peak computation and bandwidth of this processor, by ``native/peaks.cpp``, to
+compare kernels with."""
 
 from __future__ import annotations
 

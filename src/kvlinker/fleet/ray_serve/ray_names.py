@@ -1,5 +1,5 @@
-"""What the fleet uses of Ray Serve beyond its stable interface: each name once, here, where a test
-holds it."""
+"""The names of Ray Serve that the fleet uses beyond its stable interface: each once, here, where a
+test checks it."""
 
 from __future__ import annotations
 

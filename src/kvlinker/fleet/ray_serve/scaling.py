@@ -1,5 +1,5 @@
-"""How many replicas there are to be, by the requests under way and the time to the first token. Ray
-Serve's controller asks this, and keeps its answers within bounds and delays."""
+"""Computes the number of replicas from the running requests and the time to the first token. Ray
+Serve's controller calls it, and keeps its results within bounds and delays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows in which form models write reasoning and calls of tools: one JSON file for each, found by
+"""The forms in which models write reasoning and calls of tools: one JSON file for each, found by
 the model's chat template. ``grammar`` enforces a form, and ``reader`` reads answers of it.
 
 | field | meaning |

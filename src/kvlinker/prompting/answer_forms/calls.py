@@ -1,4 +1,4 @@
-"""Knows how one model writes calls: the texts around their names and arguments."""
+"""The form in which one model writes calls: the texts around their names and arguments."""
 
 from __future__ import annotations
 

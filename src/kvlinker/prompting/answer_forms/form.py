@@ -1,5 +1,5 @@
-"""Knows one model's form of answers in a conversation: makes grammars that enforce it, and readers
-that separate reasoning and calls of tools from text."""
+"""One model's form of answers in a conversation: makes grammars that enforce it, and readers that
+separate reasoning and calls of tools from text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Measures what advice on tiers needs: the prefill of a context, and how fast each configured tier
-delivers its KV.
+"""Measures the figures for advice on tiers: the prefill of a context, and how fast each configured
+tier delivers its KV.
 
 Every figure is the median of several measurements, so that one that was disturbed does not count.
 """

@@ -1,5 +1,5 @@
-"""Asks all examples under all policies: in order, several at once if wanted, and going on where a
-run was stopped."""
+"""Runs all examples under all policies: in order, several at once if wanted, and continues a
+stopped run."""
 
 from __future__ import annotations
 

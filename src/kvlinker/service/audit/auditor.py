@@ -1,5 +1,5 @@
-"""Draws a share of requests, and compares each one's answer with the full computation once that is
-through."""
+"""Draws a share of requests, and compares each one's answer with the full computation, once it is
+complete."""
 
 from __future__ import annotations
 

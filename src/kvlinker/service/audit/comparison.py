@@ -1,5 +1,4 @@
-"""Compares an answer, token by token, with what the full computation says of the very same
-tokens."""
+"""Compares an answer, token by token, with the full computation of the same tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keeps the agreement of answers at a target: raises or lowers the default policy by what the audit
-finds."""
+"""Keeps the agreement of answers at a target: raises or lowers the default policy by the audit's
+findings."""
 
 from __future__ import annotations
 

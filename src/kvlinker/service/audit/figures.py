@@ -1,5 +1,4 @@
-"""Keeps what the audit found: figures by policy, tenant and kind of request, and the drift of each
-policy."""
+"""Keeps the audit's figures by policy, tenant and kind of request, and the drift of each policy."""
 
 from __future__ import annotations
 

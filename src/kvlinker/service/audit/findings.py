@@ -1,4 +1,4 @@
-"""What the audit found, and what follows from it: figures, and the default policy."""
+"""The audit's findings, and their effects: figures, and the default policy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Writes a line of JSON for each compared answer: hashes and figures, and texts only where that is
-asked for."""
+"""Writes a line of JSON for each compared answer: hashes and figures, and texts only if the
+settings ask for them."""
 
 from __future__ import annotations
 

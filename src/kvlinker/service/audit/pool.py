@@ -1,5 +1,5 @@
-"""Pools what servers find that share a catalog: each takes all samples in the order in which they
-were written there, and so knows what one server with all of them would know."""
+"""Pools the findings of servers that share a catalog: each takes all samples in the order in which
+they were written there, and so has the findings of one server with all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Says what shares of agreeing answers prove: exact intervals, and tests that may be looked at
-after every answer."""
+"""Statistics of shares of agreeing answers: exact intervals, and tests that may be evaluated after
+every answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gives callers of the library what they can do with context caches: create, find, change, read and
-delete them."""
+"""The library's calls for context caches: create, find, change, read and delete them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows how far a call is that computes many chunks."""
+"""Shows the progress of a call that computes many chunks."""
 
 from __future__ import annotations
 

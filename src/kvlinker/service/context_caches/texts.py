@@ -1,5 +1,5 @@
-"""Texts of cached chunks: reads them from their token ids, and has them searched where the settings
-say so: by words, and by meaning where there is an embedding model."""
+"""Texts of cached chunks: reads them from their token ids, and searches them if the settings enable
+it: by words, and by meaning if there is an embedding model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Finds in unmarked text what is worth a chunk: texts of known chunks, and passages that come
-again.
+"""Finds parts of unmarked text that are worth a chunk: texts of known chunks, and repeated
+passages.
 
 Where a text is cut depends on what is cut out, not on what stands before it, so frameworks may join
 retrieved texts as they like. Nothing is taken on a hash's word: what becomes a chunk is the text

@@ -1,5 +1,4 @@
-"""Notes which passages of texts were seen before, so that those that come again can become
-chunks."""
+"""Notes which passages of texts were seen before, so that repeated ones can become chunks."""
 
 from __future__ import annotations
 

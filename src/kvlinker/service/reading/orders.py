@@ -1,5 +1,5 @@
-"""Remembers in which order prompts had the same chunks before: in that order they are a beginning
-whose KV is there as it was linked."""
+"""Remembers the order in which prompts had the same chunks before, since the linked KV of that
+beginning can be reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt that was read, how it was to be read, and what applies where a request does not say."""
+"""A prompt that was read, the request's options for reading it, and their defaults."""
 
 from __future__ import annotations
 

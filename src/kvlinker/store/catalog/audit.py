@@ -1,5 +1,5 @@
-"""Keeps what audits found in the catalog, so that all servers that share it know the same: samples
-in one order, and what those before them came to."""
+"""Keeps the findings of audits in the catalog, so that all servers that share it have the same:
+samples in one order, and the state before them."""
 
 from __future__ import annotations
 

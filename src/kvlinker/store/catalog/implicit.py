@@ -1,5 +1,5 @@
-"""Finds context caches by what their chunks say, and keeps those that prompts brought: implicit
-ones."""
+"""Finds context caches by the content of their chunks, and keeps implicit ones, which prompts
+create."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Finds chunks by what their texts mean: keeps a vector for each, by embedding model; the catalog
-has one such index."""
+"""Finds chunks by the meaning of their texts: keeps a vector for each, by embedding model; the
+catalog has one such index."""
 
 from __future__ import annotations
 

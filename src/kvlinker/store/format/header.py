@@ -1,4 +1,4 @@
-"""Writes and reads the header of a chunk file. Reading trusts nothing but what the header says.
+"""Writes and reads the header of a chunk file. Reading trusts only the header.
 
 The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only
 caller, ``store.format.chunk_file``, documents the tensors.

@@ -1,4 +1,4 @@
-"""Names the tensors of what layers with a state keep of a chunk, in a chunk file."""
+"""Names the tensors in a chunk file that layers with a state store of a chunk."""
 
 from __future__ import annotations
 

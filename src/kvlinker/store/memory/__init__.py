@@ -1,1 +1,1 @@
-"""Memory that chunks lie in, and how they get from the host's to a device's."""
+"""The memory of chunks, and copies from the host's to a device's."""

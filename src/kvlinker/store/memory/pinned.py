@@ -1,4 +1,4 @@
-"""Pinned memory of the host, from which devices copy without anybody waiting."""
+"""Pinned memory of the host, from which devices copy asynchronously."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chunks are in the first tier: their form, and the kind of memory that they lie in."""
+"""The form of chunks in the first tier, and the kind of their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Names chunk files in a folder, and has them appear and go. The disk tier and ``rekey`` use it."""
+"""Names chunk files in a folder, and creates and removes them. The disk tier and ``rekey`` use
+it."""
 
 from __future__ import annotations
 

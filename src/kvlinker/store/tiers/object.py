@@ -1,4 +1,4 @@
-"""Keeps chunks as objects in whatever fsspec reaches: S3, Google Cloud Storage, Azure, a mounted
+"""Keeps chunks as objects in any storage of fsspec: S3, Google Cloud Storage, Azure, a mounted
 folder."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Looks now and then at what other processes did in a folder of chunk files; ``IndexedFolder`` is
-the only caller."""
+"""Detects now and then the changes of other processes in a folder of chunk files; ``IndexedFolder``
+is the only caller."""
 
 from __future__ import annotations
 

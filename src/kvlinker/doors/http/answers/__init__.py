@@ -1,1 +1,2 @@
-"""Answers prompts: OpenAI's two completion routes, and what all routes that generate share."""
+"""Answers prompts: OpenAI's two completion routes, and the code that all generating routes
+share."""

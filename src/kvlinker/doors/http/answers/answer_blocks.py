@@ -1,5 +1,5 @@
-"""Turns one answer, as it comes, into a series of blocks: reasoning, text, and calls of tools; for
-APIs that describe answers so."""
+"""Turns one answer, as it is generated, into a series of blocks: reasoning, text, and calls of
+tools; for APIs that describe answers so."""
 
 from __future__ import annotations
 

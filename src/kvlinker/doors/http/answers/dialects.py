@@ -1,5 +1,6 @@
-"""Answers conversations in the words of APIs other than chat completions: each is a translator from
-its bodies to a ``ChatCompletionRequest``, and from the one answer to its own bodies and events."""
+"""Answers conversations in the format of APIs other than chat completions: each is a translator
+from its bodies to a ``ChatCompletionRequest``, and from the one answer to its own bodies and
+events."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""/v1/context_caches: a module for each thing that is asked of context caches, and one router for
-the application."""
+"""/v1/context_caches: a module for each kind of request, and one router for the application."""
 
 from fastapi import APIRouter
 

@@ -1,5 +1,4 @@
-"""/v1/context_caches/split: see how a text would be split, which creation may also be asked to
-do."""
+"""/v1/context_caches/split: show how a text would be split; creation can split in the same way."""
 
 from __future__ import annotations
 

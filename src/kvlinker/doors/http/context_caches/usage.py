@@ -1,4 +1,4 @@
-"""/v1/context_caches/usage: what the caller has, and may have."""
+"""/v1/context_caches/usage: the caller's usage and limits."""
 
 from __future__ import annotations
 

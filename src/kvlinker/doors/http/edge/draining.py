@@ -1,5 +1,5 @@
 """The end of a server that receives a signal to stop: it refuses new requests, finishes those under
-way, and cuts off what takes longer than ``drain_timeout``.
+way, and cuts off those that take longer than ``drain_timeout``.
 
 ``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes,
 ``/health`` reports it, and streams register with it, so that each of them ends with an event of its

@@ -1,4 +1,4 @@
-"""Requests that are framed or addressed in unusual ways, before anything else looks at them."""
+"""Normalises or refuses requests with unusual framing or addresses, before any other middleware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts what stands before all routes around an application: a server's, and a router's."""
+"""Puts the middlewares of all routes around an application: a server's, and a router's."""
 
 from __future__ import annotations
 

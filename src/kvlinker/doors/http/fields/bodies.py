@@ -1,5 +1,5 @@
-"""What bodies are made of: strict texts, bounded names and metadata, requests that refuse unknown
-fields, and rules of fields that go together.
+"""The parts of bodies: strict texts, bounded names and metadata, requests that refuse unknown
+fields, and rules for combinations of fields.
 
 Requests are validated by these models and become plain values (``kvlinker.base.types.messages``,
 ``SamplingParams``); responses are made of them, so that the OpenAPI document describes what is

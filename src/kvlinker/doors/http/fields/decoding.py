@@ -1,5 +1,5 @@
-"""Fields of all requests that generate and say how an answer is decoded: how its tokens are drawn,
-what is forbidden, likelier, or its end.
+"""Fields by which all generating requests control decoding: how tokens are drawn, which are
+forbidden or favoured, and where the answer ends.
 
 They are OpenAI's and vLLM's, and become ``SamplingParams``.
 """

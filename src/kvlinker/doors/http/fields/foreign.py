@@ -1,5 +1,5 @@
-"""The one table of what becomes of fields that other servers know and this one has no use for:
-taken, for they cannot change the answer here, or refused by name.
+"""The one table of fields that other servers know and this one does not use: accepted, because they
+cannot change the answer here, or refused by name.
 
 Bodies check themselves by it (``kvlinker.doors.http.fields.bodies``), and ``docs/api.md`` shows it.
 """

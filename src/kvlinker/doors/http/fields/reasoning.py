@@ -1,5 +1,4 @@
-"""Fields of chat requests that ask for more or less reasoning, or for shorter answers, and what
-becomes of them.
+"""Fields of chat requests for more or less reasoning, or for shorter answers, and their effects.
 
 They are wishes: clients send them to any model. Fields without effect are named in the answer's
 headers.

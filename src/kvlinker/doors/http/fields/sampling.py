@@ -1,4 +1,4 @@
-"""Fields of all requests that generate: sampling, linking and streaming."""
+"""Fields of all generating requests: sampling, linking and streaming."""
 
 from __future__ import annotations
 

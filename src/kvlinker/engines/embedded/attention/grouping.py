@@ -1,4 +1,4 @@
-"""Which queries share one call of PyTorch's kernels: all that see a segment, as far as masks do not
+"""Groups the queries that share one call of PyTorch's kernels: all that see a segment, unless masks
 cost more."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an attention kernel is."""
+"""The interface of attention kernels."""
 
 from __future__ import annotations
 

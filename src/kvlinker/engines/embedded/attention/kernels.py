@@ -1,5 +1,4 @@
-"""Chooses what computes attention: PyTorch's kernels, or one of our own on GPUs, and in bf16 on
-CPUs."""
+"""Chooses the attention kernel: PyTorch's, or one of our own on GPUs, and in bf16 on CPUs."""
 
 from __future__ import annotations
 

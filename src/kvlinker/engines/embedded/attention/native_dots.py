@@ -1,5 +1,4 @@
-"""Products of few queries with keys by ``native/attention.cpp``, for those who observe
-attention."""
+"""Products of few queries with keys by ``native/attention.cpp``, for observers of attention."""
 
 from __future__ import annotations
 

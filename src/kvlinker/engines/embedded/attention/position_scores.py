@@ -1,4 +1,4 @@
-"""Logits of attention over all positions of a sequence, for those who observe it."""
+"""Logits of attention over all positions of a sequence, for observers."""
 
 from __future__ import annotations
 

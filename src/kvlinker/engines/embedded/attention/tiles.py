@@ -1,5 +1,5 @@
-"""Cuts what the queries of a step see into tiles that Triton's kernel computes: a few queries, and
-the keys that they visit."""
+"""Cuts the KV that the queries of a step see into tiles that Triton's kernel computes: a few
+queries, and the keys that they visit."""
 
 from __future__ import annotations
 

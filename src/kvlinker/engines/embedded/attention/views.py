@@ -1,5 +1,5 @@
-"""Describes what the queries of a step see: views of segments, in which keys and values lie once
-for all queries."""
+"""Describes the KV that the queries of a step see: views of segments, whose keys and values are in
+memory once for all queries."""
 
 from __future__ import annotations
 

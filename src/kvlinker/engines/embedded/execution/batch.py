@@ -1,4 +1,4 @@
-"""Describes what one step computes: runs of many requests, and what their queries see."""
+"""Describes the work of one step: runs of many requests, and the KV that their queries see."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Collects KV, keys without rotary embedding, while a sequence is computed: of chunks that stand in
-it, with what their tokens do to states, or of the answer that it grows by."""
+"""Collects KV, keys without rotary embedding, while a sequence is computed: of chunks in it, with
+the effect of their tokens on states, or of the answer at its end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes the program of a loaded model's pass, and compares what it computes with the model's own
-modules before it is used."""
+"""Makes the program of a loaded model's pass, and compares its results with the model's own modules
+before it is used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Says what each sequence of a batch goes through in layers that keep a state: tokens one by one,
-and what chunks keep of theirs."""
+"""The course of each sequence of a batch in layers that keep a state: tokens one by one, and the
+stored effects of chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes how far what a layer computes anew is from what the chunks hold, for policies that drop
+"""Computes how far a layer's new keys and values are from the chunks', for policies that drop
 tokens by it."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lets the indexers of a model pick what queries see, in one forward pass over a batch: of all that
-is linked, wherever it was computed."""
+"""Lets the indexers of a model pick what queries see, in one forward pass over a batch: from the
+whole linked prompt, wherever its KV was computed."""
 
 from __future__ import annotations
 

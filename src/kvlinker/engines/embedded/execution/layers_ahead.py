@@ -1,4 +1,4 @@
-"""Brings layers of chunks from the host's memory to the device before their turn comes."""
+"""Copies layers of chunks from the host's memory to the device before they are needed."""
 
 from __future__ import annotations
 

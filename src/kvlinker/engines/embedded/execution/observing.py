@@ -1,4 +1,4 @@
-"""Shows the attention of a layer to those who observe it."""
+"""Shows the attention of a layer to its observers."""
 
 from __future__ import annotations
 

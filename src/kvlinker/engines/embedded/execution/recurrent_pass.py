@@ -1,5 +1,5 @@
 """Computes the layers that keep a state, in one forward pass over a batch: each sequence's tokens
-after its own state, and after what the chunks before them do to it."""
+after its own state, and after the effects of the chunks before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names all that the KV of a sequence depends on, so that what one request computed can serve
+"""Names everything that the KV of a sequence depends on, so that the KV of one request can serve
 another."""
 
 from __future__ import annotations

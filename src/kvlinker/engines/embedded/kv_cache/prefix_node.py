@@ -1,5 +1,4 @@
-"""A node of the tree of prefixes: a part of a path, and where the KV lies that was computed for
-it."""
+"""A node of the tree of prefixes: a part of a path, and the place of its KV."""
 
 from __future__ import annotations
 

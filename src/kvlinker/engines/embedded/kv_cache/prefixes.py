@@ -1,4 +1,4 @@
-"""Finds prompts that begin as earlier ones did: a tree of what requests computed, with KV in the
+"""Finds prompts that begin as earlier ones did: a tree of the paths of requests, with KV in the
 pool or on disk."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a sequence in layers that keep one: what all of its tokens so far amount to."""
+"""The state of a sequence in layers that keep one: the summary of all of its tokens so far."""
 
 from __future__ import annotations
 

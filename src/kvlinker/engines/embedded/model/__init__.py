@@ -1,1 +1,1 @@
-"""Loads transformers models, finds out what they are made of, and steps into their forward pass."""
+"""Loads transformers models, finds out their structure, and intercepts their forward pass."""

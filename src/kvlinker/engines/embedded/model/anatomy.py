@@ -1,4 +1,4 @@
-"""What the engine must know of a model's layers."""
+"""The structure of a model's layers, as far as the engine uses it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LayerShape(AttentionShape):
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What the engine must know of a model's layers."""
+    """The structure of a model's layers, as far as the engine uses it."""
 
     layers: tuple[LayerShape, ...]
     """The attentions, in the order in which the model computes them."""

@@ -1,5 +1,5 @@
-"""How far on in a text a model computes the same: what depends on absolute positions beyond some
-length bounds its context there."""
+"""The length up to which a model computes the same everywhere in a text: computations that depend
+on absolute positions beyond some length limit its context there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Finds what the engine must know of a model's layers by watching one small forward pass: no family
-code."""
+"""Finds the structure of a model's layers by watching one small forward pass: no family code."""
 
 from __future__ import annotations
 

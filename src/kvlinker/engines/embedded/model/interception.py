@@ -1,4 +1,4 @@
-"""Steps into an unmodified transformers model where tokens see one another or their positions:
+"""Intercepts an unmodified transformers model where tokens see one another or their positions:
 rotary embedding, attention, the expansion of latents, indexers, and the convolution and rule of
 layers that keep a state. Where attention is not called but written out, ``written_out.py`` follows
 it.

@@ -1,4 +1,4 @@
-"""Says why a model cannot be linked, by looking at what it does: no family code."""
+"""Finds why a model cannot be linked, by observing its computations: no family code."""
 
 from __future__ import annotations
 

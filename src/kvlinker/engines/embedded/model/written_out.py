@@ -1,4 +1,4 @@
-"""Steps into attention that a model writes out, instead of calling transformers' interface.
+"""Intercepts attention that a model writes out, instead of calling transformers' interface.
 
 What a rotary function returns is followed through the model: the product of queries and keys
 becomes ``Scores``, which note their scale, and what those are multiplied by are the values.

@@ -1,2 +1,1 @@
-"""Defines what callers ask the engine for, one kind per file, and the tokens to compute for
-each."""
+"""Defines the engine's requests, one kind per file, and the tokens to compute for each."""

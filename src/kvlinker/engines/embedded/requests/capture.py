@@ -1,5 +1,5 @@
-"""Captures the KV of chunks while they are computed, and measures how it depends on what stands
-before them."""
+"""Captures the KV of chunks while they are computed, and measures how it depends on the text before
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Links the prompt of a request, takes the tokens to compute from the link, and explains it where
-that is asked for."""
+"""Links the prompt of a request, takes the tokens to compute from the link, and explains it if the
+request asks for that."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Decides which requests are computed when: their states, their order, and what a step holds."""
+"""Decides which requests are computed when: their states, their order, and the contents of a
+step."""

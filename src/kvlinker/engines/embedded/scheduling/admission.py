@@ -1,5 +1,4 @@
-"""Decides who comes next among waiting requests: the order, its fairness between tenants, and who
-is refused."""
+"""Decides which waiting request is next: the order, its fairness between tenants, and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What kvlinker knows of an attention layer of vLLM's: its heads, its options, and how KV is
-written into its cache."""
+"""Describes an attention layer of vLLM's: its heads, its options, and how KV is written into its
+cache."""
 
 from __future__ import annotations
 

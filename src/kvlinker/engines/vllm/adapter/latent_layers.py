@@ -1,4 +1,4 @@
-"""What kvlinker knows of a layer of vLLM's whose attention is over latents (MLA)."""
+"""Describes a layer of vLLM's whose attention is over latents (MLA)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Finds the rotary embeddings of vLLM's models, runs them, and watches what goes through them and
-into attention."""
+"""Finds the rotary embeddings of vLLM's models, runs them, and observes their inputs and outputs,
+and attention's inputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Facts about a model that vLLM runs: what vLLM's configuration says of it, and the fingerprint of
-its files."""
+"""Facts about a model that vLLM runs: from vLLM's configuration, and the fingerprint of its
+files."""
 
 from __future__ import annotations
 

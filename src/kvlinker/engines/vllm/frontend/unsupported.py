@@ -1,4 +1,4 @@
-"""What requests may ask of the embedded engine only."""
+"""The options of requests that only the embedded engine supports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The connector's scheduler side decides which requests are linked, and what each engine step does
-of it."""
+"""The connector's scheduler side decides which requests are linked, and the part of each engine
+step."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""The connector in vLLM's workers: it places KV, computes runs over it, and stores what is
-captured."""
+"""The connector in vLLM's workers: it places KV, computes runs over it, and stores captured
+chunks."""

@@ -1,5 +1,5 @@
-"""Checks that linking is exact with vLLM's model, in every worker when it starts: what no list of
-models can say."""
+"""Checks that linking is exact with vLLM's model, in every worker when it starts, since no list of
+models can ensure it."""
 
 from __future__ import annotations
 

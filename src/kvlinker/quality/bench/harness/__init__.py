@@ -1,2 +1,2 @@
-"""Holds what benchmarks share: registration as a command, the subject, timed rounds and medians,
-and the report."""
+"""Shared by benchmarks: registration as a command, the subject, timed rounds and medians, and the
+report."""

@@ -1,4 +1,4 @@
-"""Says what a benchmark is, registers benchmarks by name, and lists them without importing them.
+"""Defines benchmarks, registers them by name, and lists them without importing them.
 
 A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords
 the options of its command, such as ``kvlinker bench NAME``, declared with typer. It returns a

@@ -1,4 +1,5 @@
-"""Finds out what has to be known of an OpenAI-compatible server before traffic is sent to it."""
+"""Finds the facts about an OpenAI-compatible server that are needed before traffic is sent to
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Says what a format of data sets is, registers formats by name, and recognises them by the fields
-of records."""
+"""Defines formats of data sets, registers them by name, and recognises them by the fields of
+records."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the catalog asks of a database. Its SQL is written once, in what SQLite and PostgreSQL have
-in common; what they do not is here."""
+"""The database interface of the catalog. Its SQL is written once, in the common subset of SQLite
+and PostgreSQL; the differences are here."""
 
 from __future__ import annotations
 

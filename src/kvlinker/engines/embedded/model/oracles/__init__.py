@@ -1,1 +1,1 @@
-"""Compute, with a model as it is in transformers, what linking is to agree with."""
+"""Compute the results that linking must agree with, by a model as it is in transformers."""

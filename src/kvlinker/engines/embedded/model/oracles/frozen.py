@@ -1,5 +1,5 @@
 """The model's own answer after chunks that were computed alone, for models whose layers keep a
-state, or pick what they see, where no mask says which tokens see which.
+state, or pick the tokens that they see, which no mask describes.
 
 It shares no code with the engine: transformers computes all of it.
 """

@@ -1,4 +1,4 @@
-"""The model's own answer after chunks that were computed alone: what linking has to give.
+"""The model's own answer after chunks that were computed alone, which linking must equal.
 
 It shares no code with the engine: transformers computes all of it.
 """

@@ -1,5 +1,5 @@
-"""Where tensors of a recorded pass lie, for any number of tokens: found by comparing two passes of
-different lengths."""
+"""The memory layouts of a recorded pass's tensors, for any number of tokens: found by comparing two
+passes of different lengths."""
 
 from __future__ import annotations
 

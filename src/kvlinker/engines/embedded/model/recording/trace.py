@@ -1,5 +1,5 @@
-"""Records what one forward pass of a model computes: operation by operation, with where the numbers
-lie.
+"""Records the computations of one forward pass of a model: operation by operation, with memory
+layouts.
 
 Operations are PyTorch's own, but for modules that native code computes whole, and attention. Views
 are no operations: two tensors over the same memory are the same numbers.

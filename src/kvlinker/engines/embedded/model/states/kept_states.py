@@ -1,4 +1,4 @@
-"""Says what layers with a state keep of a chunk, and what it takes."""
+"""Describes what layers with a state store of a chunk, and counts its bytes."""
 
 from __future__ import annotations
 

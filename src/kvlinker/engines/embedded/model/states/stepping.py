@@ -1,4 +1,4 @@
-"""Steps into the places of an unmodified transformers model where tokens change states.
+"""Intercepts an unmodified transformers model where tokens change states.
 
 Most modeling modules call a convolution and a rule by names of their own. Where a module writes its
 rule out, its whole ``forward`` is the rule, or a part of it that is a module. Everything is wrapped
