@@ -251,8 +251,8 @@ class CatalogUnavailableError(StoreError):
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """A sentence, with a space before it, that offers the known word nearest to ``text``; empty
-    where none is near."""
+    """A sentence, with a space before it, that offers the known word nearest to ``text``; empty if
+    none is near."""
     near = (
         get_close_matches(text, list(known), n=1, cutoff=0.75)
         if len(text) <= LONGEST_MISSPELT

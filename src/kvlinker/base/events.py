@@ -158,11 +158,10 @@ class AnswerAudited:
     """True if they do all along the answer."""
 
     kl: float | None
-    """The divergence of the first token's distributions, in nats; None where it was not
-    recorded."""
+    """The divergence of the first token's distributions, in nats; None if it was not recorded."""
 
     answer_kl: float | None
-    """The mean divergence along the answer, in nats; None where it was not recorded."""
+    """The mean divergence along the answer, in nats; None if it was not recorded."""
 
     tokens: int
     """The tokens that the full computation took."""

@@ -108,7 +108,7 @@ def _least(amount: int, limit: int | None) -> int:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text without space around it; nothing where it cannot be read."""
+    """Return a file's text without space around it; nothing if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

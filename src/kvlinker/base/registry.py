@@ -37,7 +37,7 @@ class Registry(Generic[T]):
         self._values: dict[str, T] = {}
 
     def add(self, name: str, value: T) -> T:
-        """Register the value and return it. Raises ValueError where another value has the name."""
+        """Register the value and return it. Raises ValueError if another value has the name."""
         known = self._values.setdefault(name, value)
         if known is not value:
             raise ValueError(
@@ -51,8 +51,8 @@ class Registry(Generic[T]):
         return MappingProxyType(self._values)
 
     def known(self) -> Mapping[str, T]:
-        """Return all values by name. Raises KVLinkerError where a package that brings some cannot
-        be imported."""
+        """Return all values by name. Raises KVLinkerError if a package that brings some cannot be
+        imported."""
         if not self._loaded:
             for module in walk_packages(import_module(self._own).__path__, f"{self._own}."):
                 import_module(module.name)

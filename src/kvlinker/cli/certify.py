@@ -53,8 +53,8 @@ def certify(
     """Measure a policy with a model, and write a certificate: JSON, and a page with plots.
 
     The self-test, answers on data sets, and answers about chunks that the store holds are compared
-    with the full computation. Ends with 1 where the agreement's exact 95% interval does not lie
-    above the target.
+    with the full computation. Ends with 1 if the agreement's exact 95% interval does not lie above
+    the target.
     """
     from kvlinker.quality.certification.certifying import CertifyOptions
     from kvlinker.quality.certification.certifying import certify as measure

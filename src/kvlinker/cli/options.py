@@ -107,7 +107,7 @@ def _parameter(name: str, annotation: Any) -> Parameter:
 
 
 def _shown_default(field: FieldInfo) -> str | bool:
-    """Return the default that --help shows; False where there is none to show."""
+    """Return the default that --help shows; False if there is none to show."""
     default = field.get_default(call_default_factory=True, validated_data={})
     if default in (None, (), {}, False) or "default" in (field.description or ""):
         return False

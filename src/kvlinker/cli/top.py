@@ -49,7 +49,7 @@ class Snapshot:
     samples: Mapping[str, Sequence[Sample]]
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples that have these labels; 0 where there are none."""
+        """Return the sum of a metric's samples that have these labels; 0 if there are none."""
         return sum(
             s.value
             for s in self.samples.get(f"kvlinker:{name}", ())
@@ -77,8 +77,8 @@ class Period:
         return self.count(name, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def quantile(self, share: float, name: str, **labels: str) -> float | None:
-        """Return the value below which ``share`` of a histogram's observations lie; None where
-        there are none.
+        """Return the value below which ``share`` of a histogram's observations lie; None if there
+        are none.
 
         Within a bucket observations are taken to lie evenly, as Prometheus takes them; beyond the
         last bound, on it.

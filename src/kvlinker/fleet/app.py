@@ -109,7 +109,7 @@ def create_router(
 
 
 def _followed(router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]) -> KVEvents:
-    """Return what follows the events of vLLM servers. Raises InvalidRequestError where its packages
+    """Return what follows the events of vLLM servers. Raises InvalidRequestError if its packages
     are not installed."""
     try:
         from kvlinker.fleet.kv_events import KVEvents

@@ -152,7 +152,7 @@ class Backends:
         return [each for each in self.known.values() if self._router.replicas[each.id].ready]
 
     def missing(self) -> str | None:
-        """Return why no question can be answered now; None where one can."""
+        """Return why no question can be answered now; None if one can."""
         roles = {each.role for each in self.ready()}
         if roles == {"build"}:
             return "all replicas that are ready are builders"
@@ -161,15 +161,14 @@ class Backends:
     async def ask_as(
         self, key: Mapping[str, str], backend: Backend, path: str
     ) -> httpx.Response | None:
-        """Return a server's answer to a caller who brings these headers; None where there is
-        none."""
+        """Return a server's answer to a caller who brings these headers; None if there is none."""
         try:
             return await self._client.get(backend.url + path, headers=key, timeout=ANSWER_SECONDS)
         except httpx.HTTPError:
             return None
 
     async def text(self, backend: Backend, path: str) -> str:
-        """Return what a server answers at a path; nothing where it does not."""
+        """Return what a server answers at a path; nothing if it does not."""
         with suppress(httpx.HTTPError):
             answer = await self._get(backend, path)
             if answer.status_code == httpx.codes.OK:
@@ -267,7 +266,7 @@ class Backends:
             backend.preloads_until = time.monotonic() + PRELOAD_SECONDS
 
     def _take(self, backend: Backend, answer: httpx.Response) -> bool:
-        """Hand a report to the router; returns False where the whole has to be asked for."""
+        """Hand a report to the router; returns False if the whole has to be asked for."""
         if answer.status_code != httpx.codes.OK:
             return True
         told: dict[str, Any] = answer.json()

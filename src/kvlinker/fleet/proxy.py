@@ -166,7 +166,7 @@ class Proxy:
         return {each.id for each in self._backends.known.values() if each.role == "build"}
 
     async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
-        """Pass a request on to a replica; returns False where another one may answer it."""
+        """Pass a request on to a replica; returns False if another one may answer it."""
         began, builds = time.monotonic(), decision.replica in self._builders()
         backend, trace = self._backends.known[decision.replica], headers_of_trace()
         note_attributes(
@@ -304,8 +304,8 @@ async def _left(receive: Receive) -> None:
 
 
 def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:
-    """Return what a request names; nothing where it is no prompt, or where its body is no JSON,
-    which its replica says."""
+    """Return what a request names; nothing if it is no prompt, or where its body is no JSON, which
+    its replica says."""
     if request.url.path == _EMBEDDING or request.method != "POST" or not body.startswith(b"{"):
         return PromptOutline()
     try:

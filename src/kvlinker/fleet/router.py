@@ -192,7 +192,7 @@ class Router:
     def choose(
         self, prompt: PromptOutline, now: float, *, without: Collection[str] = ()
     ) -> Decision | None:
-        """Decide where a request goes that is sent now, but to none of ``without``; None where no
+        """Decide where a request goes that is sent now, but to none of ``without``; None if no
         replica is ready."""
         possible = self._ready.copy()
         possible[[self._numbers[each] for each in without if each in self._numbers]] = False

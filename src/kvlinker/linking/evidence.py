@@ -105,7 +105,7 @@ class LayerEvidence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected times of loading and of computing a prompt's chunks, in seconds; None where not
+    """The expected times of loading and of computing a prompt's chunks, in seconds; None if not
     measured yet."""
 
     load: float | None

@@ -108,7 +108,7 @@ class Explanation:
 
     attention: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     """The last token's attention on every token in the pass that gives the answer: [layers,
-    tokens], mean over heads; None where it was not asked for, or the engine does not measure it."""
+    tokens], mean over heads; None if it was not asked for, or the engine does not measure it."""
 
     texts: tuple[str, ...] | None = None
     """The text of each token; joined, they are the prompt's. None until ``with_texts``."""

@@ -70,7 +70,7 @@ class Link:
     """The prompt as the policy arranged it."""
 
     forecast: Forecast | None = None
-    """The forecast by which the policy settled; None where it does not look at forecasts."""
+    """The forecast by which the policy settled; None if it does not look at forecasts."""
 
     evidence: PromptEvidence = field(default=PromptEvidence(), repr=False)
     """The evidence that has been gathered for the policy so far."""
@@ -189,7 +189,7 @@ class Link:
     ) -> Usage:
         """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
-        ``linked`` is False where the engine computed the whole prompt in the end. ``made`` are the
+        ``linked`` is False if the engine computed the whole prompt in the end. ``made`` are the
         chunks whose KV was computed for this very request: what is kept of them counts as fresh,
         where they stand first, but for tokens that an earlier request computed.
         """
@@ -288,7 +288,7 @@ class Link:
 
     @property
     def _nothing_to_choose(self) -> bool:
-        """True where the policy would look at the question's attention, but every chunk is exact or
+        """True if the policy would look at the question's attention, but every chunk is exact or
         reused."""
         return self.policy.needs.question_attention and not takes_first_pass(
             self.policy, self.prompt

@@ -164,7 +164,7 @@ def write(values: Any) -> list[str]:
 
 
 def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
-    """Parse the field values that ``text`` writes, such as "15-onestep"; None where nothing is
+    """Parse the field values that ``text`` writes, such as "15-onestep"; None if nothing is
     written.
 
     Raises PolicyError for words that no parameter takes, for repeated ones, and for required ones

@@ -71,7 +71,7 @@ class Policy(ABC):
     @property
     def reach(self) -> int | None:
         """The most of a chunk's first tokens that ``select`` picks, where it picks those, or the
-        whole chunk, and nothing else; None where it may pick any token.
+        whole chunk, and nothing else; None if it may pick any token.
 
         Models whose layers keep a state link nothing else, unless their settings keep every token.
         """

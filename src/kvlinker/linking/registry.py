@@ -76,7 +76,7 @@ def _parse_one(text: str) -> Policy:
 def describe_policies(unsupported: Callable[[Policy], str | None]) -> tuple[dict[str, Any], ...]:
     """Describe all registered policies, sorted by name, as JSON.
 
-    ``unsupported`` returns the reason why an engine cannot follow a policy, None where it can.
+    ``unsupported`` returns the reason why an engine cannot follow a policy, None if it can.
     ``supported`` is true if the engine can follow the policy with at least some of its parameters;
     ``restriction`` is the reason why it cannot with others.
     """

@@ -133,7 +133,7 @@ class ChatTemplate:
         options: TemplateOptions,
     ) -> list[str | Chunk]:
         """Return the prompt's parts with the documents where the template puts them. Raises what
-        ``render`` does, and InvalidRequestError where the template does not show each document
+        ``render`` does, and InvalidRequestError if the template does not show each document
         once."""
         if self._tools_variable is None and needs_tool_section(messages, options.tools):
             messages, options = (
@@ -162,7 +162,7 @@ class ChatTemplate:
 
     @cached_property
     def _tools_variable(self) -> str | None:
-        """The variable by which the template takes tools; None where it shows none."""
+        """The variable by which the template takes tools; None if it shows none."""
         function = {
             "name": "probe_of_tools",
             "description": "",

@@ -15,7 +15,7 @@ from kvlinker.base.types.chunks import Chunk
 
 def repeated_text(once: str, twice: str) -> str | None:
     """Return the text that stands once in ``once`` and twice, one after the other, in ``twice``,
-    without the white space around it; None where the two do not differ like that.
+    without the white space around it; None if the two do not differ like that.
 
     ``once`` is a head, the text and a tail; ``twice`` has a gap and the text again before the tail.
     Where the tail begins as the gap does, several cuts give the same prompts: the leftmost is

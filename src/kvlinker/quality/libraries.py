@@ -10,8 +10,8 @@ from kvlinker.base.errors import InvalidRequestError
 
 
 def bench_library(module: str) -> Any:
-    """Import a module of a library in the extra ``bench``. Raises InvalidRequestError where it is
-    not installed."""
+    """Import a module of a library in the extra ``bench``. Raises InvalidRequestError if it is not
+    installed."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -143,7 +143,7 @@ class AnswerBuilder:
         return pieces
 
     def answer(self) -> Answer:
-        """Return the answer. Raises InvalidRequestError where its last event was not taken."""
+        """Return the answer. Raises InvalidRequestError if its last event was not taken."""
         if self._finished is None:
             raise InvalidRequestError("The stream was closed before the answer's end.")
         answer = Answer.from_events(self._deltas, self._finished)

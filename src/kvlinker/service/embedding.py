@@ -72,7 +72,7 @@ class Embedder:
 
     def __init__(self, settings: Settings) -> None:
         """Load the model in the folder ``settings.embedding_model``. Raises ModelLoadError, and
-        InvalidRequestError where the library is not installed."""
+        InvalidRequestError if the library is not installed."""
         folder = Path(settings.embedding_model or "").expanduser()
         if not folder.is_dir():
             raise ModelLoadError(
@@ -143,7 +143,7 @@ class Embedder:
         return self.cut(vectors, dimensions)
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise InvalidRequestError where vectors do not have so many; None for all."""
+        """Raise InvalidRequestError if vectors do not have so many; None for all."""
         if dimensions is not None and not 0 < dimensions <= self.dimensions:
             raise InvalidRequestError(
                 f"dimensions is {dimensions}, but vectors of {self.name!r} have 1 to"
@@ -199,7 +199,7 @@ class Embedder:
 
 
 def embedder_of(embedder: Embedder | None) -> Embedder:
-    """Return the embedder. Raises ModelNotFoundError where there is none."""
+    """Return the embedder. Raises ModelNotFoundError if there is none."""
     if embedder is None:
         raise ModelNotFoundError(
             f"There is no embedding model here. {WayOut.EMBED}", code="embeddings_off"

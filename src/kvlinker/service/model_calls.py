@@ -70,7 +70,7 @@ class ModelCalls:
         return self.engine.current_load()
 
     def prefill_rate(self) -> float | None:
-        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was
+        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None if nothing was
         computed yet."""
         seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
         return PREFILL_TOKENS / seconds if seconds else None
@@ -133,8 +133,8 @@ class ModelCalls:
         """Encode a text as a chunk's: no special tokens are added, and those that it spells are
         plain text.
 
-        Raises InvalidRequestError where the tokenizer cannot write such a text, and
-        ContextLengthError for one that is far too long for the model.
+        Raises InvalidRequestError if the tokenizer cannot write such a text, and ContextLengthError
+        for one that is far too long for the model.
         """
         return self.builder.token_ids(text, param="text")
 

@@ -112,11 +112,11 @@ class PreparedChat(NamedTuple):
     step: WorkflowStep | None
 
     calls: Callable[[], Reader] | None
-    """Makes readers of the calls that the answer may have; None where no tools are offered."""
+    """Makes readers of the calls that the answer may have; None if no tools are offered."""
 
 
 def refuse_tools_in_text(options: ChatOptions) -> None:
-    """Raise InvalidRequestError where the text of an answer is asked for that may have calls."""
+    """Raise InvalidRequestError if the text of an answer is asked for that may have calls."""
     if options.get("tools") and options.get("tool_choice") != "none":
         raise InvalidRequestError(
             "'stream' gives the answer's text alone, in which no calls of 'tools' are: call the"

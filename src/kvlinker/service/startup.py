@@ -26,7 +26,7 @@ class EngineSource(Protocol):
     """Starts an engine, once, on a model that is loaded or known."""
 
     uses_host_memory: bool
-    """True where the engine computes in this process, and takes chunks from the store's memory."""
+    """True if the engine computes in this process, and takes chunks from the store's memory."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -37,7 +37,7 @@ class EngineSource(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which the engine takes copies from the store; None where it takes none."""
+        """The device on which the engine takes copies from the store; None if it takes none."""
 
     def make(
         self,
@@ -102,9 +102,8 @@ def engine_source(settings: Settings, builders: BuilderClient | None = None) -> 
     """Return the source of the engine that ``settings.engine`` names, on ``settings.model``; the
     embedded engine asks ``builders`` for chunks that it lacks.
 
-    Raises ModelLoadError and UnsupportedModelError, InvalidRequestError where the engine is not
-    installed, and, before a model is loaded for nothing, StoreError where the catalog cannot be
-    used.
+    Raises ModelLoadError and UnsupportedModelError, InvalidRequestError if the engine is not
+    installed, and, before a model is loaded for nothing, StoreError if the catalog cannot be used.
     """
     Catalog(settings.catalog_place, load_cipher(settings.encryption_key)).close()
     if settings.engine == "vllm":
@@ -137,8 +136,8 @@ def open_state(
     memory.
 
     ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is
-    measured of its tiers. Raises StoreError where one of them cannot be used, and
-    InvalidRequestError for settings that a tier does not take.
+    measured of its tiers. Raises StoreError if one of them cannot be used, and InvalidRequestError
+    for settings that a tier does not take.
     """
     cipher = load_cipher(settings.encryption_key)
     catalog = Catalog(settings.catalog_place, cipher)

@@ -77,7 +77,7 @@ def open_store(
     ``host_bytes`` is the budget of host memory, ``settings.host_memory`` by default. ``device`` is
     where a model runs that takes chunks from the store. With a ``cipher``, what leaves memory is
     encrypted. ``pinned`` are keys that are not to be evicted (``Catalog.pinned``). ``speeds`` keeps
-    what is measured of the tiers. Raises StoreError where a tier cannot be opened, and
+    what is measured of the tiers. Raises StoreError if a tier cannot be opened, and
     InvalidRequestError for settings that a tier does not take.
     """
     host_bytes = settings.host_memory if host_bytes is None else host_bytes

@@ -24,7 +24,7 @@ class LayerKV:
 
     index: torch.Tensor | None = None
     """What the layer's indexer keeps of each token, [1, tokens, dim], without rotary embedding in
-    either form; None where the layer has no indexer."""
+    either form; None if the layer has no indexer."""
 
     @classmethod
     def of_joined(
@@ -142,7 +142,7 @@ class ChunkKV:
     """The number of tokens of the chunk. It has to be given where no layer has KV."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where neither layers nor ``tokens`` say how many tokens there are."""
+        """Raises ValueError if neither layers nor ``tokens`` say how many tokens there are."""
         if self.layers:
             object.__setattr__(self, "tokens", int(self.layers[0].key.shape[1]))
         elif not self.tokens:

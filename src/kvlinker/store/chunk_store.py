@@ -108,7 +108,7 @@ class ChunkStore(Inventory):
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or
-        None where no tier has it. It is now in the first tier, too, and soon in the others.
+        None if no tier has it. It is now in the first tier, too, and soon in the others.
 
         The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
         """
@@ -132,8 +132,7 @@ class ChunkStore(Inventory):
         return None
 
     def get_computed(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV as it was computed, but for rounding, or None where no tier has
-        it."""
+        """Return the chunk's KV as it was computed, but for rounding, or None if no tier has it."""
         kv = self.get(key)
         return None if kv is None else self._residence.computed(kv)
 
@@ -180,7 +179,7 @@ class ChunkStore(Inventory):
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """Return the expected time of reading these chunks, each from the fastest tier that has it;
-        None where such a tier has not been measured. Chunks in memory, or in no tier, take no time.
+        None if such a tier has not been measured. Chunks in memory, or in no tier, take no time.
         Does not count as a use."""
         reads: list[tuple[str, int]] = []
         for key in set(keys):

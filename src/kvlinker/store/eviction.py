@@ -176,7 +176,7 @@ class EvictionIndex:
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
         """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to;
-        returns False where it is absent."""
+        returns False if it is absent."""
         if key not in self._entries:
             return False
         entry = self._taken(key)
@@ -207,7 +207,7 @@ class EvictionIndex:
         self._pinned_bytes = sum(self._entries[key].nbytes for key in pinned.values())
 
     def remove(self, key: str) -> bool:
-        """Forget the key; returns False where it was absent."""
+        """Forget the key; returns False if it was absent."""
         if key not in self._entries:
             return False
         self._taken(key)

@@ -47,7 +47,7 @@ class Holds:
 
     def take(self, sizes: Mapping[str, int]) -> Hold | None:
         """Hold these chunks, of so many bytes each, whether they are in memory or are going to be;
-        None where the chunks in use would exceed the budget. If none is in use, even chunks that
+        None if the chunks in use would exceed the budget. If none is in use, even chunks that
         exceed it alone are held."""
         with self._lock:
             more = sum(nbytes for key, nbytes in sizes.items() if key not in self._uses)

@@ -70,8 +70,7 @@ class Inventory:
 
     def hold(self, sizes: Mapping[str, int]) -> Hold | None:
         """Keep these chunks, of so many bytes each, in memory from when they are there until the
-        result is released; None where the chunks that are held would take more than memory's
-        budget.
+        result is released; None if the chunks that are held would take more than memory's budget.
 
         If no others are held, those that exceed the budget alone are held too, so that any prompt
         can be computed.
@@ -131,8 +130,8 @@ class Inventory:
 
     def lacks_scores(self, key: str) -> bool:
         """Return whether the fastest copy of the chunk on the host or below has no scores, or no
-        sensitivity among them; False where there is no copy. Counts as a use, and reads a header
-        where the chunk is not in memory."""
+        sensitivity among them; False if there is no copy. Counts as a use, and reads a header where
+        the chunk is not in memory."""
         waiting = self._waiting(key)
         if waiting is not None:
             return waiting.scores is None or waiting.scores.sensitivity is None

@@ -45,8 +45,8 @@ class SpilledPrefixes:
     def __init__(
         self, disk: DiskTier, events: Events, throttle: Throttle, speeds: Speeds | None = None
     ) -> None:
-        """``speeds`` remembers how fast files are read. Raises StoreError where the folder cannot
-        be made."""
+        """``speeds`` remembers how fast files are read. Raises StoreError if the folder cannot be
+        made."""
         root = folder_of(disk)
         try:
             self._folder = ProcessFolder(root)
@@ -72,8 +72,7 @@ class SpilledPrefixes:
 
     def pays(self, nbytes: int, seconds: float) -> bool:
         """Return whether reading so many bytes is expected to take no longer than computing them,
-        which takes so many ``seconds``; True where that is not known, or was not measured
-        lately."""
+        which takes so many ``seconds``; True if that is not known, or was not measured lately."""
         return self._bandwidths.worth_loading(NAME, nbytes, seconds)
 
     def takes(self, nbytes: int) -> bool:
@@ -82,13 +81,13 @@ class SpilledPrefixes:
         return nbytes <= self._tier.budget_bytes and self._writer.takes(nbytes)
 
     def add(self, key: str, kv: ChunkKV) -> bool:
-        """Keep the KV, which the caller must not modify any more; returns False where too much
-        waits already."""
+        """Keep the KV, which the caller must not modify any more; returns False if too much waits
+        already."""
         return self._writer.add(key, kv)
 
     def load(self, keys: Sequence[str], seconds: float) -> list[Future[KV | None]]:
         """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each
-        future gets it whole, or None where it is gone, damaged, or late."""
+        future gets it whole, or None if it is gone, damaged, or late."""
         chunks = {key: ChunkLoad(key, partial(self._open, key)) for key in keys}
         if chunks:
             self._loader.load(list(chunks.values()), Urgency(prefill=seconds))

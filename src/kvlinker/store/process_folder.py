@@ -33,7 +33,7 @@ class ProcessFolder:
 
 
 def remove_left(root: Path) -> None:
-    """Remove the folders in ``root`` whose processes have ended; do nothing where there is no such
+    """Remove the folders in ``root`` whose processes have ended; do nothing if there is no such
     folder. Raises nothing."""
     with suppress(OSError), _locked(root):
         for folder in root.iterdir():
@@ -43,8 +43,8 @@ def remove_left(root: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Lock the folder for the time of the block. Raises OSError where it is missing, or locked and
-    not waited for."""
+    """Lock the folder for the time of the block. Raises OSError if it is missing, or locked and not
+    waited for."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

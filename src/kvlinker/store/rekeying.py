@@ -45,7 +45,7 @@ def rekey(
 
     Broken off, it is finished by another call with the same keys: once the transaction is done, the
     directory is the new key's, and files that still have the old one are damage to others.
-    ``progress`` is called with the number of files done, and of all. Raises StoreError where others
+    ``progress`` is called with the number of files done, and of all. Raises StoreError if others
     use the directory, ``old`` is not its key, or a file cannot be written.
     """
     with closing(open_database(catalog)) as database, closing(database.lock()) as lock:
@@ -87,7 +87,7 @@ def _rekey_files(
 
 
 def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
-    """Return all plain bytes of a chunk file; None where it does not open so."""
+    """Return all plain bytes of a chunk file; None if it does not open so."""
     with open_regular(path) as file:
         source = FileSource(file)
         try:

@@ -94,7 +94,7 @@ class Speeds:
         self._saving: threading.Timer | None = None
 
     def of(self, name: str) -> tuple[float, ...] | None:
-        """Return the values under the name; None where they were not measured, or too long ago."""
+        """Return the values under the name; None if they were not measured, or too long ago."""
         measured = self._measured.get(name)
         return None if measured is None or measured.stale else measured.values
 

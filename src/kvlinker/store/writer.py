@@ -54,7 +54,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def add(self, key: str, kv: ChunkKV, *, adds_scores: bool = False) -> bool:
-        """Queue a write, unless the key is queued already; return False where the queue is full or
+        """Queue a write, unless the key is queued already; return False if the queue is full or
         closed. Never waits. With ``adds_scores``, the KV replaces a queued write, and a stored copy
         without scores."""
         nbytes = kv.nbytes

@@ -69,7 +69,7 @@ class ChunkScores:
 
     sensitivity: NDArray[np.float32] | None = None
     """The distance by which each token's KV moves when another text stands before the chunk
-    (``engine.sensitivity``): [tokens]; None where that was not measured."""
+    (``engine.sensitivity``): [tokens]; None if that was not measured."""
 
     @property
     def nbytes(self) -> int:

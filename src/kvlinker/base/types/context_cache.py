@@ -63,8 +63,8 @@ class ContextCache:
     """Bytes of its KV as computed; in a tier it may take fewer."""
 
     implicit_ttl: float | None = None
-    """Seconds that it lives from its last use, where a prompt's text was cached on the way; None
-    where it was created by name."""
+    """Seconds that it lives from its last use, where a prompt's text was cached on the way; None if
+    it was created by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))

@@ -27,7 +27,7 @@ class AnswerGrammar:
 
     frame: str = ""
     """A grammar in the notation ``lark``, where ``@answer`` stands for the text that follows this
-    grammar; empty where that is the whole answer."""
+    grammar; empty if that is the whole answer."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, param: str = "grammar") -> Self:
@@ -41,8 +41,8 @@ class AnswerGrammar:
 
     @classmethod
     def response_format(cls, form: Mapping[str, Any]) -> Self | None:
-        """Make the grammar of a ``response_format``, as OpenAI's API has it; None where any text
-        will do. Raises InvalidRequestError for a form that is not known."""
+        """Make the grammar of a ``response_format``, as OpenAI's API has it; None if any text will
+        do. Raises InvalidRequestError for a form that is not known."""
         param = "response_format"
         match form:
             case {"type": "text"}:

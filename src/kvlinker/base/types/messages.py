@@ -88,7 +88,7 @@ class Document(Generic[Cached]):
 
     @property
     def title(self) -> str:
-        """The title, empty where it has none."""
+        """The title, empty if it has none."""
         return str(self.fields.get("title") or "")
 
 

@@ -45,7 +45,7 @@ class TierCost:
     """The cost of loading from one of a server's tiers."""
 
     seconds_per_token: float | None
-    """None where it was not measured yet."""
+    """None if it was not measured yet."""
 
     place: str | None = None
     """Names the medium of a tier that other servers share, which then have the same chunks there;

@@ -27,7 +27,7 @@ class File:
     def text(self) -> str:
         """Return the text; of PDF, HTML, DOCX and EPUB, it is Markdown.
 
-        Raises NoTextError, and MissingLibraryError where the format's converter is not installed.
+        Raises NoTextError, and MissingLibraryError if the format's converter is not installed.
         """
         return read_document(self.content, self.path.suffix).text
 

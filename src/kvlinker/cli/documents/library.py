@@ -61,7 +61,7 @@ class ExistingCache:
     metadata: Mapping[str, str]
 
     usable: bool
-    """False where it was made with another model than the library's."""
+    """False if it was made with another model than the library's."""
 
 
 @dataclass(frozen=True, slots=True)

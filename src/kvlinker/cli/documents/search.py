@@ -37,7 +37,7 @@ def search(
     by what they mean.
 
     Behind a chunk's id stands how well it matches, in percent of the best match; --json has the
-    score itself. The exit code is 1 where nothing is found.
+    score itself. The exit code is 1 if nothing is found.
     """
     pairs = parse_pairs(metadata)
     _check_words(query, "QUERY")
@@ -95,7 +95,7 @@ def _answer(
     """Return the answer, and the hits that the model read: as many of the best as its context
     window has room for.
 
-    Raises ContextLengthError where not even one has room.
+    Raises ContextLengthError if not even one has room.
     """
     while True:
         try:
@@ -140,7 +140,7 @@ def _nothing_found(query: str) -> typer.Exit:
 
 
 def _place(hit: SearchHit) -> str:
-    """Name the part of a file, or the metadata, of a chunk; empty where it has none."""
+    """Name the part of a file, or the metadata, of a chunk; empty if it has none."""
     labels = hit.metadata
     if "source" in labels and "start" in labels and "end" in labels:
         return f"{labels['source']}, characters {labels['start']} to {labels['end']}"

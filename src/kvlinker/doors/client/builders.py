@@ -24,8 +24,8 @@ class BuilderClient:
 
     def build(self, url: str, key: str, seconds: float) -> bool:
         """Have a builder compute a chunk into the shared tiers, and return whether it has done so.
-        Raises TimeoutError where it takes longer than ``seconds``, and ConnectionError where it is
-        gone, or ends meanwhile."""
+        Raises TimeoutError if it takes longer than ``seconds``, and ConnectionError if it is gone,
+        or ends meanwhile."""
         try:
             answer = self._client.post(f"{url}/{BUILD}", json={"key": key}, timeout=seconds)
         except httpx.ReadTimeout as error:

@@ -72,10 +72,10 @@ class RemoteContextCache:
     scope: str
 
     usable: bool
-    """False where it was made with another model, or other weights, than the server has now."""
+    """False if it was made with another model, or other weights, than the server has now."""
 
     implicit: bool
-    """True where a prompt's text was cached on the way; it lives on with every use."""
+    """True if a prompt's text was cached on the way; it lives on with every use."""
 
 
 class RemotePage(NamedTuple):

@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def embedding_name(self) -> str | None:
-        """The embedding model's name; None where there is none."""
+        """The embedding model's name; None if there is none."""
         return None if self.llm.embedder is None else self.llm.embedder.name
 
     def check_model(self, name: str | None) -> None:

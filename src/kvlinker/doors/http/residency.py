@@ -37,7 +37,7 @@ class ChunkPlaces(ResponseBody):
 
 
 class TierSpeed(ResponseBody):
-    """The measured time to load one token, null where it was not measured yet; and what names the
+    """The measured time to load one token, null if it was not measured yet; and what names the
     medium of a tier that servers share."""
 
     seconds_per_token: float | None
@@ -49,12 +49,12 @@ class ResidencyBody(ResponseBody):
     was named.
 
     ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
-    ``seconds_per_token`` is the time to compute one token of a prompt, null where it was not
-    measured yet; ``running`` and ``waiting`` count requests; ``keyed`` is true if tenants have
-    keys, ``recognises`` if passages of plain texts become chunks (``implicit`` is ``auto``).
-    ``role`` is the setting: the server answers, or builds chunks for others. ``pending`` is the
-    number of chunks still to preload, ``pid`` the server's process, and ``body_limits`` are the
-    most bytes of bodies by path.
+    ``seconds_per_token`` is the time to compute one token of a prompt, null if it was not measured
+    yet; ``running`` and ``waiting`` count requests; ``keyed`` is true if tenants have keys,
+    ``recognises`` if passages of plain texts become chunks (``implicit`` is ``auto``). ``role`` is
+    the setting: the server answers, or builds chunks for others. ``pending`` is the number of
+    chunks still to preload, ``pid`` the server's process, and ``body_limits`` are the most bytes of
+    bodies by path.
     """
 
     epoch: str

@@ -28,14 +28,14 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         """With None for ``provider``, the one that a program has set up for itself is used. Raises
-        ImportError where OpenTelemetry is not installed."""
+        ImportError if OpenTelemetry is not installed."""
         from opentelemetry import trace
 
         self._tracer = trace.get_tracer("kvlinker", version("kvlinker"), provider)
 
     @classmethod
     def if_installed(cls, provider: TracerProvider | None = None) -> Tracing | None:
-        """Make one; None where OpenTelemetry is not installed."""
+        """Make one; None if OpenTelemetry is not installed."""
         try:
             return cls(provider)
         except ImportError:

@@ -66,7 +66,7 @@ class KVLinkerEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start kvlinker over vLLM's engine client.
 
-        Raises InvalidRequestError where vLLM was started without the connector, and what an LLM
+        Raises InvalidRequestError if vLLM was started without the connector, and what an LLM
         raises.
         """
         settings = settings_of(engine_client.vllm_config, args)
@@ -111,8 +111,8 @@ def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     """Return kvlinker's settings for this vLLM: the connector's options, and the model's.
 
-    Raises InvalidRequestError where vLLM was started without the connector, and where answers are
-    to be audited.
+    Raises InvalidRequestError if vLLM was started without the connector, and where answers are to
+    be audited.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NAME:

@@ -106,7 +106,7 @@ class Finished:
     """The log probabilities of the prompt's last tokens, where the request asked for them."""
 
     stop_string: str | None = None
-    """The stop string that ended the answer; None where something else did."""
+    """The stop string that ended the answer; None if something else did."""
 
     explanation: Explanation | None = None
     """How the prompt was linked, if the request asked for it; the first choice has it."""
@@ -174,7 +174,7 @@ class Engine(Protocol):
         """Return the bytes of what is kept of a chunk of so many tokens, as it is computed."""
 
     def unsupported(self, policy: Policy) -> str | None:
-        """Return why this engine cannot follow the policy, and the way out; None where it can.
+        """Return why this engine cannot follow the policy, and the way out; None if it can.
 
         Requests under such a policy are refused with PolicyError.
         """
@@ -235,8 +235,8 @@ class Engine(Protocol):
         store's."""
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Return the expected seconds of computing a prompt of so many tokens; None where nothing
-        was measured."""
+        """Return the expected seconds of computing a prompt of so many tokens; None if nothing was
+        measured."""
 
     @property
     def healthy(self) -> bool:

@@ -12,7 +12,7 @@ class Elsewhere(Protocol):
     def ask(self, key: str, tokens: int, seconds: float | None) -> Future[bool] | None:
         """Ask for the KV of the chunk ``key`` of so many tokens, which takes about so many
         ``seconds`` to compute here (None: not measured). Returns a future of whether it is there
-        now, which is done in a limited time and never fails; None where asking does not pay."""
+        now, which is done in a limited time and never fails; None if asking does not pay."""
         ...
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class RequestLimits:
         is room for, up to the limit of answers.
 
         Raises InvalidRequestError, also for tokens in the sampling parameters that are not in the
-        vocabulary, and ContextLengthError where prompt and answer are too long together.
+        vocabulary, and ContextLengthError if prompt and answer are too long together.
         """
         sampling = request.sampling
         self.check_vocabulary(request.prompt.tokens, param="prompt")
@@ -147,8 +147,8 @@ class RequestLimits:
 
     def check_whole(self, tokens: NDArray[np.int64], first: int) -> None:
         """Check ``tokens`` [length] to compute whole and score from position ``first`` on. Raises
-        InvalidRequestError where no token can be scored, and ContextLengthError for more tokens
-        than the model takes."""
+        InvalidRequestError if no token can be scored, and ContextLengthError for more tokens than
+        the model takes."""
         self.check_vocabulary(tokens, param="tokens")
         if not 1 <= first < len(tokens):
             raise InvalidRequestError(
@@ -164,7 +164,7 @@ class RequestLimits:
             )
 
     def check_scorable(self, prompt: Prompt) -> None:
-        """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and
+        """Check a prompt to score. Raises InvalidRequestError if no token can be scored, and
         ContextLengthError for a prompt that is too long."""
         self.check_vocabulary(prompt.tokens, param="prompt")
         fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)

@@ -180,7 +180,7 @@ def fingerprint_with(name: str, weights: WeightFormat) -> str:
 def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:
     """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex)
     over its config.json and the content of its weight files, which no memory holds at once. Returns
-    None where it has no such files.
+    None if it has no such files.
 
     A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read
     once.

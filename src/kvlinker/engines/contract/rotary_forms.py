@@ -43,7 +43,7 @@ class RotaryForm:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Self | None:
-        """Read the form from the names of a function's parameters; None where it is not known."""
+        """Read the form from the names of a function's parameters; None if it is not known."""
         found = signature(function)
         names = list(found.parameters)
         rotated = tuple(names[: next((at for at, name in enumerate(names) if _is_table(name)), 0)])

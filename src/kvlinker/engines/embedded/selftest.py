@@ -107,7 +107,7 @@ def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
 
 
 def refusal_after(model: Any, checks: Sequence[SelfTestCheck]) -> UnsupportedModelError | None:
-    """Return the error, with the figures, that refuses a model after these checks; None where all
+    """Return the error, with the figures, that refuses a model after these checks; None if all
     passed."""
     failed = checks[-1]
     if failed.passed:

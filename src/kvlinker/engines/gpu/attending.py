@@ -50,15 +50,14 @@ def attend_tile(
     """Attend with one tile of queries to all that its visits show.
 
     A tile is [rows, query heads that share a key head]; ``tiles`` [tiles, 3] has its first visit,
-    the number of them, and its first row in ``partials`` [rows, heads, value_dim], -1 where it
-    writes ``output`` [queries, heads, value_dim] itself. ``rows`` [tiles, BLOCK_ROWS] are the
-    queries' indices, -1 for none. ``visits`` [visits, 5]: segment, first and last key, number of
-    its sights, and whether any of these hides keys. ``sights`` [visits, 4, BLOCK_ROWS]: the
-    distance by which each query is rotated, the keys [low, high) that it sees, and where in
-    ``hidden`` its bits begin, -1 for none. ``segments`` [segments, 6]: addresses of key and value,
-    and the strides of heads and rows of both. The first WIDTH dimensions of a query are rotated by
-    ``cos`` and ``sin`` [distances, WIDTH / 2]. With LATENT, values are the keys' dimensions after
-    WIDTH.
+    the number of them, and its first row in ``partials`` [rows, heads, value_dim], -1 if it writes
+    ``output`` [queries, heads, value_dim] itself. ``rows`` [tiles, BLOCK_ROWS] are the queries'
+    indices, -1 for none. ``visits`` [visits, 5]: segment, first and last key, number of its sights,
+    and whether any of these hides keys. ``sights`` [visits, 4, BLOCK_ROWS]: the distance by which
+    each query is rotated, the keys [low, high) that it sees, and where in ``hidden`` its bits
+    begin, -1 for none. ``segments`` [segments, 6]: addresses of key and value, and the strides of
+    heads and rows of both. The first WIDTH dimensions of a query are rotated by ``cos`` and ``sin``
+    [distances, WIDTH / 2]. With LATENT, values are the keys' dimensions after WIDTH.
     """
     tile = tl.program_id(0)
     blocks = tl.cdiv(group, BLOCK_HEADS)

@@ -47,8 +47,8 @@ class NativeUnavailableError(Exception):
 def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dict[str, Function]:
     """Return functions of a C++ file of this folder by name, each with the structure that it takes.
 
-    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs of no kind that
-    there is native code for.
+    Raises NativeUnavailableError if the file cannot be compiled, and on CPUs of no kind that there
+    is native code for.
     """
     target = targets.this_target()
     if target is None:

@@ -38,8 +38,8 @@ class Peaks:
 
 @cache
 def peaks() -> Peaks | None:
-    """Measure the peaks, once; None where there is no native code for this processor, and the log
-    says why."""
+    """Measure the peaks, once; None if there is no native code for this processor, and the log says
+    why."""
     return native.or_fall_back(_measure, "The processor's peaks are PyTorch's")
 
 

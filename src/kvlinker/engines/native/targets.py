@@ -48,5 +48,5 @@ TARGETS = (
 
 @cache
 def this_target() -> Target | None:
-    """Return the kind of this processor; None where there is no native code for it."""
+    """Return the kind of this processor; None if there is no native code for it."""
     return next((target for target in TARGETS if target.is_here), None)

@@ -36,7 +36,7 @@ STARTS = 3
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application that ``args``, the fields of ``FleetOptions``, describe. Raises
-    InvalidRequestError where they are wrong, or others would reach servers without keys."""
+    InvalidRequestError if they are wrong, or others would reach servers without keys."""
     options = read_options(args)
     settings = options.read_settings()
     key_of_fleet(settings)

@@ -47,7 +47,7 @@ class _Process:
         self._log = log_as(options.read_settings(), options.log_pipe)
 
     def check_health(self) -> None:
-        """Raise NotServingError where this process is to be replaced."""
+        """Raise NotServingError if this process is to be replaced."""
         if self._server is not None and not self._server.serves:
             raise NotServingError("It does not serve any more.")
 

@@ -57,7 +57,7 @@ class FleetOptions(BaseModel):
     that it runs on."""
 
     log_pipe: str | None = None
-    """A pipe that takes the logs of all processes; None where each writes its own."""
+    """A pipe that takes the logs of all processes; None if each writes its own."""
 
     @model_validator(mode="after")
     def _scales(self) -> Self:
@@ -113,8 +113,8 @@ def check(options: FleetOptions, settings: Settings) -> None:
 
 
 def key_of_fleet(settings: Settings) -> str | None:
-    """Return the key by which an ingress asks replicas what they have in memory; None where there
-    are no keys. Raises InvalidRequestError where none of them is an admin's."""
+    """Return the key by which an ingress asks replicas what they have in memory; None if there are
+    no keys. Raises InvalidRequestError if none of them is an admin's."""
     if settings.accepted_keys and not settings.admin_keys:
         raise InvalidRequestError(
             "A fleet on several machines that has api_keys needs an admin's, by which its ingresses"

@@ -78,8 +78,8 @@ class Load:
         self._forget_old()
 
     def figures(self) -> dict[str, float]:
-        """Return how many requests are under way, and the time to the first token in seconds; 0
-        where there was none of late."""
+        """Return how many requests are under way, and the time to the first token in seconds; 0 if
+        there was none of late."""
         self._forget_old()
         seconds = sorted(each for _, each in self._first_tokens)
         late = seconds[int(PERCENTILE * (len(seconds) - 1))] if seconds else 0.0

@@ -5,13 +5,13 @@ the model's chat template. ``grammar`` enforces a form, and ``reader`` reads ans
 |---|---|
 | `models` | which models write so |
 | `when` | the texts that are all in their chat templates |
-| `turn` | what stands before an answer in a prompt; null where it is not known |
+| `turn` | what stands before an answer in a prompt; null if it is not known |
 | `reasoning` | `open` and `close` around it, where the chat template has `when` |
 | `calls` | the form of calls: see below |
 
 `calls` has `call`, a call with `{name}` and `{arguments}`; `open` and `close` around all calls;
-`between` two of them, null where there is only one; and `trigger`, with which calls begin after a
-text, null where they are the whole answer.
+`between` two of them, null if there is only one; and `trigger`, with which calls begin after a
+text, null if they are the whole answer.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class AnswerForm:
     """Knows how one model writes reasoning and calls. Any thread may use it."""
 
     turn: str | None
-    """What stands before an answer in a prompt; None where that is not known."""
+    """What stands before an answer in a prompt; None if that is not known."""
 
     reasoning: tuple[str, str] | None
     """The texts around reasoning; None for a model that does not reason, or in a way that is not
@@ -34,7 +34,7 @@ class AnswerForm:
 
     template: Mapping[str, Any] | None
     """Transformers' response template, which says how the model writes calls of its own accord;
-    None where it writes them as ``calls`` does."""
+    None if it writes them as ``calls`` does."""
 
     marks: Mapping[str, int]
     """The texts of the form that are tokens of their own, with their ids."""
@@ -93,7 +93,7 @@ class AnswerForm:
         return self._reader(tail, tools, only_calls=only_calls)
 
     def call_marks(self, tools: Sequence[Tool]) -> CallMarks | None:
-        """Return the marks with which calls of ``tools`` begin in a text; None where they are not
+        """Return the marks with which calls of ``tools`` begin in a text; None if they are not
         known."""
         if self.template is not None or not tools:
             return None
@@ -112,14 +112,14 @@ class AnswerForm:
         self, tools: Sequence[Tool], *, tail: str, several: bool
     ) -> AnswerGrammar | None:
         """Return the grammar of answers of any text, which may end with calls of ``tools``: one, or
-        ``several``. None where the model's own form of calls is not known."""
+        ``several``. None if the model's own form of calls is not known."""
         if self.template is not None:
             return None
         source = self._rules.free(self._lead(tail), tools, several=several)
         return AnswerGrammar("lark", source, "tools")
 
     def reasoning_grammar(self, tail: str) -> AnswerGrammar | None:
-        """Return the grammar of answers of any text after limited reasoning; None where there is no
+        """Return the grammar of answers of any text after limited reasoning; None if there is no
         limit, or no reasoning."""
         lead = self._lead(tail)
         if self.most_reasoning is None or not lead:

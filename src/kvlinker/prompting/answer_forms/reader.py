@@ -64,8 +64,8 @@ class AnswerReader:
         begun: str = "",
         only_calls: bool = False,
     ) -> None:
-        """``reasoning`` are the texts around it, None where there is none. ``tools`` are the names
-        of functions that may be called. ``begun`` is what the prompt has of the answer already.
+        """``reasoning`` are the texts around it, None if there is none. ``tools`` are the names of
+        functions that may be called. ``begun`` is what the prompt has of the answer already.
         ``only_calls``: apart from reasoning there is no text."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls

@@ -51,7 +51,7 @@ def read_document(content: bytes, suffix: str) -> DocumentText:
     """Return the text of a file whose name ends in ``suffix``. For suffixes in ``FORMATS``, it is
     Markdown.
 
-    Raises NoTextError, and MissingLibraryError where the format's converter is not installed.
+    Raises NoTextError, and MissingLibraryError if the format's converter is not installed.
     """
     if suffix.lower() in FORMATS:
         try:

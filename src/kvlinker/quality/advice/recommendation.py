@@ -72,8 +72,8 @@ class TierFigures:
 
     @property
     def hidden_percent(self) -> float:
-        """The r that makes T_recompute(r) equal to T_load, at most 100; 0 where loading overlaps
-        with nothing."""
+        """The r that makes T_recompute(r) equal to T_load, at most 100; 0 if loading overlaps with
+        nothing."""
         return Forecast(self.load_seconds, self.prefill_seconds, self.overlaps).hidden_percent(0)
 
     @property

@@ -302,7 +302,7 @@ def run_quality(
 
 
 def _require_names(datasets: Sequence[Dataset]) -> None:
-    """Raise InvalidRequestError where two data sets share a name, which rows go by."""
+    """Raise InvalidRequestError if two data sets share a name, which rows go by."""
     used = [dataset.name for dataset in datasets]
     twice = [name for name in used if used.count(name) > 1]
     if twice:

@@ -178,8 +178,8 @@ def run_ttft(
 
     ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of
     the same prompt takes part whenever ``full`` does, unless ``with_transformers`` is false. With
-    the tier ``disk``, chunks are read with an empty page cache; raises InvalidRequestError where
-    that cannot be emptied, and for a tier that is unknown.
+    the tier ``disk``, chunks are read with an empty page cache; raises InvalidRequestError if that
+    cannot be emptied, and for a tier that is unknown.
     """
     from kvlinker.engines.embedded.engine import EmbeddedEngine
 

@@ -162,7 +162,7 @@ def _row(
     recomputed: int | None,
     gaps: Sequence[_Gaps] | None,
 ) -> Row:
-    """Make the row of a case; ``recomputed`` and ``gaps`` are None where they were not measured."""
+    """Make the row of a case; ``recomputed`` and ``gaps`` are None if they were not measured."""
     full = medians.get("full")
     times: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
     if gaps is not None:

@@ -67,7 +67,7 @@ def trial_values(template: str) -> tuple[str, ...]:
     """Return values to try in the place of ``template``, from the range of the parameter that
     stands there.
 
-    Raises InvalidRequestError where no number of the policy's stands there, and PolicyError for an
+    Raises InvalidRequestError if no number of the policy's stands there, and PolicyError for an
     unknown policy.
     """
     _require_place(template)

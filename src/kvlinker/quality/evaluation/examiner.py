@@ -163,7 +163,7 @@ class Examiner:
         """Return the passages, or with ``truncate`` as many from both ends as leave room for an
         answer of ``limit`` tokens. ``build`` makes a prompt of them.
 
-        Raises ContextLengthError where they do not fit.
+        Raises ContextLengthError if they do not fit.
         """
         chunks = [self.llm.builder.encode_chunk(passage) for passage in example.passages]
         prompt = build(chunks)
@@ -254,7 +254,7 @@ class QuestionTrial:
     max_tokens: int
     first_line: bool
     grammar: AnswerGrammar | None = None
-    """What the answer has to follow; None where it is free."""
+    """What the answer has to follow; None if it is free."""
 
     @classmethod
     def of(

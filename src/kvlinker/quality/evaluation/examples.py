@@ -45,9 +45,9 @@ class Question(_Example):
     max_tokens: int = 32
     """The longest answer, in tokens."""
     first_line: bool = True
-    """True where the answer ends with its first line, as papers score short answers."""
+    """True if the answer ends with its first line, as papers score short answers."""
     whole: bool = False
-    """True where the question makes no sense with passages taken out."""
+    """True if the question makes no sense with passages taken out."""
     choices: tuple[str, ...] = ()
     """The answers of which the model has to give one; none where it answers freely."""
 

@@ -25,7 +25,7 @@ def normalised(text: str) -> str:
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """Return 1 where the two are the same once normalised (SQuAD), else 0."""
+    """Return 1 if the two are the same once normalised (SQuAD), else 0."""
     return float(normalised(answer) == normalised(reference))
 
 
@@ -43,8 +43,8 @@ def f1(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Return words in both over words in either, normalised, without multiplicity; 1 where neither
-    has any."""
+    """Return words in both over words in either, normalised, without multiplicity; 1 if neither has
+    any."""
     words, expected = set(normalised(answer).split()), set(normalised(reference).split())
     either = words | expected
     return len(words & expected) / len(either) if either else 1.0
@@ -91,6 +91,6 @@ def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
 
 
 def similarity(metric: Metric, answer: str, other: str) -> float:
-    """Return the score between two answers of a model; 1 where they are the same text, be it one
+    """Return the score between two answers of a model; 1 if they are the same text, be it one
     without words."""
     return 1.0 if answer == other else metric(answer, other)

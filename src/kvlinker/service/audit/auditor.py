@@ -184,7 +184,7 @@ class Auditor:
         self._thread.join()
 
     def _take(self, answer: ServedAnswer | None) -> None:
-        """Take the answer of a drawn request; None where it was cancelled or failed. Called by the
+        """Take the answer of a drawn request; None if it was cancelled or failed. Called by the
         engine's thread."""
         if answer is None:
             self._skip("cancelled")

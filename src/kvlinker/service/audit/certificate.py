@@ -116,7 +116,7 @@ class CertifiedPolicies:
         self.names = frozenset(_passed(state_dir, fingerprint))
 
     def refusal(self, policy: Policy) -> str | None:
-        """Return why the policy may not be used, and the way out; None where it may."""
+        """Return why the policy may not be used, and the way out; None if it may."""
         if policy.exact or policy.name in self.names:
             return None
         known = ", ".join((*sorted(self.names), "full"))
@@ -127,7 +127,7 @@ class CertifiedPolicies:
         )
 
     def check(self, policy: Policy) -> None:
-        """Raise PolicyError where the policy may not be used."""
+        """Raise PolicyError if the policy may not be used."""
         reason = self.refusal(policy)
         if reason is not None:
             raise PolicyError(reason, param="link.policy")

@@ -85,11 +85,11 @@ class Comparison:
     """True if both find the same first token the most likely."""
 
     kl: float | None
-    """The divergence of the first token's distributions; None where the answer ended with its first
+    """The divergence of the first token's distributions; None if the answer ended with its first
     token."""
 
     answer_kl: float | None
-    """The mean divergence along the given answer; None where there is no distribution."""
+    """The mean divergence along the given answer; None if there is no distribution."""
 
     divergence: int | None
     """The index of the first token at which both find different ones the most likely; None if there

@@ -71,17 +71,17 @@ class Tally:
 
     @property
     def kl(self) -> float | None:
-        """The mean divergence of first tokens, in nats; None where none was measured."""
+        """The mean divergence of first tokens, in nats; None if none was measured."""
         return self.kl_sum / self.measured if self.measured else None
 
     @property
     def answer_kl(self) -> float | None:
-        """The mean divergence along answers, in nats; None where none was measured."""
+        """The mean divergence along answers, in nats; None if none was measured."""
         return self.answer_kl_sum / self.measured if self.measured else None
 
     @property
     def mean_divergence(self) -> float | None:
-        """The mean number of tokens before answers that are not alike diverge; None where all are
+        """The mean number of tokens before answers that are not alike diverge; None if all are
         alike."""
         unlike = self.samples - self.alike
         return self.diverged_after / unlike if unlike else None

@@ -74,7 +74,7 @@ class Findings:
         return FindingsState(self.figures.state(), controller)
 
     def restore(self, state: FindingsState) -> bool:
-        """Go on from a state, in the place of what is known; returns False where the default policy
+        """Go on from a state, in the place of what is known; returns False if the default policy
         does not, since its ladder or its target was another one."""
         self.figures.restore(state.figures)
         if self.controller is None or state.controller is None:

@@ -28,7 +28,7 @@ class AuditJournal:
         """Write to ``path``. ``decode`` turns token ids into the texts that lines have, too;
         without it they have none.
 
-        Raises InvalidRequestError where the file cannot be written.
+        Raises InvalidRequestError if the file cannot be written.
         """
         self._path = path
         self._model = model

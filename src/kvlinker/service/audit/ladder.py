@@ -42,9 +42,8 @@ def make_ladder(
     that are worth trying for it. Behind one without a number stand those of the best usual policy
     that the engine supports.
 
-    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError where it is
-    ``policy`` or one that is given, and InvalidRequestError where ``policy`` is none of those
-    given.
+    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError if it is
+    ``policy`` or one that is given, and InvalidRequestError if ``policy`` is none of those given.
     """
     if (reason := unsupported(policy)) is not None:
         raise PolicyError(reason, param="policy")

@@ -52,14 +52,14 @@ class PolicyManager:
         model: str,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError
-        where the default policy lacks its certificate, and InvalidRequestError for a ladder or a
-        file that cannot be used."""
+        """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError if
+        the default policy lacks its certificate, and InvalidRequestError for a ladder or a file
+        that cannot be used."""
         self.controller: QualityController | None = None
-        """Steers the default policy; None where no quality target is set."""
+        """Steers the default policy; None if no quality target is set."""
 
         self.auditor: Auditor | None = None
-        """Compares answers; None where no share of them is to be audited."""
+        """Compares answers; None if no share of them is to be audited."""
 
         self._engine = engine
         self._configured = parse_policy(settings.policy)
@@ -123,7 +123,7 @@ class PolicyManager:
                 self.auditor.pool.close()
 
     def _refusal(self, policy: Policy) -> str | None:
-        """Return why answers cannot be given under the policy; None where they can."""
+        """Return why answers cannot be given under the policy; None if they can."""
         reason = self._engine.unsupported(policy)
         return (
             self._certified.refusal(policy)

@@ -219,8 +219,8 @@ class ContextCaches:
         """List a page in order of creation: the tenant's own, or the shared ones, that have all
         pairs of ``metadata``.
 
-        ``after`` is the last id of the page before. Raises ContextCacheNotFoundError where that
-        does not exist.
+        ``after`` is the last id of the page before. Raises ContextCacheNotFoundError if that does
+        not exist.
         """
         return self._catalog.list(
             scope.owner(tenant),

@@ -42,8 +42,8 @@ class ContextCacheCalls:
 
         ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for
         each. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it.
-        ``progress`` shows a bar; None: in notebooks. Raises QuotaExceededError and PinLimitError
-        where the settings, or the store, have no room for it.
+        ``progress`` shows a bar; None: in notebooks. Raises QuotaExceededError and PinLimitError if
+        the settings, or the store, have no room for it.
         """
         texts = (chunks,) if isinstance(chunks, str) else chunks
         with progress_bar(len(texts), progress) as advance:

@@ -157,7 +157,7 @@ class Creation:
     ) -> ContextCache | None:
         """Make an implicit context cache of an answer, which says ``text``, with the KV that it was
         generated with; it lives ``ttl`` seconds from its last use. Returns the one that the owner
-        has of just this chunk by now, and None where there is no room for one. It outlasts a power
+        has of just this chunk by now, and None if there is no room for one. It outlasts a power
         cut; its KV may have to be computed again then."""
         now = time.time()
         record = replace(

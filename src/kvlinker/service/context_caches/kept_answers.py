@@ -152,8 +152,8 @@ class AnswerKeeper:
         return KeptAnswer(cache.id, cache.tokens)
 
     def _find(self, tokens: NDArray[np.int64], said: AnswerParts) -> tuple[int, int] | None:
-        """Return which of the sampled tokens are what the answer says; None where these are not
-        tokens of their own."""
+        """Return which of the sampled tokens are what the answer says; None if these are not tokens
+        of their own."""
         try:
             content: Sequence[int] = self._encoder.encode_data(said.content, param="content")
         except InvalidRequestError:
@@ -166,7 +166,7 @@ class AnswerKeeper:
 
 
 def _position(tokens: NDArray[np.int64], part: NDArray[np.int64]) -> int:
-    """Return where ``part`` begins last in ``tokens``; -1 where it does not."""
+    """Return where ``part`` begins last in ``tokens``; -1 if it does not."""
     if len(part) > len(tokens):
         return -1
     windows = np.lib.stride_tricks.sliding_window_view(tokens, len(part))

@@ -69,7 +69,7 @@ class ImplicitCaches:
         self._ttl = ttl
 
     def encode(self, text: str, salt: str = "") -> Chunk | None:
-        """Return the chunk of a text in requests with this salt; None where it can be none: it is
+        """Return the chunk of a text in requests with this salt; None if it can be none: it is
         empty, too long, or spells special tokens that the tokenizer cannot write as text."""
         if not text:
             return None

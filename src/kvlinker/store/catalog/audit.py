@@ -31,7 +31,7 @@ class AuditPart:
     """The number of the last sample that ``state`` is made of."""
 
     state: str | None
-    """Takes the place of the samples up to there; None where the reader knows those."""
+    """Takes the place of the samples up to there; None if the reader knows those."""
 
     samples: tuple[AuditSample, ...]
     """The samples after both, in their order."""

@@ -75,7 +75,7 @@ class Catalog:
         """Open or create the file of a path, or the tables in the PostgreSQL database of a URL;
         with a cipher, token ids are encrypted, also those that were not before.
 
-        Raises StoreError where it is damaged, foreign, of another schema, or encrypted with another
+        Raises StoreError if it is damaged, foreign, of another schema, or encrypted with another
         key.
         """
         self._database = open_database(place)
@@ -116,7 +116,7 @@ class Catalog:
             connection.execute("ROLLBACK TO trial")
 
     def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
-        """Return the tenant's context cache of this id, or the shared one; None where there is
+        """Return the tenant's context cache of this id, or the shared one; None if there is
         none."""
         return self.get_many([cache_id], tenant, now).get(cache_id)
 
@@ -152,7 +152,7 @@ class Catalog:
         that follow ``after`` where it is given, and only those with all pairs of ``metadata``.
 
         Pages that follow one another neither repeat nor skip an item, whatever is added or removed
-        between them, the item ``after`` included. Raises ContextCacheNotFoundError where ``after``
+        between them, the item ``after`` included. Raises ContextCacheNotFoundError if ``after``
         does not exist, or not for ``POSITION_SECONDS``.
         """
         follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
@@ -306,9 +306,9 @@ class Catalog:
         return frozenset(key for (key,) in rows)
 
     def chunk(self, chunk_key: str) -> tuple[Chunk, str, str] | None:
-        """Return a chunk with its owner and its model's fingerprint; None where no context cache
-        holds it, or its token ids were changed from outside. It has scores where one holds it that
-        was created by name."""
+        """Return a chunk with its owner and its model's fingerprint; None if no context cache holds
+        it, or its token ids were changed from outside. It has scores where one holds it that was
+        created by name."""
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key = :key", {"key": chunk_key}
         )
@@ -387,7 +387,7 @@ class Catalog:
 
 def open_database(place: Path | str) -> Database:
     """Open or create the catalog's SQLite file, or its tables in the PostgreSQL database of a URL.
-    Raises StoreError where it is damaged, foreign or of another schema, or cannot be reached."""
+    Raises StoreError if it is damaged, foreign or of another schema, or cannot be reached."""
     if isinstance(place, Path):
         from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 

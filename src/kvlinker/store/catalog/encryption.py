@@ -96,10 +96,9 @@ _COLUMNS = (
 
 
 def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -> None:
-    """Share the catalog, and encrypt a catalog that is not encrypted yet, if there is a
-    cipher.
+    """Share the catalog, and encrypt a catalog that is not encrypted yet, if there is a cipher.
 
-    Raises StoreError where the cipher is not the catalog's.
+    Raises StoreError if the cipher is not the catalog's.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -122,7 +121,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
     """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether
     it held anything that was not. A catalog that was not encrypted does not need ``old``.
 
-    Raises StoreError where it is encrypted with neither, or an entry does not open.
+    Raises StoreError if it is encrypted with neither, or an entry does not open.
     """
     with database.transaction() as connection:
         row = connection.execute("SELECT sealed FROM encryption").fetchone()
@@ -143,7 +142,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
 
 
 def _key_check(database: Database) -> bytes | None:
-    """Return what opens with the catalog's key; None where it is not encrypted."""
+    """Return what opens with the catalog's key; None if it is not encrypted."""
     rows = database.query("SELECT sealed FROM encryption", {})
     return rows[0][0] if rows else None
 

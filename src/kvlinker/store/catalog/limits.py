@@ -48,8 +48,8 @@ NO_LIMITS = Limits()
 def check_added(connection: Connection, records: Sequence[ContextCache], limits: Limits) -> None:
     """Check that context caches may be added, none of which is there yet.
 
-    Raises QuotaExceededError where a tenant would have more than it may, and PinLimitError where
-    more would be pinned.
+    Raises QuotaExceededError if a tenant would have more than it may, and PinLimitError if more
+    would be pinned.
     """
     chunks = {
         record.chunk_key: record for record in reversed(records)
@@ -73,8 +73,8 @@ def check_added(connection: Connection, records: Sequence[ContextCache], limits:
 
 
 def check_pinned(connection: Connection, chunk_key: str, tenant: str, limits: Limits) -> None:
-    """Check that a context cache of this chunk may be pinned. Raises PinLimitError where more would
-    be than may."""
+    """Check that a context cache of this chunk may be pinned. Raises PinLimitError if more would be
+    than may."""
     _check_pins(connection, {chunk_key: tenant}, _nbytes(connection, [chunk_key]), limits)
 
 
@@ -130,7 +130,7 @@ def _check_pins(
     """Check that chunks may be pinned, of which some may be; ``pinned`` gives their tenants and
     ``sizes`` their bytes.
 
-    Raises PinLimitError where all or one of the tenants would have pinned more than they may.
+    Raises PinLimitError if all or one of the tenants would have pinned more than they may.
     """
     if not pinned:
         return

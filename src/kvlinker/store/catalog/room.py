@@ -36,8 +36,8 @@ def make_room(
     and where a quota still is, the implicit ones of the same tenants, those that were used longest
     ago first, but for the ids in ``kept``.
 
-    Raises QuotaExceededError and PinLimitError where that is not enough; the caller's transaction
-    then undoes it. ``now``: Unix seconds.
+    Raises QuotaExceededError and PinLimitError if that is not enough; the caller's transaction then
+    undoes it. ``now``: Unix seconds.
     """
     if _excess(connection, records, limits) is None:
         return Room()
@@ -76,8 +76,7 @@ def remove_expired(connection: Connection, now: float) -> tuple[int, tuple[str, 
 def _excess(
     connection: Connection, records: Sequence[ContextCache], limits: Limits
 ) -> QuotaExceededError | PinLimitError | None:
-    """Return the error of the limit that keeps the records from being entered, None where they
-    fit."""
+    """Return the error of the limit that keeps the records from being entered, None if they fit."""
     try:
         check_added(connection, records, limits)
     except (QuotaExceededError, PinLimitError) as error:

@@ -131,7 +131,7 @@ def index_metadata(connection: Connection, added: Mapping[str, Mapping[str, str]
 
 
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
-    """Return the context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were
+    """Return the context cache of a row of ``COLUMNS``. Raises StoreError if its token ids were
     changed from outside."""
     (
         cache_id,
@@ -174,7 +174,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
 
 
 def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
-    """Return what ``read_row`` does; None where it raises."""
+    """Return what ``read_row`` does; None if it raises."""
     try:
         return read_row(row, blobs)
     except StoreError:

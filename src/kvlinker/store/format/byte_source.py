@@ -23,7 +23,7 @@ class ByteSource(Protocol):
     def read(self, offset: int, length: int) -> Bytes:
         """Return these bytes, which do not change from then on.
 
-        Raises EOFError where they turn out to be fewer, and OSError.
+        Raises EOFError if they turn out to be fewer, and OSError.
         """
 
 

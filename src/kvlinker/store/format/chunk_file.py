@@ -219,7 +219,7 @@ class EncodedChunk:
         """Read, verify and decode one layer; tensors that lie there as they are become views of
         what the source gives.
 
-        Raises ChunkFileError where it is damaged, and what the source raises.
+        Raises ChunkFileError if it is damaged, and what the source raises.
         """
         return LayerKV.of_parts([self._heads(index) for index in self._heads_of[layer]])
 
@@ -264,7 +264,7 @@ def _what_is_wrong() -> Iterator[None]:
 
 
 def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
-    """Return all tensors in order. Raises ValueError where the codec refuses."""
+    """Return all tensors in order. Raises ValueError if the codec refuses."""
     tensors = []
     if kv.scores is not None:
         for name, array in zip(

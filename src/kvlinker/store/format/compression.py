@@ -41,8 +41,8 @@ def require_zstd() -> None:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that saves
-    nothing, or more than MOST_EXPANSION.
+    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None if that saves nothing,
+    or more than MOST_EXPANSION.
 
     Raises MissingLibraryError.
     """

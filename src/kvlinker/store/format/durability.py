@@ -58,8 +58,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def create_file(path: Path, content: bytes) -> bool:
-    """Make ``path`` a file of this content; returns False where another was there already, and
-    stays. Raises OSError."""
+    """Make ``path`` a file of this content; returns False if another was there already, and stays.
+    Raises OSError."""
     temporary = write_beside(path, lambda file: file.write(content))
     try:
         os.link(temporary, path)

@@ -47,7 +47,7 @@ class Cipher:
     """Encrypts with one key. Methods may be called from any thread."""
 
     def __init__(self, key: bytes) -> None:
-        """Take a key of 32 bytes. Raises StoreError where the library is missing."""
+        """Take a key of 32 bytes. Raises StoreError if the library is missing."""
         try:
             import cryptography  # noqa: F401
         except ModuleNotFoundError as error:

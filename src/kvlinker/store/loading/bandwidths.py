@@ -100,12 +100,12 @@ class Bandwidths:
         self.note(tier, sum(read.nbytes for read in reads), seconds, busy_share * seconds)
 
     def of(self, tier: str) -> float | None:
-        """Return the tier's bytes per second; None where nothing was measured, or too long ago."""
+        """Return the tier's bytes per second; None if nothing was measured, or too long ago."""
         values = self._values(tier)
         return None if values is None else values[0]
 
     def time(self, reads: Iterable[tuple[str, int]]) -> LoadTime | None:
-        """Return the expected time of reading so many bytes from each of these tiers; None where a
+        """Return the expected time of reading so many bytes from each of these tiers; None if a
         tier has not been measured."""
         taken = LoadTime()
         for tier, nbytes in reads:
@@ -120,8 +120,8 @@ class Bandwidths:
         return {tier: rate for tier in self._names if (rate := self.of(tier)) is not None}
 
     def worth_loading(self, tier: str, nbytes: int, prefill_seconds: float) -> bool:
-        """Return whether reading is expected to take no longer than computing; True where that is
-        not known, or was not measured lately."""
+        """Return whether reading is expected to take no longer than computing; True if that is not
+        known, or was not measured lately."""
         rate = self.of(tier)
         return rate is None or not self.fresh(tier) or nbytes / rate <= max(prefill_seconds, 1e-3)
 

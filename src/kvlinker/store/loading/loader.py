@@ -124,8 +124,8 @@ class LayerLoader:
             self._hand_out(reading, *reading.advance())
 
     def _next(self) -> ChunkRead | None:
-        """Return the chunk to go on with; None where this thread is to end, because it finds none
-        or was abandoned."""
+        """Return the chunk to go on with; None if this thread is to end, because it finds none or
+        was abandoned."""
         me = threading.current_thread()
         with self._lock:
             readings = self._readings.values()

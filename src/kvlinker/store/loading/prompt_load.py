@@ -65,14 +65,14 @@ class LoadedChunk:
     """The seconds of reading."""
 
     stored: ChunkKV | None = None
-    """Its KV as slower tiers keep it; None where it was in memory."""
+    """Its KV as slower tiers keep it; None if it was in memory."""
 
 
 class ChunkLoad:
     """One chunk that one prompt wants from a slower tier.
 
-    ``begun`` gets the KV once enough layers are there to begin with, or None where the chunk is
-    lost or late. ``ended`` gets the whole chunk, or None where this prompt does not get it.
+    ``begun`` gets the KV once enough layers are there to begin with, or None if the chunk is lost
+    or late. ``ended`` gets the whole chunk, or None if this prompt does not get it.
     """
 
     def __init__(

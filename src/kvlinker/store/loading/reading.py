@@ -68,7 +68,7 @@ class ChunkRead:
 
     @property
     def progress(self) -> int:
-        """The number of layers that were read, or -1 where no copy is open."""
+        """The number of layers that were read, or -1 if no copy is open."""
         return -1 if self.opened is None else len(self._layers)
 
     @property
@@ -94,8 +94,8 @@ class ChunkRead:
             self._open(chunk, self.opened)
 
     def advance(self) -> tuple[Found, TimedRead]:
-        """Open a copy, or read the next layer; None where there is none, or it cannot be read.
-        Returns the time that it took, too."""
+        """Open a copy, or read the next layer; None if there is none, or it cannot be read. Returns
+        the time that it took, too."""
         found: Found = None
         nbytes = 0
         begin, busy = time.perf_counter(), time.thread_time()

@@ -90,6 +90,6 @@ class _StreamArrival:
 
 
 def lane_to(device: torch.device) -> CopyLane | None:
-    """Return a new lane to the device; None where its memory is the host's, or it has no such
+    """Return a new lane to the device; None if its memory is the host's, or it has no such
     streams."""
     return StreamLane(device) if device.type == "cuda" else None

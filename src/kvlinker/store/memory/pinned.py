@@ -18,7 +18,7 @@ ALIGNMENT = 256
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return so many bytes of pinned memory. Raises RuntimeError where there are not so many."""
+    """Return so many bytes of pinned memory. Raises RuntimeError if there are not so many."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

@@ -22,7 +22,7 @@ class TierUsage:
     budget_bytes: int
     chunks: int
     reachable: bool = True
-    """False where the tier does not answer, and nothing was counted."""
+    """False if the tier does not answer, and nothing was counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Tier(Protocol):
 
     @property
     def shared(self) -> bool:
-        """True where other servers keep chunks here, which this one's catalog does not know."""
+        """True if other servers keep chunks here, which this one's catalog does not know."""
 
     @property
     def budget_bytes(self) -> int:
@@ -76,8 +76,8 @@ class Tier(Protocol):
         it."""
 
     def open(self, key: str) -> ChunkReader | None:
-        """Open the chunk's KV, now the most recently used, to be read layer by layer; None where it
-        is absent.
+        """Open the chunk's KV, now the most recently used, to be read layer by layer; None if it is
+        absent.
 
         The caller closes the reader. A copy that turns out damaged while it is read is dropped as
         ``get`` would drop it.
@@ -110,7 +110,7 @@ class Tier(Protocol):
     def delete(self, key: str) -> bool:
         """Forget the key; an absent key is no error.
 
-        Returns False where the medium has not let go of its bytes yet: the chunk is tombstoned, so
+        Returns False if the medium has not let go of its bytes yet: the chunk is tombstoned, so
         that it is not found any more; the tier tries that again, and so may the caller.
         """
 
@@ -121,11 +121,11 @@ class Tier(Protocol):
         """Return the number of chunks held."""
 
     def nbytes(self, key: str) -> int | None:
-        """Return the bytes that the chunk takes up here, or None where it is absent. Does not count
-        as a use."""
+        """Return the bytes that the chunk takes up here, or None if it is absent. Does not count as
+        a use."""
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
-        """Return ``nbytes`` of those of the keys that the tier knows of; None where the medium does
+        """Return ``nbytes`` of those of the keys that the tier knows of; None if the medium does
         not answer.
 
         Asks the medium few questions, so that what other processes put here lately may be missing.

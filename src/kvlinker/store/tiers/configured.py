@@ -82,11 +82,11 @@ class TierSetup:
     settings: StoreSettings
     events: Events
     host_bytes: int
-    """The budget of host memory in bytes; 0 where no engine in this process uses it."""
+    """The budget of host memory in bytes; 0 if no engine in this process uses it."""
     cipher: Cipher | None = None
     """Encrypts the bytes that leave memory; None for no encryption."""
     device: torch.device | None = None
-    """The device of the model that takes chunks from the store; None where there is none in this
+    """The device of the model that takes chunks from the store; None if there is none in this
     process."""
     pinned: Set[str] = frozenset()
     """The keys of chunks that are not to be evicted."""
@@ -114,7 +114,7 @@ class ConfiguredTier(ABC):
 
     @property
     def options(self) -> Mapping[str, Any] | None:
-        """The options under the tier's name in the setting ``tiers``; None where that does not name
+        """The options under the tier's name in the setting ``tiers``; None if that does not name
         the tier."""
         return self.setup.settings.tiers.get(self.name)
 
@@ -125,13 +125,13 @@ class ConfiguredTier(ABC):
 
     @property
     def is_left_out(self) -> bool:
-        """True where the settings leave the tier out."""
+        """True if the settings leave the tier out."""
         return not self.budget_bytes
 
     @abstractmethod
     def open(self) -> Tier:
-        """Open the tier. Raises StoreError where that is not possible, and InvalidRequestError for
-        bad settings."""
+        """Open the tier. Raises StoreError if that is not possible, and InvalidRequestError for bad
+        settings."""
 
     @property
     def codec(self) -> Codec:
@@ -144,12 +144,12 @@ class ConfiguredTier(ABC):
         return Sealing(self.setup.cipher)
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the medium itself; None where that is not known."""
+        """Return the free bytes of the medium itself; None if that is not known."""
         return None
 
     @property
     def has_scratch(self) -> bool:
-        """True where ``kvlinker advise`` can measure the tier in a folder for samples."""
+        """True if ``kvlinker advise`` can measure the tier in a folder for samples."""
         return type(self).scratch is not ConfiguredTier.scratch
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
@@ -169,7 +169,7 @@ _registry: Registry[type[ConfiguredTier]] = Registry(
 
 
 def register(kind: K) -> K:
-    """Class decorator: makes the tier available under its ``name``. Raises ValueError where another
+    """Class decorator: makes the tier available under its ``name``. Raises ValueError if another
     has the name."""
     _registry.add(kind.name, kind)
     return kind
@@ -179,8 +179,8 @@ def configured_tiers(setup: TierSetup) -> list[ConfiguredTier]:
     """Return the tiers that the settings configure, not yet opened, from the fastest to the
     slowest.
 
-    Raises InvalidRequestError where the setting ``tiers`` names one that is not known, or takes
-    other settings, and where its options are wrong.
+    Raises InvalidRequestError if the setting ``tiers`` names one that is not known, or takes other
+    settings, and where its options are wrong.
     """
     known = _registry.known()
     for name in setup.settings.tiers:

@@ -58,8 +58,8 @@ class DeviceTier(HostTier):
         return copied is not None and super().put(key, copied)
 
     def copied(self, kv: ChunkKV) -> ChunkKV | None:
-        """Return the KV on the device, itself where it is there already; None where there is no
-        room for it."""
+        """Return the KV on the device, itself where it is there already; None if there is no room
+        for it."""
         if kv.nbytes > self.budget_bytes:
             return None
         try:

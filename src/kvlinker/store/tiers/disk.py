@@ -80,7 +80,7 @@ class DiskTier:
 
         With ``yields``, chunks are evicted when the disk itself is full, too; otherwise another
         process does that. Without ``adopts``, no other process writes to the folder. Raises
-        StoreError where the folder cannot be created or listed.
+        StoreError if the folder cannot be created or listed.
         """
         self.name = name
         self.speed_name = speed_name(
@@ -232,8 +232,8 @@ class DiskTier:
         """Do nothing: no file is open between calls."""
 
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
-        """Return the verified KV; or the damage, after removing and publishing it; or None where it
-        is a miss for now."""
+        """Return the verified KV; or the damage, after removing and publishing it; or None if it is
+        a miss for now."""
         try:
             return read_chunk_file(self._folder.path(key), key, self._sealing)
         except (ChunkFileError, UnreadableHereError, OSError) as error:

@@ -129,7 +129,7 @@ class IndexedFolder:
             self._index.set_pinned(keys)
 
     def touch(self, key: str) -> bool:
-        """Note a use, in the file's modification time, too; returns False where the chunk is
+        """Note a use, in the file's modification time, too; returns False if the chunk is
         absent."""
         with self._lock:
             if not self.contains(key):
@@ -204,7 +204,7 @@ class IndexedFolder:
         return True
 
     def delete(self, key: str) -> bool:
-        """Remove the chunk's file; returns False where the disk does not let go of it."""
+        """Remove the chunk's file; returns False if the disk does not let go of it."""
         with self._lock:
             self._index.remove(key)
             self._limit_guest()
@@ -216,8 +216,7 @@ class IndexedFolder:
             return gone
 
     def drop(self, key: str) -> bool:
-        """Remove a file that is damaged; returns False where it was deleted or evicted
-        meanwhile."""
+        """Remove a file that is damaged; returns False if it was deleted or evicted meanwhile."""
         with self._lock:
             if not self._index.remove(key):
                 return False

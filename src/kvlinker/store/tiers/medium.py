@@ -71,7 +71,7 @@ class BlobMedium(Protocol):
         evicted sizes."""
 
     def stat(self, key: str) -> int | None:
-        """Return the blob's size in bytes, or None where there is none. Raises BlobDamaged."""
+        """Return the blob's size in bytes, or None if there is none. Raises BlobDamaged."""
 
     def touch(self, key: str) -> int | None:
         """Return what ``stat`` does; the blob is now the most recently used."""

@@ -332,7 +332,7 @@ def _translated() -> Iterator[None]:
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """Return when the object was written, in Unix seconds; 0 where nothing says so."""
+    """Return when the object was written, in Unix seconds; 0 if nothing says so."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), 0.0)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)

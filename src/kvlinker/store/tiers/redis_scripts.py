@@ -109,7 +109,7 @@ return evicted
 """
 )
 """Takes the room for a blob that is about to be written. Arguments: key, bytes, budget. Returns
-evicted sizes, or nothing where it is there already."""
+evicted sizes, or nothing if it is there already."""
 
 COMMIT = (
     _PRELUDE

@@ -221,8 +221,8 @@ class BlobTier:
             return None
 
     def _read(self, key: str, nbytes: int) -> ChunkKV | ChunkDamaged | None:
-        """Return the verified KV; or the damage, after removing and publishing it; or None where it
-        is a miss for now."""
+        """Return the verified KV; or the damage, after removing and publishing it; or None if it is
+        a miss for now."""
         if nbytes > self.budget_bytes:
             return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
         try:
@@ -243,7 +243,7 @@ class BlobTier:
         return data
 
     def _fetched_part(self, key: str, start: int, nbytes: int) -> Bytes:
-        """Read bytes of a blob. Raises LayerLostError where the medium does not give them, and
+        """Read bytes of a blob. Raises LayerLostError if the medium does not give them, and
         BlobDamaged."""
         data = self._guard.ask(partial(self._fetched, key, start, nbytes), None, nbytes=nbytes)
         if data is None:

@@ -92,7 +92,7 @@ class ContextCacheObject(ResponseBody):
     """A context cache. ``bytes`` is the size of its KV, and ``tier`` its current place: 0 and null
     while it is evicted.
 
-    ``usable`` is false where it was made with another model, or other weights, than are served now;
+    ``usable`` is false if it was made with another model, or other weights, than are served now;
     ``implicit`` is true for one that a prompt's text brought, which lives on with every use.
     """
 

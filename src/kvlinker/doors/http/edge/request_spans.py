@@ -25,8 +25,8 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 def provider_from_environment() -> TracerProvider | None:
     """Return an OpenTelemetry tracer provider that exports by OTLP, as the SDK's own variables say.
 
-    None where they name no endpoint, or turn traces off; and, with a warning in the log, without
-    the extra ``otel``.
+    None if they name no endpoint, or turn traces off; and, with a warning in the log, without the
+    extra ``otel``.
     """
     if (
         not any(os.environ.get(name) for name in _ENDPOINTS)

@@ -115,8 +115,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _complaint(cls, name: str, value: Any) -> PydanticCustomError | None:
-        """Return what is wrong with a value of a field that is not served; None where it is
-        taken."""
+        """Return what is wrong with a value of a field that is not served; None if it is taken."""
         own, foreign = cls._fields()
         if name in foreign:
             no_ops = foreign[name].no_ops

@@ -14,7 +14,7 @@ PositionRange = Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 class ForecastBody(ResponseBody):
-    """The times, in seconds, by which a policy settled; null where nothing was measured yet."""
+    """The times, in seconds, by which a policy settled; null if nothing was measured yet."""
 
     load_s: float | None
     prefill_s: float | None

@@ -59,7 +59,7 @@ def prompt_logprobs_body(
     most: int | None = None,
 ) -> PromptLogprobsBody | None:
     """Return the field ``prompt_logprobs`` of an answer, with the alternatives of
-    ``scored_tokens``; None where it was not asked for."""
+    ``scored_tokens``; None if it was not asked for."""
     if scored is None:
         return None
     return [

@@ -101,7 +101,7 @@ class ReasoningFields(RequestBody):
 
     @property
     def tells_reasoning(self) -> bool:
-        """True where the answer is to have the reasoning in it."""
+        """True if the answer is to have the reasoning in it."""
         omitted = self.thinking is not None and self.thinking.display == "omitted"
         return self.include_reasoning is not False and not omitted
 

@@ -254,7 +254,7 @@ class SamplingBody(DecodingFields):
 
     @property
     def include_usage(self) -> bool:
-        """True where a stream is to end with its usage."""
+        """True if a stream is to end with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

@@ -29,7 +29,7 @@ class PromptTokenCounts(ResponseBody):
 
 
 class TierStatus(ResponseBody):
-    """A tier's fill level and measured bandwidth; null where nothing was measured yet. Servers that
+    """A tier's fill level and measured bandwidth; null if nothing was measured yet. Servers that
     report the same ``place`` share the tier; null for memory."""
 
     name: str

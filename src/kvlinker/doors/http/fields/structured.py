@@ -147,7 +147,7 @@ class StructuredFields(RequestBody):
         return self
 
     def structured_form(self) -> str | None:
-        """Return the name of the field that asks for a form; None where none does. Raises
+        """Return the name of the field that asks for a form; None if none does. Raises
         InvalidRequestError for several."""
         given = [name for name in sorted(_ASKING) if getattr(self, name) is not None]
         if len(given) > 1:
@@ -158,7 +158,7 @@ class StructuredFields(RequestBody):
         return given[0] if given else None
 
     def structured_grammar(self) -> AnswerGrammar | None:
-        """Return the grammar that the answer is to follow; None where none is asked for."""
+        """Return the grammar that the answer is to follow; None if none is asked for."""
         if self.structured_outputs is not None:
             return self.structured_outputs.answer_grammar()
         if self.structured_form() is None:
@@ -192,8 +192,8 @@ def _grammar(
 def answer_grammar(
     response_format: ResponseFormatBody | None, structured: StructuredFields
 ) -> AnswerGrammar | None:
-    """Return the grammar that a request asks for. Raises InvalidRequestError where several fields
-    ask for one."""
+    """Return the grammar that a request asks for. Raises InvalidRequestError if several fields ask
+    for one."""
     asked = None if response_format is None else response_format.grammar
     form = structured.structured_form()
     if asked is not None and form is not None:

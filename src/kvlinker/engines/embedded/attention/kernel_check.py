@@ -25,7 +25,7 @@ def require_right(kernel: AttentionKernel, dtype: torch.dtype, device: torch.dev
     """Compare attention, and the writing of new keys and values, with PyTorch's, with and without
     rotary embedding, on the device.
 
-    Raises NativeUnavailableError where they differ.
+    Raises NativeUnavailableError if they differ.
     """
     generator = torch.Generator().manual_seed(0)
     positions = np.concatenate(

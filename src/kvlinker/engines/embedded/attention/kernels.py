@@ -41,8 +41,8 @@ def _fits(layer: LayerShape) -> bool:
 
 @cache
 def triton_attention(dtype: torch.dtype, device: torch.device) -> AttentionKernel | None:
-    """Return the kernel for GPUs, checked when first asked for; None where it does not work, and
-    the log says why."""
+    """Return the kernel for GPUs, checked when first asked for; None if it does not work, and the
+    log says why."""
 
     def checked() -> AttentionKernel:
         try:
@@ -61,8 +61,8 @@ def triton_attention(dtype: torch.dtype, device: torch.device) -> AttentionKerne
 
 @cache
 def native_attention() -> NativeAttention | None:
-    """Return the native kernel, compiled when first asked for; None where there is none, and the
-    log says why."""
+    """Return the native kernel, compiled when first asked for; None if there is none, and the log
+    says why."""
     return native.or_fall_back(_checked, "Attention takes PyTorch's kernels")
 
 

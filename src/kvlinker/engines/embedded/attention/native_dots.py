@@ -46,13 +46,13 @@ class NativeDots:
 
 @cache
 def native_dots() -> NativeDots | None:
-    """Return the native products, compiled when first asked for; None where there are none, and the
+    """Return the native products, compiled when first asked for; None if there are none, and the
     log says why."""
     return native.or_fall_back(NativeDots, "Observed attention takes PyTorch's products")
 
 
 def dot_products(query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what ``NativeDots.multiply`` returns; None where native code cannot compute it, or not
+    """Return what ``NativeDots.multiply`` returns; None if native code cannot compute it, or not
     faster than PyTorch."""
     fits = (
         query.is_cpu

@@ -182,7 +182,7 @@ def merge(partials: Sequence[Partial], sources: Tensor | None, sinks: Tensor | N
 
 
 def _sources(calls: Sequence[AttentionCall], queries: int) -> NDArray[np.int64] | None:
-    """Return where ``merge`` finds every query; None where one call has them all, in order."""
+    """Return where ``merge`` finds every query; None if one call has them all, in order."""
     rows = np.concatenate([call.rows for call in calls]) if calls else np.zeros(0, np.int64)
     if len(calls) == 1 and np.array_equal(rows, np.arange(queries)):
         return None

@@ -55,7 +55,7 @@ class View:
 
     def trimmed(self) -> View | None:
         """Return the view with hidden keys at its ends cut off, and without a mask where none is
-        left in between; None where it shows nothing."""
+        left in between; None if it shows nothing."""
         if self.hidden is None:
             return self if self.first < self.last else None
         seen = ~self.hidden[self.first : self.last]

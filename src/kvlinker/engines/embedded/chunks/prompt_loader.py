@@ -202,7 +202,7 @@ class PromptLoader:
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
     ) -> Future[KV]:
         """Have the chunk computed that the store lacks, or has without the scores that are needed.
-        Raises KVLinkerError where the request has ended while the store looked for it."""
+        Raises KVLinkerError if the request has ended while the store looked for it."""
         if isinstance(stored, ArrivingKV):
             stored.give_up()
         _check_wanted(request)

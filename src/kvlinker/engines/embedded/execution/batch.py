@@ -82,8 +82,8 @@ class OwnTokens:
         return mask
 
     def hidden(self, epoch: int) -> tuple[NDArray[np.bool_] | None, ...]:
-        """Mask, for every shared chunk, the tokens that are the sequence's own: [tokens]; None
-        where none is."""
+        """Mask, for every shared chunk, the tokens that are the sequence's own: [tokens]; None if
+        none is."""
         if epoch not in self._hidden:
             gone = self.gone(epoch, len(self.positions))
             own = self.positions if gone is None else self.positions[~gone]
@@ -94,7 +94,7 @@ class OwnTokens:
 
 
 def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np.bool_] | None:
-    """Mask the ``positions`` in [start, start + length): [length]; None where there are none."""
+    """Mask the ``positions`` in [start, start + length): [length]; None if there are none."""
     first, last = np.searchsorted(positions, [start, start + length])
     if first == last:
         return None

@@ -117,7 +117,7 @@ class Capture:
         """Keep what one run of tokens from position ``start`` on does to the state of a layer:
         ``entering`` [channels, window + run] is convolved, of which the tokens before them are the
         first, and ``mixed`` and ``gates`` [1, run, …] are the arguments of the rule after that.
-        Does nothing where the KV alone is collected."""
+        Does nothing if the KV alone is collected."""
         window = self._anatomy.recurrences[layer].window if self._anatomy.recurrences else 0
         for (first, last), chunk in zip(self._spans, self._states, strict=True):
             begin, end = max(start, first), min(start + entering.shape[1] - window, last)

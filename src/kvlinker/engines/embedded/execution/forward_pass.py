@@ -69,8 +69,8 @@ class ForwardPass:
         wait: WaitInStep,
         native: bool = True,
     ) -> None:
-        """``ahead`` brings chunks' layers to the device. ``native`` is False where observers are to
-        be shown weights that PyTorch alone computes."""
+        """``ahead`` brings chunks' layers to the device. ``native`` is False if observers are to be
+        shown weights that PyTorch alone computes."""
         self._layers = anatomy.layers
         self._kept_by = kept_by(anatomy.layers)
         self._attended = 0

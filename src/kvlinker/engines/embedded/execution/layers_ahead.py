@@ -39,8 +39,8 @@ class LayersAhead:
     """
 
     def __init__(self, lane: CopyLane | None, layers: int, *, room_bytes: int = 0) -> None:
-        """``lane`` leads to the device; None where its memory is the host's. ``layers`` are those
-        that keep KV. Copies of up to ``room_bytes`` stay from pass to pass."""
+        """``lane`` leads to the device; None if its memory is the host's. ``layers`` are those that
+        keep KV. Copies of up to ``room_bytes`` stay from pass to pass."""
         self._lane = lane
         self._layers = layers
         self._room_bytes = room_bytes

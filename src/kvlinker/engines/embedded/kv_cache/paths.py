@@ -68,7 +68,7 @@ class PathChoices:
         self._chunks = {span.start: (span, key) for span, key in spans}
 
     def at(self, position: int) -> list[PathChunk]:
-        """Return all that the chunk at the position may have been linked as; nothing where no chunk
+        """Return all that the chunk at the position may have been linked as; nothing if no chunk
         begins."""
         if position not in self._chunks:
             return []

@@ -83,7 +83,7 @@ class PrefixTree:
     def find(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
     ) -> ReusedPrefix | None:
-        """Return what a prompt, linked under ``policy``, can reuse; None where that is too little.
+        """Return what a prompt, linked under ``policy``, can reuse; None if that is too little.
 
         ``keys`` are those of the prompt's chunks. Its last token is never reused, since its logits
         are needed.

@@ -16,7 +16,7 @@ from kvlinker.store.loading.arriving import KV
 from kvlinker.store.prefixes import SpilledPrefixes
 
 ComputeSeconds = Callable[[Sequence[Range]], float | None]
-"""Predicts the seconds of computing these positions; None where nothing was measured."""
+"""Predicts the seconds of computing these positions; None if nothing was measured."""
 
 
 class Spill(Protocol):
@@ -31,7 +31,7 @@ class Spill(Protocol):
         ...
 
     def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
-        """Keep the KV in these slots; False where it cannot be kept."""
+        """Keep the KV in these slots; False if it cannot be kept."""
         ...
 
     def contains(self, key: str) -> bool:

@@ -22,19 +22,19 @@ class LayerShape(AttentionShape):
     """
 
     rotary: Rotary | None
-    """How its keys are rotated; None where it has no rotary embedding."""
+    """How its keys are rotated; None if it has no rotary embedding."""
 
     latents: Latents | None = None
-    """How it attends to latents; None where it keeps keys and values."""
+    """How it attends to latents; None if it keeps keys and values."""
 
     indexer: Indexer | None = None
-    """What picks the tokens that its queries see; None where it has no indexer of its own."""
+    """What picks the tokens that its queries see; None if it has no indexer of its own."""
 
     picker: int | None = None
-    """The layer whose indexer picks the tokens that its queries see; None where they see all."""
+    """The layer whose indexer picks the tokens that its queries see; None if they see all."""
 
     source: int | None = None
-    """The layer whose keys and values it attends to; None where it has its own."""
+    """The layer whose keys and values it attends to; None if it has its own."""
 
     block: int = 0
     """The number of the decoder layer's call, among all of a pass, in which it is computed."""

@@ -33,8 +33,8 @@ def context_window(model: Any) -> int:
     everywhere: neither its rotary embedding nor the scale of its queries changes, and no attention
     is cut at fixed positions.
 
-    Raises UnsupportedModelError where its configuration does not say, and its attention is not
-    bounded by a window.
+    Raises UnsupportedModelError if its configuration does not say, and its attention is not bounded
+    by a window.
     """
     config = model.config.get_text_config()
     window = said_window(model)
@@ -54,7 +54,7 @@ def context_window(model: Any) -> int:
 
 
 def said_window(model: Any) -> int | None:
-    """Return the context window that the model's configuration says; None where it says none."""
+    """Return the context window that the model's configuration says; None if it says none."""
     window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if window is None else int(window)
 

@@ -45,8 +45,8 @@ class Indexer:
     offset: int = 0
 
     tables: Rotary | None = None
-    """The rotary embedding whose cos and sin of all positions it takes; None where it takes those
-    of its queries, or none."""
+    """The rotary embedding whose cos and sin of all positions it takes; None if it takes those of
+    its queries, or none."""
 
     def rotated(self, kept: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return what is kept of tokens, [tokens, dim], rotated by cos and sin [tokens, columns],
@@ -303,7 +303,7 @@ class _Picking(TorchFunctionMode):
 
 def place_of(part: Tensor, whole: Tensor) -> int | None:
     """Return from which dimension on ``part`` [tokens, width] is in ``whole`` [tokens, dim]; None
-    where it is not."""
+    if it is not."""
     width = part.shape[-1]
     places = range(whole.shape[-1] - width + 1)
     return next((at for at in places if torch.equal(whole[:, at : at + width], part)), None)

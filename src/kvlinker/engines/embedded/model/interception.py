@@ -68,7 +68,7 @@ class Interceptor(StateInterceptor, Protocol):
         options: dict[str, Any],
     ) -> Tensor:
         """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens,
-        heads, head_dim]. ``module`` is None where the model writes attention out.
+        heads, head_dim]. ``module`` is None if the model writes attention out.
 
         Where attention expands latents, ``key`` is the part of the key that all heads share, and
         ``value`` the latent, of one head each.

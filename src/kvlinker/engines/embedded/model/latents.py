@@ -34,7 +34,7 @@ class Latents:
         """Read the layer from its attention ``module``, called with ``query`` [1, heads, tokens,
         dim] and the ``shared`` key [1, 1, tokens, shared_dim].
 
-        Raises LookupError where its projection is not found.
+        Raises LookupError if its projection is not found.
         """
         projection = getattr(module, "kv_b_proj", None)
         if not isinstance(projection, nn.Linear) or projection.bias is not None:

@@ -119,7 +119,7 @@ class LoadedModel:
         return sum(each.state_bytes(self.dtype) for each in self.anatomy.recurrences)
 
     def unsupported(self, policy: Policy) -> str | None:
-        """Return why the policy cannot be followed, and the way out; None where it can."""
+        """Return why the policy cannot be followed, and the way out; None if it can."""
         if not self.anatomy.recurrences:
             return None
         if not self.layers and (missing := policy.needs.beyond(SEEN_WITHOUT_ATTENTION)):

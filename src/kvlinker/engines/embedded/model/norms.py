@@ -98,7 +98,7 @@ def quicken_norms(model: nn.Module) -> None:
 
 
 def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
-    """Return a native norm that computes the same as ``norm``; None where no form of norms.cpp
+    """Return a native norm that computes the same as ``norm``; None if no form of norms.cpp
     does."""
     epsilon = next(
         (getattr(norm, name) for name in EPSILONS if isinstance(getattr(norm, name, None), float)),
@@ -126,9 +126,9 @@ def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
 
 @cache
 def native_norm() -> native.Function | None:
-    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None where there is
-    none, and the log says why. ``quicken_norms`` compares it with every norm of a model before it
-    takes the norm's place."""
+    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None if there is none,
+    and the log says why. ``quicken_norms`` compares it with every norm of a model before it takes
+    the norm's place."""
     return native.or_fall_back(
         lambda: native.functions("norms.cpp", {"kvlinker_norm": _Norm})["kvlinker_norm"],
         "Norms are the model's own",

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     columns: slice
 
     parts_pairs: bool
-    """True where the model's function puts the first of all pairs before the second of all."""
+    """True if the model's function puts the first of all pairs before the second of all."""
 
 
 class Rotary:
@@ -66,7 +66,7 @@ class Rotary:
 
     @property
     def pairing(self) -> Pairing | None:
-        """The dimensions that turn together; None where the model's own function alone knows."""
+        """The dimensions that turn together; None if the model's own function alone knows."""
         return None if self._layout is None else self._layout.pairing
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ class PromptRequest(Request):
     ) -> TokenSequence:
         """Return the sequence to compute for this request, linked by ``link`` from the KV of its
         chunks. ``keys`` are those of all chunks of the prompt; ``restored`` has the KV of what it
-        reuses from disk, None where it is lost."""
+        reuses from disk, None if it is lost."""
         self.clock.mark_loaded()
         self._keys = tuple(keys)
         assert link.plan is not None
@@ -179,7 +179,7 @@ class PromptRequest(Request):
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);
-        None where the request wants none."""
+        None if the request wants none."""
         return None
 
     def _marks(self, prompt: Prompt) -> Sequence[int]:

@@ -26,8 +26,7 @@ MOST_COMPARED = 16
 """The most waiting requests that are compared by their chunks."""
 
 Predict = Callable[[Sequence[Range]], float | None]
-"""Predicts the seconds of computing these positions of a prompt; None where nothing was
-measured."""
+"""Predicts the seconds of computing these positions of a prompt; None if nothing was measured."""
 
 
 class Admission:
@@ -117,8 +116,8 @@ class Admission:
         request.prompt_seconds = request.seconds_left = self.seconds_left(request)
 
     def seconds_left(self, request: Request) -> float:
-        """Predict the seconds of computing what is left of the request's prompt; 0 where nothing
-        was measured."""
+        """Predict the seconds of computing what is left of the request's prompt; 0 if nothing was
+        measured."""
         left = request.pending
         return (self._predict(left) or 0.0) if left else 0.0
 

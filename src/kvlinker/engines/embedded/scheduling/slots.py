@@ -62,7 +62,7 @@ class SequenceSlots:
         self._prefixes.expect(tenant, prompt, keys, policy, seconds)
 
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
-        """Give the sequence slots for its tokens, and a few more; False where there are too few.
+        """Give the sequence slots for its tokens, and a few more; False if there are too few.
 
         With ``linked``, a sequence for the same prompt whose KV is in place, the two share the
         prompt's slots. Else those of the prefix that it reuses are shared, as far as they are still
@@ -96,7 +96,7 @@ class SequenceSlots:
         return self._allocator.free_without([*self._prefixes.spans, *given_up]) >= _wanted(sequence)
 
     def grow(self, sequence: TokenSequence) -> bool:
-        """Make sure that the sequence holds slots for all of its tokens; False where there are too
+        """Make sure that the sequence holds slots for all of its tokens; False if there are too
         few."""
         assert sequence.spans is not None
         size = sum(span.size for span in sequence.spans)
@@ -169,7 +169,7 @@ class SequenceSlots:
         return count
 
     def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
-        """Return so many slots, which prefixes are given up for; None where sequences hold too
+        """Return so many slots, which prefixes are given up for; None if sequences hold too
         many."""
         if self._allocator.free < size:
             self._prefixes.evict(size)

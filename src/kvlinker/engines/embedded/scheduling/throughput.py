@@ -170,12 +170,12 @@ class ComputeThroughput:
         )
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Predict T_prefill(``tokens``), in seconds; None where nothing was measured."""
+        """Predict T_prefill(``tokens``), in seconds; None if nothing was measured."""
         return self.seconds([(0, tokens)])
 
     def decode_seconds(self, positions: Sequence[Range]) -> float | None:
         """Predict the seconds of a step that computes the last tokens of requests that decode, at
-        these positions, and nothing else; None where no such step was measured."""
+        these positions, and nothing else; None if no such step was measured."""
         constant, known = self._constant(), self._known()
         if constant is None:
             return None

@@ -114,7 +114,7 @@ def first_of(
 
 def unplaceable(module: Any, longest: int) -> str | None:
     """Return why KV cannot be placed in an attention layer, for prompts of up to ``longest``
-    tokens; None where it can."""
+    tokens; None if it can."""
     if not isinstance(module, Attention):
         return f"its attention is vLLM's {type(module).__name__}"
     backend = module.impl

@@ -30,7 +30,7 @@ class BlockPool:
 
     def prefix(self, request: Any, tokens: int) -> tuple[Sequence[Any], ...] | None:
         """Return the cached blocks, by group, of a request's first ``tokens``, null blocks where a
-        group has none; None where vLLM has others of them by now."""
+        group has none; None if vLLM has others of them by now."""
         found, count, *_ = self._manager.get_computed_blocks(request)
         return tuple(found.blocks) if count == tokens else None
 

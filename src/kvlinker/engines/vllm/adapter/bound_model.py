@@ -313,7 +313,7 @@ def bind_caller() -> BoundModel:
     """Bind the model of the runner that is handing its KV cache to the connector, found among the
     callers: vLLM gives connectors no other access to it.
 
-    Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError.
+    Raises KVLinkerError if none of the callers is a runner, and UnsupportedModelError.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -115,8 +115,8 @@ def _require_movable(model: Any) -> None:
 
 
 def movable_length(config: Any) -> int | None:
-    """Return the most tokens within which KV can be moved, by the configuration of
-    transformers'; None where there is no bound."""
+    """Return the most tokens within which KV can be moved, by the configuration of transformers';
+    None if there is no bound."""
     bounds = [getattr(config, "attention_chunk_size", None)]
     scaling = getattr(config, "llama_4_scaling", None)
     if scaling:

@@ -75,7 +75,7 @@ class LatentLayer(AttentionLayer):
 
 
 def latents_unplaceable(module: Any) -> str | None:
-    """Return why latents cannot be placed in an attention layer; None where they can."""
+    """Return why latents cannot be placed in an attention layer; None if they can."""
     if module.use_sparse:
         return "an indexer picks the tokens that it sees, whose keys kvlinker does not place"
     if getattr(module, "W_UK_T", None) is None:

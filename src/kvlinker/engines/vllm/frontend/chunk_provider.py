@@ -81,7 +81,7 @@ class ChunkProvider:
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Make sure that the chunk's file is stored, and return its bytes; 0 where it has vanished
+        """Make sure that the chunk's file is stored, and return its bytes; 0 if it has vanished
         since. Raises KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:

@@ -50,14 +50,14 @@ class NewTokens:
     token_ids: tuple[int, ...]
 
     logprobs: Sequence[Mapping[int, float]] | None
-    """One entry per token, {token id: log probability}; None where none were asked for."""
+    """One entry per token, {token id: log probability}; None if none were asked for."""
 
     reason: str | None
     """The reason why these are the last tokens: ``stop``, ``length``, ``abort`` or ``error``; None
     if more follow."""
 
     outcome: TransferOutcome | None
-    """The outcome of the request's transfer plan, with the last tokens; None where it had none."""
+    """The outcome of the request's transfer plan, with the last tokens; None if it had none."""
 
 
 @dataclass(frozen=True, slots=True)

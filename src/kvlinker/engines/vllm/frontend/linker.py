@@ -71,7 +71,7 @@ class StoredLink:
     """The chunks whose KV was computed for this very request."""
 
     first_pass: FirstPass | None = None
-    """The first pass, whose KV the second one repairs where it lies; None where there was none."""
+    """The first pass, whose KV the second one repairs where it lies; None if there was none."""
 
     @property
     def plan(self) -> LinkPlan:
@@ -106,8 +106,8 @@ class StoredLink:
     def usage(self, output_tokens: int, *, linked: bool, found: int = 0) -> Usage:
         """Count the prompt's tokens by how they were computed.
 
-        ``linked`` is False where vLLM computed all of them itself, but for the first ``found``
-        tokens, whose KV it had: they are cached.
+        ``linked`` is False if vLLM computed all of them itself, but for the first ``found`` tokens,
+        whose KV it had: they are cached.
         """
         usage = self.link.usage(
             self.refinement, output_tokens=output_tokens, linked=linked, made=self.made
@@ -152,7 +152,7 @@ class PreparedPrompt:
 
     outcome: TransferOutcome | None = None
     """The outcome of its transfer plan where the plan has been carried out already, so that vLLM's
-    handlers find all of its KV; None where it is theirs to carry out."""
+    handlers find all of its KV; None if it is theirs to carry out."""
 
     @property
     def tokens(self) -> list[int]:
@@ -255,7 +255,7 @@ class VLLMLinker:
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
     async def _compare(self, linked: StoredLink) -> KVDeviation | None:
-        """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk
+        """Return the deviation of computed from placed KV, as vLLM measures it; None if a chunk
         vanished meanwhile."""
         comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
         tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()

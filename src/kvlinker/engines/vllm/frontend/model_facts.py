@@ -71,7 +71,7 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
     """Return the facts of the model of ``vllm_config``, whose files vLLM has on the disk by now.
 
     No weights are loaded; their files are hashed unless that was done before. Raises ModelLoadError
-    where there are none.
+    if there are none.
     """
     model = vllm_config.model_config
     folder = model_folder(
@@ -153,7 +153,7 @@ def _rope_change(model: Any) -> str | None:
 
 
 def _weights(model: Any) -> int | None:
-    """Count the weights of an empty model of transformers'; None where it has none for this
+    """Count the weights of an empty model of transformers'; None if it has none for this
     configuration."""
     try:
         with torch.device("meta"):

@@ -52,8 +52,8 @@ class VLLMSource:
     ) -> Engine:
         """Make the engine.
 
-        Raises InvalidRequestError for a store without a disk, ModelLoadError where the model's
-        files are not found, and what ``start`` raises.
+        Raises InvalidRequestError for a store without a disk, ModelLoadError if the model's files
+        are not found, and what ``start`` raises.
         """
         if not settings.disk_space:
             raise InvalidRequestError(
@@ -81,7 +81,7 @@ class VLLMSource:
 def own_vllm(settings: Settings) -> VLLMSource:
     """Make a source with vLLM in processes of its own.
 
-    Raises InvalidRequestError where it is not installed or does not take its options, and
+    Raises InvalidRequestError if it is not installed or does not take its options, and
     ModelLoadError.
     """
     if find_spec("vllm") is None:

@@ -47,8 +47,7 @@ class PlanSigner:
     def verified(
         self, params: Mapping[str, Any] | None, tokens: Sequence[int]
     ) -> TransferPlan | None:
-        """Return the transfer plan that a request for this prompt carries; None where it carries
-        none.
+        """Return the transfer plan that a request for this prompt carries; None if it carries none.
 
         Raises InvalidRequestError for one that is not valid, or that was not signed for this
         prompt.

@@ -43,7 +43,7 @@ Position = Annotated[int, Field(ge=0, strict=True)]
 
 
 def unsupported(policy: Policy) -> str | None:
-    """Return why transfer plans cannot follow the policy, and the way out; None where they can."""
+    """Return why transfer plans cannot follow the policy, and the way out; None if they can."""
     missing = policy.needs.beyond(OFFERED)
     if not missing:
         return None
@@ -107,8 +107,8 @@ class TransferPlan(_Value):
 
     unrelated: tuple[Position, Position] | None = None
     """The positions [begin, end) of an unrelated text right before the one chunk that is captured;
-    None where there is none. The prompt is computed without it first, as the chunk is stored, and
-    then with it, to measure the ``sensitivity`` of the chunk's tokens."""
+    None if there is none. The prompt is computed without it first, as the chunk is stored, and then
+    with it, to measure the ``sensitivity`` of the chunk's tokens."""
 
     second_pass: bool = False
     """True if a first pass may have placed what vLLM's prefix cache holds of the prompt: runs are
@@ -121,8 +121,8 @@ class TransferPlan(_Value):
 
     @property
     def alone(self) -> TransferPlan | None:
-        """The plan for the prompt without the unrelated text, which is carried out first; None
-        where there is no such text."""
+        """The plan for the prompt without the unrelated text, which is carried out first; None if
+        there is no such text."""
         if self.unrelated is None:
             return None
         (captured,) = self.captures
@@ -189,7 +189,7 @@ class TransferOutcome(_Value):
 
 
 def outcome_of(params: Mapping[str, Any] | None) -> TransferOutcome | None:
-    """Return the outcome that vLLM's output has among its ``kv_transfer_params``; None where it has
+    """Return the outcome that vLLM's output has among its ``kv_transfer_params``; None if it has
     none."""
     told = (params or {}).get(PARAM)
     return None if told is None else TransferOutcome.model_validate(told)
@@ -245,7 +245,7 @@ class QuestionAttention:
 
 
 def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
-    """Read the transfer plan that a request with a prompt of so many tokens carries; None where it
+    """Read the transfer plan that a request with a prompt of so many tokens carries; None if it
     carries none.
 
     Raises InvalidRequestError for anything that is not a valid plan for this prompt.

@@ -90,7 +90,7 @@ class WindowBlocks:
         request: Any,
     ) -> BlockIds | None:
         """Return the request's blocks, those that it ``held`` and what its linking from ``begin``
-        on needs besides, which it keeps until ``release``; None where there are none left."""
+        on needs besides, which it keeps until ``release``; None if there are none left."""
         complete = [list(ids) for ids in held]
         missing = [
             [block for block in _needed(group, plan, begin) if ids[block] == NO_BLOCK]

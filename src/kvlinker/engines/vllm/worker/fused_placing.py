@@ -59,7 +59,7 @@ class _Alike:
 
 class _FoundCache(NamedTuple):
     """Where a layer's cache keeps keys and values, [blocks, block_size, heads, dim] each, and the
-    form of fp8 in which they are there, as bytes; None where they are as they were computed."""
+    form of fp8 in which they are there, as bytes; None if they are as they were computed."""
 
     cache: KeyValue
     form: torch.dtype | None
@@ -75,7 +75,7 @@ class FusedPlacing:
     def __init__(
         self, bound: BoundModel, layers: Sequence[AttentionModules], kernel: PlacingKernel
     ) -> None:
-        """Raises LookupError where a cache or a rotary embedding is of a kind that is not known."""
+        """Raises LookupError if a cache or a rotary embedding is of a kind that is not known."""
         if bound.dtype not in kernel.dtypes:
             raise LookupError(f"the model computes in {bound.dtype}")
         if bound.has_rounded_cache and not kernel.forms:
@@ -152,7 +152,7 @@ class FusedPlacing:
 def fused_placing(
     bound: BoundModel, layers: Sequence[AttentionModules], *, native: bool = True
 ) -> FusedPlacing | None:
-    """Return the placing by one kernel, once it has placed the same as layer by layer; None where
+    """Return the placing by one kernel, once it has placed the same as layer by layer; None if
     it does not, and the log says why. Without ``native``, no code is compiled for CPUs. Uses the
     first blocks of the KV cache, and leaves zeros there."""
     kernel = _kernel_for(bound.device, native=native)
@@ -226,7 +226,7 @@ def _placed(
 
 
 def _rotation(rotary: Any) -> Rotation | None:
-    """Return the tables of vLLM's rotary embedding. Raises LookupError where it has none."""
+    """Return the tables of vLLM's rotary embedding. Raises LookupError if it has none."""
     if rotary is None:
         return None
     table = getattr(rotary, "cos_sin_cache", None)
@@ -242,7 +242,7 @@ def _cache_of(
     """Return where the layer's cache keeps keys and values, and in which of these ``forms``.
 
     Backends lay it out differently: a few random tokens are written by vLLM's own update, and
-    looked for. Raises LookupError where they are not found.
+    looked for. Raises LookupError if they are not found.
     """
     key, value = (
         torch.randn(CHECKED_TOKENS, layer.heads, dim).to(bound.device, bound.dtype)

@@ -35,7 +35,7 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     """Return the attention layers in the order in which the model calls them; there is no code per
     model family.
 
-    Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or
+    Raises UnsupportedModelError if keys are changed between rotary embedding and attention, or
     layers are not called exactly once each.
     """
     by_name = {layer.name: layer for layer in bound.layers}
@@ -186,7 +186,7 @@ def _placed_keys(layer: AttentionModules, index: int, parts: Sequence[ChunkPart]
 def _gathered(chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
     """Gather all parts from their ``chunks`` [heads, tokens, dim], as [all tokens, heads, dim].
 
-    A chunk is copied to another device as it lies in memory, which waits for nothing where that is
+    A chunk is copied to another device as it lies in memory, which waits for nothing if that is
     pinned, and is cut and transposed there.
     """
     heads, _, dim = chunks[0].shape

@@ -54,7 +54,7 @@ class TransferTask:
     started: StartedTransfer
 
     loaded: Future[dict[str, ChunkKV] | None]
-    """The plan's chunks by key, or None where one could not be loaded."""
+    """The plan's chunks by key, or None if one could not be loaded."""
 
     tokens: NDArray[np.int64]
     """The tokens that runs compute: the prompt's, without its unrelated text until it begins

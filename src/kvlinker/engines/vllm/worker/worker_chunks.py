@@ -30,7 +30,7 @@ class WorkerChunks:
         """Open the folder. With ``pins``, chunks lie in pinned memory, which devices read without
         anybody waiting.
 
-        Raises StoreError where it cannot be used.
+        Raises StoreError if it cannot be used.
         """
         self._pins = pins
         self._own: Callable[[ChunkKV], ChunkKV] = lambda kv: kv

@@ -141,7 +141,7 @@ _registry: Registry[Benchmark] = Registry("benchmark", own=PACKAGE, group=ENTRY_
 def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
     """Make a decorator that registers a function as the benchmark of this name.
 
-    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError where another
+    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError if another
     benchmark has the name.
     """
 

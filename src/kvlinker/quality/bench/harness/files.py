@@ -15,7 +15,7 @@ def chunk_files(folder: Path) -> list[Path]:
 
 
 def check_cold_reads() -> None:
-    """Raise InvalidRequestError where the page cache cannot be emptied of files."""
+    """Raise InvalidRequestError if the page cache cannot be emptied of files."""
     if not hasattr(os, "posix_fadvise"):
         raise InvalidRequestError(
             "This system has no posix_fadvise, which cold reads need: run it on Linux."

@@ -185,7 +185,7 @@ def _percentile_ms(seconds: Sequence[float | None], percent: float) -> float | N
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    """Add up numbers; None where any is None."""
+    """Add up numbers; None if any is None."""
     total = 0
     for value in values:
         if value is None:

@@ -46,7 +46,7 @@ class Competitor:
 
     @property
     def links(self) -> bool:
-        """True where documents are context caches."""
+        """True if documents are context caches."""
         return self.policy not in (PLAIN, REORDERED)
 
     def __str__(self) -> str:

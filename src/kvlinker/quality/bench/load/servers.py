@@ -52,19 +52,19 @@ class Server:
 
     url: str
     process: psutil.Process | None = None
-    """Its process, which another takes the place of when it is restarted; None where that is not
+    """Its process, which another takes the place of when it is restarted; None if that is not
     known."""
     state_dir: Path | None = None
-    """The folder with its chunk files and its catalog; None where that is not known."""
+    """The folder with its chunk files and its catalog; None if that is not known."""
     log: Path | None = None
-    """The file with what it writes; None where that is not known."""
+    """The file with what it writes; None if that is not known."""
     command: Sequence[str] = ()
-    """What starts it again at the same address; empty where that is not known."""
+    """What starts it again at the same address; empty if that is not known."""
 
     def restart(self) -> int:
         """Stop the server by SIGTERM, start it again when it has ended, and return its exit status.
 
-        Raises ServerFailedError where it does not end within ``STOP_SECONDS``, or does not start
+        Raises ServerFailedError if it does not end within ``STOP_SECONDS``, or does not start
         again.
         """
         assert self.process is not None
@@ -87,7 +87,7 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
     the context ends.
 
     ``options`` are further settings. Anything else comes from the environment and the configuration
-    file, as always. Raises ServerFailedError where it does not start.
+    file, as always. Raises ServerFailedError if it does not start.
     """
     named = {
         name: getattr(settings, name) for name in ("model", "engine", "dtype", "device", "threads")
@@ -212,7 +212,7 @@ class PeakMemory:
 
     @property
     def megabytes(self) -> float | None:
-        """The most that was seen so far; None where the process is not known."""
+        """The most that was seen so far; None if the process is not known."""
         return None if self._process is None else self._most / 1e6
 
     def __enter__(self) -> PeakMemory:

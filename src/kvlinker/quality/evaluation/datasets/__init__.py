@@ -125,7 +125,7 @@ def _collect(
 
 
 def _read_file(path: Path, source: Source) -> tuple[str, Iterator[Example | Skipped]]:
-    """Return the name of the file's format, empty where it has no record, and read its records."""
+    """Return the name of the file's format, empty if it has no record, and read its records."""
     entries = list(read_records(path))
     records = [entry for entry in entries if isinstance(entry, Record)]
     broken = [entry for entry in entries if isinstance(entry, Skipped)]

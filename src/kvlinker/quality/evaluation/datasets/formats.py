@@ -56,7 +56,7 @@ _registry: Registry[Format] = Registry(
 
 
 def register(known: Format) -> Format:
-    """Make a format known under its name. Raises ValueError where another format has the name."""
+    """Make a format known under its name. Raises ValueError if another format has the name."""
     return _registry.add(known.name, known)
 
 
@@ -68,7 +68,7 @@ def known_formats() -> Mapping[str, Format]:
 def recognise(records: Sequence[Record], path: Path) -> Format:
     """Return the format that most records are of, and of several the one with the most fields.
 
-    Raises InvalidRequestError where no record is of any, with what each format misses in the first
+    Raises InvalidRequestError if no record is of any, with what each format misses in the first
     record.
     """
     formats = list(known_formats().values())

@@ -68,7 +68,7 @@ def texts_field(record: Record, name: str) -> tuple[str, ...]:
     """Return a field that must hold one text or a list of them, nested lists included; blank ones
     are dropped.
 
-    Raises BadRecordError where none is left.
+    Raises BadRecordError if none is left.
     """
     texts = tuple(text for text in _flattened(field(record, name), name) if text.strip())
     if not texts:

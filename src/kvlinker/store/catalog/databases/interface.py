@@ -66,11 +66,10 @@ class StateLock(Protocol):
     """Locks what belongs to one catalog, shared or alone; a lock ends with the process."""
 
     def share(self) -> None:
-        """Use it as others may at the same time. Raises StoreError where one has it alone for
-        long."""
+        """Use it as others may at the same time. Raises StoreError if one has it alone for long."""
 
     def take_alone(self, patience: float = 0.0) -> None:
-        """Keep all others out. Raises StoreError where others use it for longer than ``patience``
+        """Keep all others out. Raises StoreError if others use it for longer than ``patience``
         seconds."""
 
     def close(self) -> None:

@@ -74,9 +74,9 @@ class PostgresDatabase:
     texts = PostgresTexts()
 
     def __init__(self, url: str) -> None:
-        """Connect, and create the tables where they are missing. Raises StoreError where the URL is
+        """Connect, and create the tables where they are missing. Raises StoreError if the URL is
         none, the tables are of another version or may not be created, and CatalogUnavailableError
-        where the database does not answer."""
+        if the database does not answer."""
         try:
             import psycopg
             from psycopg_pool import ConnectionPool, PoolTimeout

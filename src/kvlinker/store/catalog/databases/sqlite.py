@@ -39,7 +39,7 @@ class SQLiteDatabase:
     texts = SQLiteConnection.texts
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises StoreError where it is damaged, foreign or of another
+        """Open or create the file. Raises StoreError if it is damaged, foreign or of another
         schema."""
         self._path = path
         self.place = str(path)
@@ -178,7 +178,7 @@ class SQLiteDatabase:
                 time.sleep(0.005)
 
     def _check_version(self) -> int:
-        """Return the file's schema version, 0 for an empty file. Raises StoreError where this build
+        """Return the file's schema version, 0 for an empty file. Raises StoreError if this build
         cannot use it."""
         # one statement sees one state of the file, even while another process creates the tables
         version, tables = self._connection.execute(
@@ -219,7 +219,7 @@ class SQLiteDatabase:
 
 
 def _way_out(error: sqlite3.Error) -> str:
-    """Return a sentence, with a space before it, that says what to do; empty where the error alone
+    """Return a sentence, with a space before it, that says what to do; empty if the error alone
     says it."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if primary == sqlite3.SQLITE_FULL:

@@ -38,7 +38,7 @@ class Codec(Protocol):
 
     @property
     def compresses(self) -> bool:
-        """True where the parts are stored compressed (``kvlinker.store.format.compression``)."""
+        """True if the parts are stored compressed (``kvlinker.store.format.compression``)."""
 
     def layout(self, dtype: torch.dtype) -> Layout:
         """Describe the parts that heads of this dtype become."""
@@ -75,7 +75,7 @@ def register(kind: C) -> C:
     """Class decorator: makes the codec available under its ``name``, and compressed under
     ``<name>+zstd``.
 
-    Raises ValueError where another class has the name, or the name has a "+".
+    Raises ValueError if another class has the name, or the name has a "+".
     """
     name = kind().name
     if "+" in name:
@@ -94,7 +94,7 @@ def known_codecs() -> Mapping[str, Codec]:
 def find_codec(name: str) -> Codec:
     """Return the codec of this name, ready to be used.
 
-    Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError where its
+    Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError if its
     library is missing.
     """
     known = known_codecs()

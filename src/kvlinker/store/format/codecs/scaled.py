@@ -80,7 +80,7 @@ class Int4:
 
 
 def _half(scale: Tensor) -> Tensor:
-    """Round the scale to half precision. Raises ValueError where it has none."""
+    """Round the scale to half precision. Raises ValueError if it has none."""
     half = scale.half()
     if not torch.isfinite(half).all():
         raise ValueError("numbers that are too large, or not finite, have no half-precision scale")

@@ -69,7 +69,7 @@ GELUS = {"none": Kind.GELU, "tanh": Kind.GELU_TANH}
 def record_program(model: Any) -> Program:
     """Return the program of a loaded model's pass, whose weights are arranged.
 
-    Raises UnrecordableError where it has operations that are not known.
+    Raises UnrecordableError if it has operations that are not known.
     """
     one, other = (trace_pass(model, *lengths) for lengths in LENGTHS)
     if [node.name for node in one.nodes] != [node.name for node in other.nodes]:
@@ -339,7 +339,7 @@ def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:
 
 
 def _require(one: Node, other: Node, expected: Mapping[str, Any]) -> None:
-    """Raises UnrecordableError where an argument is there that is not the expected one."""
+    """Raises UnrecordableError if an argument is there that is not the expected one."""
     for name, value in expected.items():
         if one.arguments.get(name, value) != value:
             raise UnrecordableError(f"no native code computes {one.name} with {name}")

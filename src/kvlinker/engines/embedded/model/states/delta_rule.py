@@ -83,7 +83,7 @@ class DeltaRule:
 def delta_rule(
     call: RuleCall, state_shape: Sequence[int], device: torch.device
 ) -> DeltaRule | None:
-    """Return what computes this rule; None where native code does not."""
+    """Return what computes this rule; None if native code does not."""
     fits = not state_shape[-1] % LANES and device.type == "cpu"
     if call.rule.function not in DECAYS or not fits:
         return None
@@ -92,8 +92,8 @@ def delta_rule(
 
 @cache
 def _rule_like(rule: Rule, function: Callable[..., Any], normed: bool) -> DeltaRule | None:
-    """Return a rule that was compared with the model's function; None where there is none, and the
-    log says why."""
+    """Return a rule that was compared with the model's function; None if there is none, and the log
+    says why."""
 
     def checked() -> DeltaRule:
         loaded = native.functions("delta_rule.cpp", {"kvlinker_delta_rule": _DeltaRule})

@@ -80,11 +80,11 @@ class Recurrence:
     """One layer that keeps a state."""
 
     rule: Rule | None
-    """The rule after its convolution; None where a convolution is all that it has."""
+    """The rule after its convolution; None if a convolution is all that it has."""
 
     columns: tuple[Tensor, ...]
     """For each of the rule's mixed arguments, the channels of the convolution that it takes: [heads
-    or groups, dim]; empty where they are computed of all."""
+    or groups, dim]; empty if they are computed of all."""
 
     channels: int
     """The channels of the convolution."""
@@ -144,7 +144,7 @@ class Recurrence:
 
 def tensors_held(recurrences: Iterable[Recurrence]) -> int | None:
     """Return the number of tensors that a model's own cache has of layers with a state, for each
-    the context of the convolution, and the state; None where rules keep theirs elsewhere."""
+    the context of the convolution, and the state; None if rules keep theirs elsewhere."""
     total = 0
     for each in recurrences:
         if each.rule is not None and not each.rule.is_held_in_cache:

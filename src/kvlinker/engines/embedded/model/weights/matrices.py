@@ -57,7 +57,7 @@ class Matrix(nn.Module):
         """Return a plain copy of the weight, [outputs, inputs]."""
 
     def native(self) -> NativeWeights | None:
-        """Return how native code does what ``multiply`` does; None where something else does it."""
+        """Return how native code does what ``multiply`` does; None if something else does it."""
         return None
 
     def _save_to_state_dict(self, *args: object) -> None:

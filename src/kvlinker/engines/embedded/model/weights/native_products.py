@@ -90,7 +90,7 @@ class NativeProducts:
 
     def _check(self) -> None:
         """Compare each form with PyTorch, on two blocks of which the last one is not full. Raises
-        NativeUnavailableError where they differ."""
+        NativeUnavailableError if they differ."""
         generator = torch.Generator().manual_seed(0)
         outputs, width, group = BLOCK + 6, 96, 32
 
@@ -132,7 +132,7 @@ class NativeProducts:
 
 @cache
 def native_products() -> NativeProducts | None:
-    """Return the native products, compiled when first asked for; None where there are none, and the
+    """Return the native products, compiled when first asked for; None if there are none, and the
     log says why."""
     return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
 

@@ -72,7 +72,7 @@ class PlainLinear:
 
 @cache
 def plain_products() -> PlainProducts | None:
-    """Return the native products, compiled when first asked for; None where there are none, and the
+    """Return the native products, compiled when first asked for; None if there are none, and the
     log says why."""
     return native.or_fall_back(PlainProducts, "Plain weights are multiplied by PyTorch's kernels")
 

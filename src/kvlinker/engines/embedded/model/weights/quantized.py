@@ -144,8 +144,8 @@ def _unpacked(packed: Tensor, block: int) -> Tensor:
 
 @cache
 def _rows_packed_together() -> int | None:
-    """Return the block of outputs for which ``_unpacked`` knows this processor's order; None where
-    it does not."""
+    """Return the block of outputs for which ``_unpacked`` knows this processor's order; None if it
+    does not."""
     codes = torch.randint(
         16, (2 * max(_BLOCKS), 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )
@@ -197,7 +197,7 @@ def finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
 def quantise_by_torchao(model: nn.Module, chosen: Collection[nn.Linear], bits: int) -> None:
     """Give the ``chosen`` layers weights in so many bits, on a device other than the CPU.
 
-    Raises ModelLoadError where torchao is not installed.
+    Raises ModelLoadError if torchao is not installed.
     """
     if find_spec("torchao") is None:
         raise ModelLoadError(
