@@ -253,8 +253,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         return AnswerStream(lambda sink: self.submit_chat(asked, sink), self.answer_builder(asked))
 
     def ask_chat(self, messages: Messages | Prompt, options: ChatOptions) -> PreparedChat:
-        """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what
-        that does."""
+        """Prepare a call of ``chat_completion``, ready to be submitted. Raises the errors of
+        that."""
         tools = self.request_tools(
             parse_tools(options.get("tools", ())),
             options.get("tool_choice"),
@@ -296,8 +296,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
 
     def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
-        """Queue one choice for what a call of ``chat_completion`` asks. Raises what ``submit``
-        does."""
+        """Queue one choice of a prepared call of ``chat_completion``. Raises the errors of
+        ``submit``."""
         return self.submit(
             asked.read,
             asked.sampling,
@@ -342,14 +342,14 @@ class LLM(ContextCacheCalls, PromptCalls):
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from
         the engine's thread.
 
-        ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses
+        ``read`` is the result of ``read_chat`` or ``read_completion``. With a seed, choice i uses
         seed + i. When one choice cannot be queued, none is. The handle cancels all. With
         ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
         linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
         first choice's ``Finished`` names the context cache that it has become. ``step`` is its
-        workflow, and what that uses next; ``calls`` makes readers of the calls that answers may
-        have. Raises the errors of ``Engine.generate``, and InvalidRequestError if a context cache
-        that is used next does not exist.
+        workflow, and the context caches that this uses next; ``calls`` makes readers of the calls
+        that answers may have. Raises the errors of ``Engine.generate``, and InvalidRequestError if
+        a context cache that is used next does not exist.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
@@ -389,7 +389,7 @@ class LLM(ContextCacheCalls, PromptCalls):
         return f"LLM({', '.join(facts)})"
 
     def close(self) -> None:
-        """Stop the engine and write what is still to be written. Idempotent."""
+        """Stop the engine and finish pending writes. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:

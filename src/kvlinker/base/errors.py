@@ -78,9 +78,9 @@ def in_words_of(door: Door, message: str) -> str:
 class KVLinkerError(Exception):
     """Base of all errors that kvlinker raises on purpose.
 
-    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status. Where
-    that is 500, the message may name what is the operator's business only, such as paths: HTTP
-    callers get ``summary`` instead.
+    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status. If
+    that is 500, the message may name internals, such as paths: HTTP callers get ``summary``
+    instead.
     """
 
     status = 500

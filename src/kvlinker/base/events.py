@@ -1,5 +1,5 @@
-"""Events for listeners (metrics, logs) about what has happened: the path that does the work calls
-no metric itself."""
+"""Events for listeners (metrics, logs) about the work: the code that does it calls no metric
+itself."""
 
 from __future__ import annotations
 

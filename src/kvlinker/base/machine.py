@@ -16,7 +16,7 @@ class ControlGroup:
     """Reads the limits of this process's control group (cgroup), of version 1 or 2, and of the
     groups around it.
 
-    What cannot be read limits nothing: there is no such file in a system without control groups.
+    Unreadable values limit nothing: there is no such file in a system without control groups.
     """
 
     membership: Path = Path("/proc/self/cgroup")
@@ -48,8 +48,7 @@ class ControlGroup:
         return min(shares, default=None)
 
     def _memories(self) -> Iterator[tuple[int, int]]:
-        """Yield each group's limit of memory, and what is used of it without reclaimable files, in
-        bytes."""
+        """Yield each group's limit of memory, and its use without reclaimable files, in bytes."""
         names = (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -39,7 +39,7 @@ def compute_serially() -> None:
     """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it
     makes no pool there.
 
-    What PyTorch was built without, or hides, is left as it is.
+    Thread pools that PyTorch was built without, or hides, are left as they are.
     """
     import torch
 

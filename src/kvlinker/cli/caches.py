@@ -115,7 +115,7 @@ def pin_caches(
 @app.command("usage")
 @settings_options(*_SETTINGS)
 def show_usage(settings: Settings) -> None:
-    """Show what each tenant has: context caches, chunks, tokens, bytes of KV as computed, and bytes
+    """Show each tenant's usage: context caches, chunks, tokens, bytes of KV as computed, and bytes
     by tier."""
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
@@ -197,7 +197,7 @@ def rekey_caches(
     """Encrypt catalog and chunk files with another key: KVLINKER_NEW_ENCRYPTION_KEY in place of
     KVLINKER_ENCRYPTION_KEY.
 
-    Without the old key, what is not encrypted yet is encrypted. No server may run on the state
+    Without the old key, data that is not encrypted yet is encrypted. No server may run on the state
     directory meanwhile. A run that is interrupted is finished by another with the same keys. Chunks
     in tiers that servers share are computed again.
     """

@@ -55,7 +55,7 @@ def output_console() -> Console:
 
 @contextmanager
 def progress_display() -> Iterator[Progress]:
-    """Show on stderr what is being done, with a bar where it is counted."""
+    """Show progress on stderr, with a bar if the work is counted."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Display

@@ -26,8 +26,8 @@ from kvlinker.cli.console import failures, output_console
 from kvlinker.doors.client import Client, ServerUnreachableError
 
 WINDOW_SECONDS = 60.0
-"""The time over which a live view counts: long enough for figures to stand still, short enough to
-see what changes."""
+"""The time over which a live view counts: long enough to read figures, short enough to see
+changes."""
 
 SOURCES = ("cached", "recomputed", "fresh")
 SHOWN = frozenset({"model", "policy", "started_at", "requests", "kv_slots", "tiers"})
@@ -59,7 +59,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What happened between two snapshots of one process."""
+    """The changes between two snapshots of one process."""
 
     since: Snapshot
     until: Snapshot

@@ -120,7 +120,8 @@ class Explanation:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """What became of each token: [tokens]. One that any layer computed again is recomputed."""
+        """How each token was computed: [tokens]. One that any layer computed again is
+        recomputed."""
         found: list[State] = ["cached"] * self.tokens
         for begin, end in self.fresh:
             found[begin:end] = ["fresh"] * (end - begin)
@@ -130,7 +131,7 @@ class Explanation:
         return tuple(found)
 
     def _repr_html_(self) -> str | None:
-        """Return the prompt for a notebook, its tokens coloured by what became of them; None
+        """Return the prompt for a notebook, its tokens coloured by how they were computed; None
         without ``texts``."""
         return None if self.texts is None else tokens_html(self.texts, self.states)
 

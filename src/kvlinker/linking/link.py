@@ -1,5 +1,5 @@
-"""The driver of policies for both engines: what was decided so far about one prompt, as an
-immutable value."""
+"""The driver of policies for both engines: the decisions so far about one prompt, as an immutable
+value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def no_reuse(prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One prompt under one policy, with what has been decided so far.
+    """One prompt under one policy, with the decisions so far.
 
     An engine begins a link, fetches the KV of its ``chunks``, passes their scores to it, and
     computes its plan: first the plan of a first pass, if ``probing``, then the one that follows
@@ -190,8 +190,8 @@ class Link:
         """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
         ``linked`` is False if the engine computed the whole prompt in the end. ``made`` are the
-        chunks whose KV was computed for this very request: what is kept of them counts as fresh,
-        where they stand first, but for tokens that an earlier request computed.
+        chunks whose KV was computed for this very request: their kept tokens count as fresh, where
+        they stand first, but for tokens that an earlier request computed.
         """
         plan = self.plan
         if plan is None:
@@ -313,7 +313,7 @@ def policy_failed(policy: Policy, error: Exception) -> KVLinkerError:
 
 @contextmanager
 def _asking(policy: Policy) -> Iterator[None]:
-    """Turn what the policy raises into a KVLinkerError that names it."""
+    """Turn the policy's exceptions into a KVLinkerError that names it."""
     try:
         yield
     except Exception as error:

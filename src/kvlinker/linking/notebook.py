@@ -10,7 +10,7 @@ from typing import Literal
 from kvlinker.base.types.answers import Usage
 
 State = Literal["cached", "recomputed", "fresh"]
-"""What became of a token: its KV was kept, computed again, or computed for the first time."""
+"""How a token was computed: its KV was kept, computed again, or computed for the first time."""
 
 _COLOURS: dict[State, str] = {"cached": "#23875d", "recomputed": "#c77700", "fresh": "#4a6fd4"}
 

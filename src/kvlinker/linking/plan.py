@@ -41,7 +41,7 @@ class Placement:
 class LinkPlan:
     """The placements of chunks and the positions to compute.
 
-    Every position is in a run, in a placement, or in both: then what is computed counts.
+    Every position is in a run, in a placement, or in both: then the computed KV counts.
     """
 
     policy: Policy
@@ -99,8 +99,8 @@ def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
 def _plan_of_selections(
     prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]
 ) -> LinkPlan:
-    """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose
-    logits are needed.
+    """Plan to compute the selected tokens, and always fresh tokens and the prompt's last token,
+    whose logits are needed.
 
     The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to
     see or keep that of all tokens.

@@ -64,8 +64,7 @@ class Policy(ABC):
 
     @property
     def exact(self) -> bool:
-        """True if it computes every token, so that it reuses nothing but what was computed exactly,
-        too."""
+        """True if it computes every token, so that it reuses only KV that was computed exactly."""
         return False
 
     @property
@@ -108,8 +107,8 @@ class Policy(ABC):
         return None
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
-        """Return the figures by which ``select`` chose, for explanations; what ``refine`` asks for
-        is noted anyway."""
+        """Return the figures by which ``select`` chose, for explanations; the figures that
+        ``refine`` asks for are noted anyway."""
         return ()
 
     @classmethod
@@ -138,7 +137,7 @@ class Policy(ABC):
         """Make the policy with the parameters that stand after the family's name and a hyphen; None
         without a hyphen.
 
-        Raises PolicyError for what is not a parameter, or out of its range.
+        Raises PolicyError for words that are not parameters, and values out of range.
         """
         return cls(**parameters.read(cls, cls.family, text))
 

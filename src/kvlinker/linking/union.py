@@ -20,8 +20,8 @@ SIGN = "+"
 
 
 class Union(Policy):
-    """Recompute what any of its parts selects and keeps; each part drops only what it selected
-    itself."""
+    """Recompute the tokens that any of its parts selects and keeps; each part drops only tokens
+    that it selected itself."""
 
     members: tuple[Policy, ...]
 

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 class PromptBuilder:
     """Builds chunks and prompts for one model. Any number of threads may use one.
 
-    ``context`` is what stands before chunks that do not choose for themselves; ``system_prompt``
-    stands before conversations that bring no system message; ``chat_template`` (Jinja) replaces the
-    tokenizer's own. Texts that cannot have fewer than ``max_tokens`` tokens are refused before they
-    are encoded; None refuses none.
+    ``context`` is the default context of chunks; ``system_prompt`` precedes conversations without a
+    system message; ``chat_template`` (Jinja) replaces the tokenizer's own. Texts that cannot have
+    fewer than ``max_tokens`` tokens are refused before they are encoded; None refuses none.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class PromptBuilder:
         return self.chunk_from_tokens(tokens, context)
 
     def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's. Raises what ``encode_chunk`` does, but for an empty one, with
-        ``param`` as the field at fault."""
+        """Encode a text as a chunk's. Raises the errors of ``encode_chunk``, but for an empty one,
+        with ``param`` as the field at fault."""
         require_unicode(text, param=param)
         self.check_texts([text], param=param)
         return self.encoder.encode_data(text, param=param)

@@ -45,8 +45,8 @@ class ChatTemplate:
     """Renders messages with a Jinja chat template, whatever that does with their content.
 
     A template sees a unique word in place of each chunk; the rendered text is cut at these words
-    again. So a template may trim, wrap, reorder or refuse what it likes, and the chunk's tokens
-    stay as they are.
+    again. So a template may trim, wrap, reorder or refuse its input, and the chunk's tokens stay as
+    they are.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class ChatTemplate:
         documents: Sequence[Document[Chunk]],
         options: TemplateOptions,
     ) -> list[str | Chunk]:
-        """Return the prompt's parts with the documents where the template puts them. Raises what
-        ``render`` does, and InvalidRequestError if the template does not show each document
+        """Return the prompt's parts with the documents where the template puts them. Raises the
+        errors of ``render``, and InvalidRequestError if the template does not show each document
         once."""
         if self._tools_variable is None and needs_tool_section(messages, options.tools):
             messages, options = (

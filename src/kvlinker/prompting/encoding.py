@@ -61,8 +61,8 @@ class TextEncoder:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special ones included; joined, they are the text of all.
 
-        A character of several tokens is the last one's; what makes no character in the end is
-        U+FFFD.
+        A character of several tokens is the last one's; bytes that make no character in the end
+        become U+FFFD.
         """
         stream = DecodeStream(skip_special_tokens=False)
         texts = [stream.step(self._data, token) or "" for token in token_ids]
@@ -72,7 +72,8 @@ class TextEncoder:
         return texts
 
     def count_data(self, texts: Sequence[str]) -> list[int]:
-        """Count the tokens of ``encode_data`` for each text. Raises what that does (``input``)."""
+        """Count the tokens of ``encode_data`` for each text. Raises the errors of that
+        (``input``)."""
         encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
         pairs = zip(texts, encodings, strict=True)
         return [len(self._as_data(text, encoding, param="input")) for text, encoding in pairs]
@@ -218,7 +219,7 @@ def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
 
 
 def _state(component: Any) -> dict[str, Any] | None:
-    """Return what ``tokenizer.json`` says of a normalizer or pre-tokenizer."""
+    """Return the part of ``tokenizer.json`` for a normalizer or pre-tokenizer."""
     return None if component is None else cast(dict[str, Any], json.loads(component.__getstate__()))
 
 

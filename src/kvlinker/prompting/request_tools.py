@@ -68,8 +68,8 @@ class RequestTools:
         return self._form.reader(self._tail_of(prompt), self.tools, only_calls=self.enforces_calls)
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to
-        ``prompt`` call tools as the request demands."""
+        """Return the fields of ``SamplingParams`` that are ``given``, with those that make answers
+        to ``prompt`` call tools as the request demands."""
         fields = dict(given)
         if not self._reads:
             return fields

@@ -93,8 +93,8 @@ def with_documents(
 
 
 def document_parts(title: str, text: _Text) -> Iterator[str | _Text]:
-    """Yield what a document is in a message: its title in a line of its own unless it is empty, its
-    text, and an empty line."""
+    """Yield the parts of a document in a message: its title in a line of its own unless it is
+    empty, its text, and an empty line."""
     if title:
         yield f"{title}\n"
     yield text

@@ -174,8 +174,8 @@ class Prompt:
 
     @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """A mask that is true where a chunk stands whose KV is not exact there, after what is
-        reused: [length]."""
+        """A mask that is true for tokens of chunks whose KV is not exact there, after the reused
+        beginning: [length]."""
         return self._mask([span for span in self.spans if not span.exact]) & self.changeable
 
     @cached_property

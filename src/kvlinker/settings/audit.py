@@ -22,7 +22,7 @@ _NEEDED = {
 
 
 class AuditSettings(BaseSettings):
-    """Which answers are compared with the full computation, and what follows from it."""
+    """The answers that are compared with the full computation, and the effects of that."""
 
     audit: Share = Field(
         default=0.0,

@@ -9,7 +9,8 @@ from pydantic_settings import BaseSettings
 
 
 class EngineSettings(BaseSettings):
-    """How many tokens and requests are computed at once, how long they may take, and on what."""
+    """The numbers of tokens and requests that are computed at once, their times, and the
+    hardware."""
 
     max_model_len: int | None = Field(
         default=None, ge=8, description="Tokens; the model's own limit by default."

@@ -11,7 +11,7 @@ from kvlinker.settings.values import CommaSeparated
 
 
 class FleetSettings(BaseSettings):
-    """What a server computes for others, and whom it asks to compute for it."""
+    """The work of a server for others, and the servers that compute for it."""
 
     role: Literal["both", "build", "serve"] = Field(
         default="both",

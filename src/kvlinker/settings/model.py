@@ -18,7 +18,7 @@ WeightFormat = Literal["auto", "bf16", "int8", "int4"]
 
 
 class ModelSettings(BaseSettings):
-    """Which model is served, what runs it, and what its prompts and answers have by default."""
+    """The model, its engine, and the defaults of its prompts and answers."""
 
     model: str = Field(
         default=str(BUNDLED_MODEL),

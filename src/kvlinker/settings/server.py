@@ -13,8 +13,7 @@ from kvlinker.settings.values import CommaSeparated, FromJson
 
 
 class TenantQuota(BaseModel):
-    """The limits on what one tenant may keep; None for the limit that all tenants have by
-    default."""
+    """The limits of one tenant; None for the limit that all tenants have by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -30,7 +30,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts prompt tokens by what became of them: cached + recomputed + fresh is the prompt's
+    """Counts prompt tokens by how they were computed: cached + recomputed + fresh is the prompt's
     length."""
 
     cached_tokens: int
@@ -134,8 +134,8 @@ class AnswerPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
-    """Holds what pieces of an answer say together. Where the answer was cut inside a call, the
-    arguments of the last one are the beginning of a JSON object."""
+    """Holds the joined pieces of an answer. Where the answer was cut inside a call, the arguments
+    of the last one are the beginning of a JSON object."""
 
     content: str
     reasoning: str

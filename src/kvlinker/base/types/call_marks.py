@@ -15,8 +15,8 @@ class CallMarks:
     """False if calls are all of an answer: then it begins with one of ``texts``."""
 
     def free_part(self, text: str, *, is_start: bool) -> tuple[int, bool]:
-        """Return the length of what comes before calls in ``text``, which begins where no call has
-        begun, and whether one begins after it.
+        """Return the length of the text before calls in ``text``, which begins outside a call, and
+        whether one begins after it.
 
         Without one, the rest may be the beginning of a mark. ``is_start``: ``text`` is the answer's
         beginning.

@@ -47,7 +47,7 @@ class Contextualization:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote. Raises ValueError, KeyError or TypeError for anything
+        """Read the output of ``to_json``. Raises ValueError, KeyError or TypeError for anything
         else."""
         fields = json.loads(text)
         context = tuple(ContextChunk(**chunk) for chunk in fields["context"])

@@ -15,7 +15,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.tenants import SHARED_TENANT
 
 CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
-"""Matches what ``chunk_key`` returns."""
+"""Matches the keys that ``chunk_key`` returns."""
 
 Eviction = Literal["lru", "reuse"]
 """The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least
@@ -23,7 +23,7 @@ reused ones."""
 
 
 class GenerationContext(StrEnum):
-    """Names what stands before a chunk while its KV is computed."""
+    """The text before a chunk while its KV is computed."""
 
     ALONE = "alone"
     """Nothing stands before it."""
@@ -49,7 +49,7 @@ def parse_context(name: str) -> GenerationContext:
 
 
 class Origin(StrEnum):
-    """Names what a chunk's KV comes from."""
+    """The origin of a chunk's KV."""
 
     TEXT = "text"
     """A text was computed after ``Chunk.prefix``."""
@@ -88,7 +88,7 @@ class Chunk:
 
     @property
     def contextual(self) -> bool:
-        """True if its KV carries what a conversation said before it."""
+        """True if its KV depends on a conversation before it."""
         return self.origin is not Origin.TEXT
 
     @property
@@ -146,7 +146,7 @@ def packed_chunk_key(
     """Compute the ``chunk_key`` of token ids as little-endian uint32.
 
     Every part is length-prefixed, so that no two different inputs share their bytes. An answer
-    after what was computed as it is has the KV, but for rounding, and the key, of a text there.
+    after KV that was computed in full has the KV, but for rounding, and the key, of a text there.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
     parts = [fingerprint.encode(), owner.encode(), prefix, tokens]

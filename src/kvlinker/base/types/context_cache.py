@@ -1,4 +1,4 @@
-"""Context caches are what users hold: ids for chunks, with owner, time to live and metadata."""
+"""Context caches: users' ids for chunks, with owner, time to live and metadata."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class TextSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text that is to be a chunk, found by what it says: one that its author marked, a document,
-    or one that was recognised."""
+    """A text that is to be a chunk, identified by its content: one that its author marked, a
+    document, or one that was recognised."""
 
     text: str
 

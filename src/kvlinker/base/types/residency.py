@@ -31,7 +31,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 class KnownChunk(NamedTuple):
-    """Where a server can take a chunk from, and what requests call it."""
+    """The tier from which a server can take a chunk, and its names in requests."""
 
     tiers: tuple[str, ...]
     """The fastest of the server's own tiers that has it, and all shared ones that have it."""
@@ -57,8 +57,8 @@ class ResidencyReport:
     """The chunks that a server has, or the changes since another report.
 
     ``epoch`` names the server's run: keys of another one are forgotten. ``number`` counts reports;
-    where ``whole`` is true, this one holds everything, else what came after the number that was
-    asked for.
+    if ``whole`` is true, this one holds everything, otherwise the changes since the requested
+    number.
     """
 
     epoch: str

@@ -75,7 +75,7 @@ class SamplingParams:
     """False to show special tokens in the text."""
 
     include_stop_str_in_output: bool = False
-    """True to show what ended the answer in its text, too: the stop string, or the token."""
+    """True to include the end of the answer in its text: the stop string, or the token."""
 
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """The numbers, from -100 to 100, that are added to the logits of these tokens."""
@@ -147,7 +147,7 @@ class SamplingParams:
             )
 
     def _check_types(self) -> None:
-        """Check what is no number, and keep it as values that do not change."""
+        """Check the values that are not numbers, and keep them as immutable values."""
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -193,8 +193,8 @@ class SamplingParams:
 
 
 class SamplingFields(TypedDict, total=False):
-    """Sampling parameters as keyword arguments, with the types in which each may be given; what is
-    left out is as ``SamplingParams`` has it."""
+    """Sampling parameters as keyword arguments, with the types in which each may be given; omitted
+    fields have the defaults of ``SamplingParams``."""
 
     temperature: float
     top_p: float

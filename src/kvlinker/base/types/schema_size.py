@@ -33,7 +33,7 @@ class SchemaSize:
 
 
 def schema_fields(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all fields of a schema and of what is in it, with their values, and list entries under
+    """Yield all fields of a schema, nested ones included, with their values, and list entries under
     an empty name."""
     found = [schema]
     while found:

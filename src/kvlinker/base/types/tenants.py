@@ -37,8 +37,8 @@ def tenant_of_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits what one tenant may keep; None is no limit. Bytes are those of KV as computed, each
-    chunk counted once."""
+    """The limits of one tenant; None is no limit. Bytes are those of KV as computed, each chunk
+    counted once."""
 
     bytes: int | None = None
 

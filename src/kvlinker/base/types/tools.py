@@ -46,7 +46,7 @@ def shown_tool(tool: Tool) -> Tool:
 def parsed_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call, which may have been cut: all that is there of them, ended
     there. A name without its value, and half a word such as ``tru``, are left out. Raises
-    ValueError for what is not the beginning of a JSON object."""
+    ValueError for text that is not the beginning of a JSON object."""
     asked = text.strip() or "{}"
     try:
         parsed, end = json.JSONDecoder().raw_decode(asked)

@@ -1,1 +1,1 @@
-"""Commands for documents: ingest files, search what is cached, and ask about it."""
+"""Commands for documents: ingest files, search cached chunks, and ask about them."""

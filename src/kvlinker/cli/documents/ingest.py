@@ -92,7 +92,7 @@ def _check_method(method: str) -> None:
 
 
 def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
-    """Cache what is missing, and print all chunks in the order of the files."""
+    """Cache missing chunks, and print all chunks in the order of the files."""
     pieces = plan.missing
     before = library.storage() if pieces else None
     if before is not None:
@@ -168,7 +168,7 @@ def _print(
 
 
 def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:
-    """Remove what is stale, if that is asked for, and sum up."""
+    """Remove stale context caches, if the options ask for it, and sum up."""
     new, old = len(plan.missing), sum(len(document.cached) for document in plan.documents)
     if sync:
         for cached in plan.stale:

@@ -47,7 +47,7 @@ MODEL_SETTINGS = (
 PAGE = 100
 
 WRITTEN_SECONDS = 10.0
-"""The longest wait for a server to have written what was cached."""
+"""The longest wait for a server to write cached chunks."""
 
 LOOK_AGAIN_SECONDS = 0.2
 
@@ -135,7 +135,7 @@ class CacheLibrary(ABC):
         return text
 
     def settle(self) -> None:  # noqa: B027
-        """Wait until what was cached is found, where the process ends with the command."""
+        """Wait until cached chunks can be found, if the process ends with the command."""
 
     @abstractmethod
     def storage(self) -> Storage:
@@ -214,7 +214,7 @@ def open_library(
     """Open the library of a server at ``url``, or load the model, without one; the context caches
     are the key's.
 
-    Raises what ``LLM`` and ``Client`` raise.
+    Raises the errors of ``LLM`` and ``Client``.
     """
     if url is not None:
         from kvlinker.doors.client import Client

@@ -66,12 +66,12 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Lists what an ingestion caches, and what it finds stale."""
+    """Lists the chunks that an ingestion caches, and stale context caches."""
 
     documents: Sequence[PlannedFile]
 
     stale: Sequence[ExistingCache]
-    """Context caches of files that are gone, and of what changed files were before."""
+    """Context caches of files that are gone, and of earlier versions of changed files."""
 
     @property
     def missing(self) -> list[Piece]:
@@ -82,12 +82,12 @@ class Plan:
 def plan_ingestion(
     paths: Sequence[Path], files: Sequence[Path], library: CacheLibrary, splitting: Splitting
 ) -> Plan:
-    """Read the files, and compare them with what is cached. Files without text, and those that are
-    too long for a server to split, are left out with a warning.
+    """Read the files, and compare them with the cached chunks. Files without text, and those that
+    are too long for a server to split, are left out with a warning.
 
     A file that was ingested in this version before is read, but neither converted nor split.
-    ``paths`` are what the user named: a file that is gone is one of them or was below one. Raises
-    what ``CacheLibrary.split`` raises.
+    ``paths`` are the user's arguments: a file that is gone is one of them or was below one. Raises
+    the errors of ``CacheLibrary.split``.
     """
     known: defaultdict[str, list[ExistingCache]] = defaultdict(list)
     for cached in library.caches(ORIGIN):

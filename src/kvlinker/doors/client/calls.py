@@ -1,8 +1,8 @@
 """The calls of a kvlinker server: each is described once, as a request and the reader of its
 answer.
 
-``Client`` and ``AsyncClient`` send what these functions describe; the functions themselves do no
-input or output. Their signatures and docstrings are those of the clients' methods.
+``Client`` and ``AsyncClient`` send the requests that these functions describe; the functions
+themselves do no input or output. Their signatures and docstrings are those of the clients' methods.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class HttpCall(Generic[T]):
     named: Mapping[str, Any] | None = None
 
     def request(self) -> dict[str, Any]:
-        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for what is not
-        JSON."""
+        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for values that
+        are not JSON."""
         return {
             "method": self.method,
             "url": self.path,

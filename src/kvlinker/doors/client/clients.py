@@ -234,7 +234,7 @@ class AsyncClient:
 
 def _root(base_url: str) -> str:
     """Return the address without the ``/v1`` that OpenAI's clients want at its end. Raises
-    InvalidRequestError for what is no address of a server."""
+    InvalidRequestError for an invalid address."""
     try:
         url = httpx.URL(base_url)
         cause = (

@@ -37,8 +37,8 @@ class Workflow:
 
     def link(self, agent: str, **options: Any) -> dict[str, Any]:
         """Return the field ``link`` of a request of this agent: with the ``options``, such as
-        ``keep="answer"``, and what the agents after it use, by how many hand-overs away they
-        are."""
+        ``keep="answer"``, and the context caches that later agents use, by the number of hand-overs
+        until then."""
         ahead = []
         for steps, agents in enumerate(self._behind(agent), 1):
             if ids := dict.fromkeys(id for each in agents for id in self._caches[each]):

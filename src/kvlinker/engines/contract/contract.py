@@ -168,10 +168,11 @@ class Engine(Protocol):
     """The bytes of one token's KV over all layers, as it is computed."""
 
     computes_steps: str
-    """Says what computes steps of few tokens: ``compiled``; or the model's modules, and why."""
+    """The means by which steps of few tokens are computed: ``compiled``; or the model's modules,
+    and why."""
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of what is kept of a chunk of so many tokens, as it is computed."""
+        """Return the bytes that are stored of a chunk of so many tokens, as computed."""
 
     def unsupported(self, policy: Policy) -> str | None:
         """Return why this engine cannot follow the policy, and the way out; None if it can.
@@ -243,4 +244,4 @@ class Engine(Protocol):
         """True while the engine serves; False once it was closed or has failed for good."""
 
     def close(self) -> None:
-        """Stop the engine; what is under way fails with EngineClosedError. Idempotent."""
+        """Stop the engine; running requests fail with EngineClosedError. Idempotent."""

@@ -42,8 +42,8 @@ def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> 
 
 
 class ChunkSize(NamedTuple):
-    """The bytes of what is kept of chunks, as it is computed: so many for each token, and so many
-    more for each chunk, where layers keep what all of its tokens do to a state."""
+    """The bytes that are stored of chunks, as computed: so many for each token, and so many more
+    for each chunk, where layers keep the effect of all of its tokens on a state."""
 
     per_token: int
     per_chunk: int

@@ -33,14 +33,14 @@ _RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n\"/]*:", re.MULTILINE)
 """Matches where a rule of Lark or GBNF begins."""
 
 _CAUSE_CHARACTERS = 300
-"""The most characters of what a compiler says of a grammar, in an error's message."""
+"""The most characters of a compiler's message in an error's message."""
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 
 
 def check_enforceable(grammar: AnswerGrammar) -> None:
-    """Check what compilers of grammars do not. Raises InvalidRequestError, which names the
-    cause."""
+    """Check the limits that compilers of grammars do not check. Raises InvalidRequestError, which
+    names the cause."""
     _check_size(grammar, "characters", len(grammar.source), _MOST_CHARACTERS[grammar.kind])
     if grammar.kind == "grammar":
         _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)

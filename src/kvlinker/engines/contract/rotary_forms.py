@@ -17,7 +17,7 @@ RotaryFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 first two with rotary embedding."""
 
 TABLES = {"cos", "sin"}, {"freqs_cis"}
-"""What functions call the tables that they rotate by."""
+"""The names of functions' arguments for the tables that they rotate by."""
 
 
 class Rotation(NamedTuple):
@@ -25,7 +25,7 @@ class Rotation(NamedTuple):
 
     apply: RotaryFunction
     key: Tensor
-    """What is rotated, of queries and keys the keys: [1, heads, tokens, width]."""
+    """The rotated tensor, of queries and keys the keys: [1, heads, tokens, width]."""
 
     cos: Tensor
     sin: Tensor
@@ -53,7 +53,7 @@ class RotaryForm:
         return cls(function, found, rotated, tables)
 
     def unchanged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what the function was called with, in place of what it would return."""
+        """Return the function's own arguments in place of its result."""
         found = args[: len(self.rotated)]
         if len(found) < len(self.rotated):
             bound = self.signature.bind(*args, **kwargs).arguments

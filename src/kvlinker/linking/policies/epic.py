@@ -15,8 +15,8 @@ from kvlinker.prompting.segments import Prompt
 @register
 class LegoLink(Policy):
     """Recompute the first k tokens of every chunk (EPIC, ICML 2025), where an independently
-    computed chunk keeps its attention sink, which disappears once those tokens are computed in
-    sight of what stands before them."""
+    computed chunk keeps its attention sink, which disappears once those tokens are computed with
+    attention to the text before them."""
 
     family = "legolink"
 

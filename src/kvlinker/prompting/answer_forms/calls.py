@@ -32,7 +32,7 @@ class CallForm:
 
     @property
     def tail(self) -> str:
-        """What stands after the arguments of a call."""
+        """The text after the arguments of a call."""
         return self.call.partition("{arguments}")[2]
 
     @property
@@ -41,11 +41,11 @@ class CallForm:
         return self.trigger is not None and self.trigger in self.call
 
     def first_head(self, name: str) -> str:
-        """Return what stands before the arguments of the first call."""
+        """Return the text before the arguments of the first call."""
         return self.opening + self._head(name)
 
     def next_head(self, name: str) -> str:
-        """Return what stands between the tail of a call and the arguments of the next one."""
+        """Return the text between the tail of a call and the arguments of the next one."""
         return (self.between or "") + self._head(name)
 
     def told_by(self, head: str) -> str:

@@ -24,7 +24,7 @@ class AnswerForm:
     """Knows how one model writes reasoning and calls. Any thread may use it."""
 
     turn: str | None
-    """What stands before an answer in a prompt; None if that is not known."""
+    """The text before an answer in a prompt; None if that is not known."""
 
     reasoning: tuple[str, str] | None
     """The texts around reasoning; None for a model that does not reason, or in a way that is not
@@ -142,7 +142,7 @@ class AnswerForm:
         )
 
     def _lead(self, tail: str) -> str:
-        """Return what comes before the answer proper, by how its prompt ends."""
+        """Return the text before the answer proper, by the end of its prompt."""
         reader = self._reader(tail, ())
         if reader.may_reason:
             return "(lead_open lead)?"
@@ -156,7 +156,7 @@ class AnswerForm:
         return AnswerReader(self.reasoning, self.calls, names, begun=begun, only_calls=only_calls)
 
     def _begun(self, tail: str) -> str:
-        """Return what a prompt that ends with ``tail`` has of the answer already."""
+        """Return the part of the answer that a prompt with this ``tail`` already has."""
         if self.turn is not None:
             _, turn, begun = tail.rpartition(self.turn)
             return begun if turn else ""

@@ -63,7 +63,7 @@ class FormRules:
         return f"start: {lead} {parts} TEXT\nTEXT: {self._text()}\n{self._lead_rules()}"
 
     def frame(self, lead: str, tools: Sequence[Tool], *, several: bool) -> str:
-        """Return the grammar of what stands around ``@answer``, which calls may replace; empty for
+        """Return the grammar of the frame around ``@answer``, which calls may replace; empty for
         nothing."""
         if not lead and not tools:
             return ""
@@ -72,7 +72,7 @@ class FormRules:
         return f"start: {lead} {answer}\n{self._lead_rules()}{rules}"
 
     def _text(self) -> str:
-        """Return the terminal of any text; what begins like reasoning is reasoning, and no text."""
+        """Return the terminal of any text; text that begins like reasoning is reasoning."""
         if self.reasoning is None:
             return _ANYTHING
         return f"{_ANYTHING} & ~/(?s:\\s*{_pattern(self.reasoning[0])}.*)/"

@@ -27,7 +27,7 @@ class Reader(Protocol):
     """Reads one answer."""
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take the next piece of the answer, and return what it is, as far as that is clear, in
+        """Take the next piece of the answer, and return its parts, as far as they are clear, in
         order."""
         ...
 
@@ -65,8 +65,8 @@ class AnswerReader:
         only_calls: bool = False,
     ) -> None:
         """``reasoning`` are the texts around it, None if there is none. ``tools`` are the names of
-        functions that may be called. ``begun`` is what the prompt has of the answer already.
-        ``only_calls``: apart from reasoning there is no text."""
+        functions that may be called. ``begun`` is the part of the answer that the prompt already
+        has. ``only_calls``: apart from reasoning there is no text."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls
         self._trigger = calls.trigger if tools else None
@@ -187,7 +187,7 @@ class AnswerReader:
         return self._go_on(further, self._pending.removeprefix(tail), trims=True)
 
     def _further(self) -> bool:
-        """Read what stands between two calls, or after the last one."""
+        """Read the text between two calls, or after the last one."""
         if self._begins_call(self._next, self._pending):
             return True
         closing = self._calls.closing

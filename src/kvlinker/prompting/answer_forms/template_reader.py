@@ -24,8 +24,8 @@ class TemplateReader:
     text, marks included, and so is all that follows; one that is cut off is left out."""
 
     def __init__(self, template: Mapping[str, Any], tools: Sequence[Tool], *, tail: str) -> None:
-        """``tools`` say of which types arguments are, and ``tail``, the end of the prompt, what has
-        begun there; without ``tools``, text that looks like a call is text."""
+        """``tools`` have the types of arguments, and ``tail``, the end of the prompt, the part that
+        has begun there; without ``tools``, text that looks like a call is text."""
         parsed = template if tools else _without_calls(template)
         self._parser: _AnswerParser | None = _AnswerParser(
             parsed, prefix=tail, tools=list(map(dict, tools))
@@ -78,8 +78,7 @@ class _AnswerParser(ResponseParser):  # type: ignore[misc]
     ``calls``, and an event ``unparsed`` has the ``text`` of a call that is none, from its first
     mark on.
 
-    Transformers' own raises an error there, and with it loses the marks and what stands before the
-    call.
+    Transformers' own raises an error there, and loses the marks and the text before the call.
     """
 
     _given = 0
@@ -127,7 +126,7 @@ class _AnswerParser(ResponseParser):  # type: ignore[misc]
 
 def _call(value: Mapping[str, Any]) -> tuple[str, str]:
     """Return name and arguments of a call that the parser found. Raises ValueError, KeyError or
-    TypeError for what is none."""
+    TypeError for texts that are not calls."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from kvlinker.prompting.documents import MissingLibraryError, NoTextError, read_document
 
 MOST_MEMORY_BYTES = 8 * 2**30
-"""What a file that unpacks to far more than it is may take before it is given up."""
+"""The most memory for a file that unpacks to far more than its size, before it is refused."""
 
 
 def main(suffix: str) -> None:

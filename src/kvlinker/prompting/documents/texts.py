@@ -43,8 +43,8 @@ class DocumentText:
     text: str
 
     encoding: str | None = None
-    """The encoding that was guessed, by its name in Python; None for UTF-8, and for what was
-    converted."""
+    """The encoding that was guessed, by its name in Python; None for UTF-8, and for converted
+    formats."""
 
 
 def read_document(content: bytes, suffix: str) -> DocumentText:
