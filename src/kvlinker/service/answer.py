@@ -66,7 +66,7 @@ class Answer:
     """The model's reasoning before its answer, if it shows any."""
 
     def _repr_html_(self) -> str:
-        """Return the answer for a notebook, with what its prompt reused."""
+        """Return the answer for a notebook, with the reuse of its prompt."""
         said = [self.text, *(f"{call.name}({call.arguments})" for call in self.tool_calls)]
         prompt = self.explanation._repr_html_() if self.explanation else None
         return text_html("\n".join(filter(None, said))) + usage_html(self.usage) + (prompt or "")
@@ -93,7 +93,7 @@ class Answer:
         return self.with_pieces([*reader.feed(self.text), *reader.finish(cut=cut)])
 
     def with_pieces(self, pieces: Iterable[AnswerPiece]) -> Self:
-        """Return the answer with what its pieces say in place of its plain text."""
+        """Return the answer with the joined pieces in place of its plain text."""
         said = AnswerParts.of(pieces)
         return replace(
             self,
@@ -160,7 +160,7 @@ class AnswerStream(Iterator[AnswerPiece]):
     def __init__(
         self, submit: Callable[[ChoiceSink], RequestHandle], builder: AnswerBuilder
     ) -> None:
-        """Submit a request for one choice. Raises what ``submit`` raises."""
+        """Submit a request for one choice. Raises the errors of ``submit``."""
         self._events = events = queue.SimpleQueue[GenerationEvent]()
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
@@ -206,6 +206,6 @@ def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:
     """Submit a request for one choice and block until it is finished; the request is cancelled when
     waiting ends early.
 
-    Raises what ``submit`` raises, and the error of a request that failed.
+    Raises the errors of ``submit``, and the error of a request that failed.
     """
     return AnswerStream(submit, AnswerBuilder()).answer

@@ -19,7 +19,7 @@ PATIENCE = 3.0
 """The most time that a builder may take for a chunk, as a multiple of computing it here."""
 
 UNMEASURED_SECONDS = 10.0
-"""The patience as long as it was not measured what computing takes here."""
+"""The patience until the speed of computing here was measured."""
 
 AWAY_SECONDS = 5.0
 """The seconds for which a builder that does not answer is not asked."""
@@ -62,7 +62,7 @@ class Builders:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``client`` belongs to this. Chunks of fewer than ``least_tokens`` are not asked for;
-        ``kv_bytes`` counts the bytes of what is kept of a chunk of so many tokens."""
+        ``kv_bytes`` counts the bytes that are stored of a chunk of so many tokens."""
         self._client = client
         self._store = store
         self._kv_bytes = kv_bytes

@@ -74,7 +74,7 @@ def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[CachedPart]:
 def parse_documents(
     documents: Sequence[Mapping[str, Any] | Document[CachedPart]],
 ) -> tuple[Document[CachedPart], ...]:
-    """Parse documents, each with a ``text`` and what else chat templates may show, such as
+    """Parse documents, each with a ``text`` and other fields that chat templates may show, such as
     ``title``; typed ones stay as they are. Raises InvalidRequestError."""
     return tuple(
         document if isinstance(document, Document) else _parse_document(index, document)

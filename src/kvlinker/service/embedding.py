@@ -39,7 +39,7 @@ NO_LIMIT = 2**20
 """The most tokens of a text where the model has no limit."""
 
 Role = Literal["query", "document"]
-"""What a text is for: models may have a prompt of its own for each."""
+"""The purpose of a text: models may have a prompt of its own for each."""
 
 Given = str | Sequence[int]
 """A text, or token ids of the embedding model, which mean the text that they decode to."""
@@ -99,8 +99,8 @@ class Embedder:
         self._limit = LengthLimit(self._encoder, self.max_tokens)
 
     def prepare(self, texts: Sequence[Given], role: Role | None = None) -> EmbeddingRequest:
-        """Return what ``submit`` computes batch by batch. Without a ``role``, the model's default
-        prompt stands before texts, if it has one.
+        """Return the vectors that ``submit`` computes batch by batch. Without a ``role``, the
+        model's default prompt stands before texts, if it has one.
 
         Raises InvalidRequestError for an empty text and an unknown token id, and ContextLengthError
         for a text that is too long (``input.<index>``); with a role, only its beginning counts.
@@ -132,9 +132,9 @@ class Embedder:
     def embed(
         self, texts: Sequence[Given], role: Role | None = None, *, dimensions: int | None = None
     ) -> NDArray[np.float32]:
-        """Return the vectors [texts, dimensions] of texts, each of length 1, in their order: of
-        all dimensions, or the first ones. Raises what ``prepare`` raises, and
-        InvalidRequestError for more dimensions than there are."""
+        """Return the vectors [texts, dimensions] of texts, each of length 1, in their order: of all
+        dimensions, or the first ones. Raises the errors of ``prepare``, and InvalidRequestError for
+        more dimensions than there are."""
         self.check_dimensions(dimensions)
         request = self.prepare(texts, role)
         vectors = np.empty((len(texts), self.dimensions), np.float32)
@@ -242,8 +242,8 @@ def _backend(tokenizer: Any, folder: Path) -> Any:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Compute the fingerprint of a model's folder: BLAKE3 (hex) over its files, but for what is
-    only for people."""
+    """Compute the fingerprint of a model's folder: BLAKE3 (hex) over its files, without those that
+    are only for people."""
     digest = blake3()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

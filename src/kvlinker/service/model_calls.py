@@ -51,7 +51,7 @@ class ModelCalls:
 
     @property
     def system_fingerprint(self) -> str:
-        """A name for what answers: kvlinker's version, and the beginning of the model's
+        """A name for the source of answers: kvlinker's version, and the beginning of the model's
         fingerprint."""
         return f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
 
@@ -94,8 +94,8 @@ class ModelCalls:
         return self.store.held_bytes
 
     def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
-        """Return the policy of the tenant's requests that name none: the settings', or what keeps
-        their quality target."""
+        """Return the policy of the tenant's requests that name none: the settings', or the one that
+        keeps their quality target."""
         return self.policy_manager.default_policy(tenant)
 
     def policies(self) -> tuple[dict[str, Any], ...]:
@@ -157,8 +157,8 @@ class ModelCalls:
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for
-        after the prompt, and to the settings' limit of answers."""
+        """Return sampling parameters whose ``max_tokens`` is cut to the room of the window after
+        the prompt, and to the settings' limit of answers."""
         room = max(1, self.max_model_len - len(prompt))
         limits = [
             most

@@ -94,7 +94,7 @@ class Preloading:
         return self._pending
 
     def close(self) -> None:
-        """Bring no more, and wait for what is under way. Idempotent."""
+        """Read no more, and wait for the reads under way. Idempotent."""
         self._closed.set()
         with self._lock:
             thread = self._thread
@@ -138,7 +138,7 @@ class Preloading:
             return batch
 
     def _end(self) -> None:
-        """Forget what waits; the next call begins anew."""
+        """Drop waiting chunks; the next call begins anew."""
         self._waiting, self._pending, self._thread = {}, 0, None
 
     def _bring_batch(self, keys: Sequence[str], deadline: float) -> list[str]:

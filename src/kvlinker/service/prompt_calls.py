@@ -88,8 +88,8 @@ class ChatOptions(SamplingFields, total=False):
     """The name of a workflow that this is a request of."""
 
     next: Sequence[Mapping[str, Any]] | None
-    """What the workflow will use: ``ids`` of context caches, and in how many ``steps``, its
-    requests from this one on, or ``seconds``."""
+    """The context caches that the workflow will use: ``ids`` of context caches, and in how many
+    ``steps``, its requests from this one on, or ``seconds``."""
 
     explain: bool
     """True: the answer has an ``explanation`` of how its prompt was linked."""
@@ -98,7 +98,8 @@ class ChatOptions(SamplingFields, total=False):
 
 
 class PreparedChat(NamedTuple):
-    """Holds what a call of ``chat_completion`` asks the engine for."""
+    """A prepared call of ``chat_completion``: the request to the engine, and the reader of its
+    answer."""
 
     read: ReadPrompt
     sampling: SamplingParams
@@ -198,7 +199,7 @@ class PromptCalls(ModelCalls):
         return explanation.with_context_caches(read.ids).with_texts(texts)
 
     def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
-        """Return what puts the answer together that a call of ``chat_completion`` asks for."""
+        """Return the builder of the answer of a prepared call of ``chat_completion``."""
 
         def complete(answer: Answer) -> Answer:
             explanation = answer.explanation and self.described(answer.explanation, asked.read)
@@ -213,8 +214,8 @@ class PromptCalls(ModelCalls):
         options: TemplateOptions = DEFAULT_OPTIONS,
         tenant: str = DEFAULT_TENANT,
     ) -> Prompt:
-        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat``
-        does."""
+        """Build the prompt of a conversation; a prompt stays as it is. Raises the errors of
+        ``read_chat``."""
         return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     def read_chat(
@@ -234,10 +235,10 @@ class PromptCalls(ModelCalls):
         as it is.
 
         Texts that become chunks get context caches, unless ``keeps`` is False. With a ``salt``,
-        what is reused, but for context caches that are named by id, is of requests with the same
-        one. In ``order`` "any", documents and neighbouring chunks may change places. Raises
-        InvalidRequestError, PolicyError for one that is unknown or lacks its
-        certificate, and ContextCacheNotFoundError whose ``param`` is the place of the id.
+        only KV of requests with the same one is reused, and context caches that are named by id. In
+        ``order`` "any", documents and neighbouring chunks may change places. Raises
+        InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
+        ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
         how = self._reading(policy, implicit, keeps, tenant, salt, order)
         if isinstance(messages, Prompt):
@@ -259,7 +260,7 @@ class PromptCalls(ModelCalls):
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a completion, with or without the ``special_tokens`` that the
-        tokenizer adds, and choose its policy. Raises what ``read_chat`` does."""
+        tokenizer adds, and choose its policy. Raises the errors of ``read_chat``."""
         how = self._reading(policy, implicit, keeps, tenant, salt, order)
         how = replace(how, special_tokens=special_tokens)
         return self._content.completion(parse_prompt(prompt), how)

@@ -46,7 +46,7 @@ class _Change:
 
 
 class Residency:
-    """Follows what is in the tiers. Methods may be called from any thread."""
+    """Follows the contents of the tiers. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Residency:
         resident_keys: Callable[[], frozenset[str]] = frozenset,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``kv_bytes`` counts the bytes of what is kept of a chunk of so many tokens;
+        """``kv_bytes`` counts the bytes that are stored of a chunk of so many tokens;
         ``resident_keys`` returns the chunks that the engine has in memory of its own."""
         self._store = store
         self._resident_keys = resident_keys
@@ -87,7 +87,7 @@ class Residency:
                     self._names.popitem(last=False)
 
     def costs(self) -> dict[str, TierCost]:
-        """Return what it takes to load from each slower tier, by the bandwidths measured last, per
+        """Return the cost of loading from each slower tier, by the bandwidths measured last, per
         token of a chunk of ``COSTED_TOKENS``."""
         costs, places = {}, self._store.places()
         nbytes = self._kv_bytes(COSTED_TOKENS)
@@ -100,8 +100,8 @@ class Residency:
         return costs
 
     def report(self, epoch: str | None = None, after: int = 0) -> ResidencyReport:
-        """Return what has changed since report ``after`` of ``epoch``; everything, where that is
-        another run's, or too long ago."""
+        """Return the changes since report ``after`` of ``epoch``; everything, where that is another
+        run's, or too long ago."""
         self._look_at_shared_tiers()
         own = self._store.own_places(limit=MOST_TOLD)
         own |= dict.fromkeys(self._resident_keys() & own.keys(), MEMORY)

@@ -118,7 +118,7 @@ def engine_source(settings: Settings, builders: BuilderClient | None = None) -> 
 
 class StateDirectory(NamedTuple):
     """A state directory's catalog and store. The owner closes the store first: it may still write
-    what the catalog holds."""
+    chunks of the catalog."""
 
     catalog: Catalog
     store: ChunkStore

@@ -77,7 +77,7 @@ class ToolWaits:
 
     def watch(self, request: GenerationRequest, sink: Sink, reader: Callable[[], Reader]) -> Sink:
         """Return a sink for the events of a request whose answers may call tools, which passes them
-        on; ``reader`` makes what reads the first answer's calls."""
+        on; ``reader`` makes readers of the first answer's calls."""
         texts: list[str] = []
         self._came_back(request)
 

@@ -41,8 +41,8 @@ FIRST_PACE = 1.0
 """The seconds from one request of a workflow to the next, before any were measured."""
 
 WEIGHT = 0.3
-"""The weight of the last interval in a workflow's pace, and of the last foretelling in what
-foretelling pays."""
+"""The weight of the last interval in a workflow's pace, and of the last prediction in the hit
+rate."""
 
 MOST_TENANTS = 256
 MOST_LINES = 64

@@ -23,8 +23,8 @@ class LayerKV:
     value: torch.Tensor
 
     index: torch.Tensor | None = None
-    """What the layer's indexer keeps of each token, [1, tokens, dim], without rotary embedding in
-    either form; None if the layer has no indexer."""
+    """The indexer's data of each token, [1, tokens, dim], without rotary embedding in either form;
+    None if the layer has no indexer."""
 
     @classmethod
     def of_joined(
@@ -42,7 +42,7 @@ class LayerKV:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Key, value and, where there is one, what the indexer keeps."""
+        """Key, value and, if there is one, the indexer's data."""
         found = self.key, self.value
         return found if self.index is None else (*found, self.index)
 
@@ -91,10 +91,10 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """What one layer that keeps a state has of a chunk: what the chunk's tokens do to any state.
+    """The effect of a chunk's tokens on any state, in one layer that keeps one.
 
     The first tokens and the last one, its edges, are kept as they enter the layer, so that they can
-    be left out where they are computed anew; what the inner tokens do together is one map, S →
+    be left out where they are computed anew; the joint effect of the inner tokens is one map, S →
     factor · S + offset. A chunk that is too short for a map has no inner tokens. Where a layer only
     convolves there is no map, and its one edge is what convolutions from the last token on see.
     """
@@ -104,7 +104,7 @@ class ChunkState:
     those before the last one that its convolution sees."""
 
     gates: tuple[torch.Tensor, ...]
-    """What else enters a rule, for each token of the edges: [tokens, …] each."""
+    """The other inputs of a rule, for each token of the edges: [tokens, …] each."""
 
     effect: tuple[torch.Tensor, torch.Tensor] | None = None
     """The map's factor, [heads, rows, rows] or [heads, 1, 1], and its offset [heads, rows,
@@ -130,8 +130,8 @@ class ChunkKV:
     """The KV of all layers of one chunk. Its tensors are never modified after creation, and on the
     CPU, except for what the device tier gives.
 
-    ``scores`` is what attention showed while the KV was computed, if that was collected. ``states``
-    is what layers keep that have a state instead of KV, in order.
+    ``scores`` are figures of attention while the KV was computed, if they were collected.
+    ``states`` are those of layers that have a state instead of KV, in order.
     """
 
     layers: tuple[LayerKV, ...]
@@ -187,7 +187,7 @@ class ChunkReader(Protocol):
 
     @property
     def states(self) -> tuple[ChunkState, ...]:
-        """What the layers keep that have a state."""
+        """The chunk's states, of the layers that have one."""
 
     def read(self, layer: int) -> LayerKV:
         """Read, verify and decode one layer. Raises LayerLostError."""
@@ -197,7 +197,7 @@ class ChunkReader(Protocol):
 
 
 class ResidentForm(Protocol):
-    """The form of chunks in memory: what an engine attends to."""
+    """The form of chunks in memory: the form that an engine attends to."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         """Return a layer, given as it was computed, in the form in which the engine attends to

@@ -137,8 +137,8 @@ class ChunkStore(Inventory):
         return None if kv is None else self._residence.computed(kv)
 
     def get_resident(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what
-        waits to be written, without any delay.
+        """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or
+        waiting writes, without any delay.
 
         Publishes only hits.
         """
@@ -162,9 +162,9 @@ class ChunkStore(Inventory):
     def load(
         self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False
     ) -> list[Future[KV | None]]:
-        """Load the chunks of one prompt: each future gets what ``get`` returns, as soon as enough
-        of its layers are there to begin with. It gets None, too, for what would take longer to load
-        than to compute, or comes too late.
+        """Load the chunks of one prompt: each future gets the result of ``get``, as soon as enough
+        of its layers are there to begin with. It also gets None for chunks that would take longer
+        to load than to compute, or arrive too late.
 
         ``urgency`` is that of all the chunks together; ``ahead``: no request waits for them yet.
         Tiers but the first are read in threads of the store's own.
@@ -209,7 +209,7 @@ class ChunkStore(Inventory):
         return None
 
     def keep_prefixes(self) -> SpilledPrefixes | None:
-        """Return what keeps the KV of prefixes on the disk tier's disk, until the store is closed;
+        """Return the keeper of prefixes' KV on the disk tier's disk, until the store is closed;
         None without such a tier. To be called once, by the engine. Raises StoreError."""
         if self._disk is not None:
             self._prefixes = SpilledPrefixes(self._disk, self._events, self.throttle, self._speeds)
@@ -338,8 +338,8 @@ class ChunkStore(Inventory):
     def _open(
         self, key: str, tiers: Sequence[Tier], tried: Set[str]
     ) -> OpenedChunk | LoadedChunk | None:
-        """Open a copy in the first of the tiers that has one and was not tried, or find what has
-        come to memory."""
+        """Open a copy in the first of the tiers that has one and was not tried, or find it in
+        memory meanwhile."""
         kv = self._tiers[0].get(key)
         if kv is not None:
             return LoadedChunk(self._tiers[0].name, kv, 0.0)
@@ -350,7 +350,7 @@ class ChunkStore(Inventory):
         return None
 
     def _loaded(self, key: str, epoch: int | None, loaded: LoadedChunk | None) -> None:
-        """Promote and publish what a lookup in the slower tiers has found, if anything."""
+        """Promote and publish the result of a lookup in the slower tiers, if any."""
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
@@ -376,8 +376,8 @@ class ChunkStore(Inventory):
         tiers: Sequence[Tier],
         epoch: int | None,
     ) -> None:
-        """Store what was just loaded into other tiers, unless a delete came in between: it must not
-        undo that."""
+        """Store KV that was just loaded into other tiers, unless it was deleted in between: it must
+        not undo that."""
         with self._lock:
             if tiers and epoch is not None and epoch == self._delete_epoch():
                 self._place(key, kv, stored, tiers)

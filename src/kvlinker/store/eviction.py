@@ -27,8 +27,8 @@ evicted later."""
 
 
 def use_weight(recomputed: float) -> float:
-    """Return what a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1 /
-    LEAST_SHARE.
+    """Return the addend of a use to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1
+    / LEAST_SHARE.
 
     ``recomputed`` is the share of the chunk's tokens that the use computes again; under Cache-Craft
     the CFO (section 3.3).
@@ -63,7 +63,7 @@ class LeastReused:
 
     A key's priority is f_r plus the age at its last use, and the age is the priority of the last
     evicted key. Without ageing, newcomers would evict each other while unused keys stayed. f_r is
-    not divided by the size: both what a use saves and the room grow with the chunk's tokens.
+    not divided by the size: both the savings of a use and the size grow with the chunk's tokens.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ class EvictionIndex:
         self._set_held(key, held=False)
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
-        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to;
-        returns False if it is absent."""
+        """Note a use, now the last one, that adds ``weight`` to the sum of the key's uses; returns
+        False if it is absent."""
         if key not in self._entries:
             return False
         entry = self._taken(key)

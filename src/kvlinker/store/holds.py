@@ -27,7 +27,7 @@ class Holds:
     ``Hold``."""
 
     def __init__(self, tiers: Sequence[HoldingTier]) -> None:
-        """``tiers`` are those in memory; the smallest budget bounds what may be in use."""
+        """``tiers`` are those in memory; the smallest budget limits the chunks in use."""
         self._tiers = tuple(tiers)
         self._lock = threading.Lock()
         self._uses: Counter[str] = Counter()

@@ -144,8 +144,8 @@ class Inventory:
         return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
 
     def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """Return what these chunks take up in each tier, from the fastest to the slowest; takes
-        time for many."""
+        """Return the size of these chunks in each tier, from the fastest to the slowest; takes time
+        for many."""
         usages = []
         for tier in self._all_tiers:
             sizes = tier.sizes(keys)

@@ -57,8 +57,7 @@ class AuditOptions:
 
 
 class TokenBudget:
-    """Allows so many tokens an hour; what is not used is kept for later, an hour's worth at
-    most."""
+    """Allows so many tokens an hour; unused time is kept for later, an hour's worth at most."""
 
     def __init__(
         self, per_hour: int | None, *, clock: Callable[[], float] = time.monotonic
@@ -178,7 +177,7 @@ class Auditor:
         return True
 
     def close(self) -> None:
-        """Stop comparing; close the engine before, so that what is under way ends. Idempotent."""
+        """Stop comparing; close the engine before, so that running comparisons end. Idempotent."""
         self._closed = True
         self._answers.put(None)
         self._thread.join()
@@ -247,7 +246,7 @@ class Auditor:
 
 
 class _Recorder:
-    """A ``Sink`` that passes on what its request asked for, and records the first choice."""
+    """A ``Sink`` that passes on the events of its request, and records the first choice."""
 
     def __init__(
         self,

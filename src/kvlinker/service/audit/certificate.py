@@ -67,7 +67,7 @@ class Certificate:
     ``full``."""
 
     tasks: Mapping[str, Agreement]
-    """The agreement by task; ``own chunks`` are prompts of what the store holds."""
+    """The agreement by task; ``own chunks`` are prompts of the store's chunks."""
 
     def write(self, path: Path) -> None:
         """Write it as JSON, so that who reads meanwhile finds the old one or the new one, whole.
@@ -80,7 +80,7 @@ class Certificate:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote. Raises InvalidRequestError for a file that is no
+        """Read a file of ``write``. Raises InvalidRequestError for a file that is no
         certificate."""
         try:
             content = json.loads(path.read_text())

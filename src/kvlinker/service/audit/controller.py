@@ -71,8 +71,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class SteeringState:
-    """Where one tenant, or all, are on the ladder, and what is known of the step. Answers are
-    compared ones."""
+    """The place of one tenant, or of all, on the ladder, and the findings about the step. Answers
+    are compared ones."""
 
     step: int
     noted: int
@@ -90,7 +90,7 @@ class SteeringState:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """What a ``QualityController`` knows, and for which ladder and target."""
+    """The state of a ``QualityController``, with its ladder and target."""
 
     ladder: tuple[str, ...]
     start: int
@@ -130,7 +130,7 @@ class QualityController:
             return tuple(self._decisions)
 
     def state(self) -> ControllerState:
-        """Return what is known now, of ``MOST_TENANTS`` at most."""
+        """Return the current state, of ``MOST_TENANTS`` at most."""
         with self._lock:
             steered = {tenant: each.state for tenant, each in self._steered.items()}
             kept = sorted(steered, key=lambda tenant: -steered[tenant].noted)[:MOST_TENANTS]
@@ -144,8 +144,8 @@ class QualityController:
             )
 
     def restore(self, state: ControllerState) -> bool:
-        """Go on from a state, in the place of what is known; returns False, and does nothing, where
-        it is of another ladder, start or target, or steers other tenants together."""
+        """Replace the current state by another; returns False, and does nothing, where it is of
+        another ladder, start or target, or steers other tenants together."""
         asked = (self.ladder.names, self.ladder.start, self.target, self.per_tenant)
         if (state.ladder, state.start, state.target, state.per_tenant) != asked:
             return False
@@ -181,7 +181,7 @@ class QualityController:
 
 
 class _Steered:
-    """The place on the ladder of one tenant, or of all, and what is known of it."""
+    """The place on the ladder of one tenant, or of all, and the findings about it."""
 
     def __init__(self, ladder: Ladder, target: float) -> None:
         self.step = ladder.start
@@ -199,7 +199,7 @@ class _Steered:
 
     @property
     def state(self) -> SteeringState:
-        """What is known now."""
+        """The current state."""
         return SteeringState(
             self.step,
             self._noted,

@@ -114,7 +114,7 @@ MOST_GROUPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FiguresState:
-    """What ``AuditFigures`` hold."""
+    """The state of ``AuditFigures``."""
 
     tallies: tuple[tuple[_Group, Tally], ...]
     detectors: dict[str, DriftState]
@@ -158,7 +158,7 @@ class AuditFigures:
             return self._name(policy)
 
     def state(self) -> FiguresState:
-        """Return what is known now, of ``MOST_GROUPS`` at most."""
+        """Return the current state, of ``MOST_GROUPS`` at most."""
         with self._lock:
             tallies = sorted(self._tallies.items(), key=lambda entry: -entry[1].samples)[
                 :MOST_GROUPS
@@ -171,7 +171,7 @@ class AuditFigures:
             return FiguresState(tuple(tallies), detectors, drifts)
 
     def restore(self, state: FiguresState) -> None:
-        """Go on from a state, in the place of what is known."""
+        """Replace the current state by another."""
         with self._lock:
             self._tallies = defaultdict(Tally, state.tallies)
             self._detectors.clear()

@@ -69,13 +69,13 @@ class Findings:
             self.controller.note(sample.tenant, sample.policy, agrees, sample.time)
 
     def state(self) -> FindingsState:
-        """Return what is known now."""
+        """Return the current state."""
         controller = None if self.controller is None else self.controller.state()
         return FindingsState(self.figures.state(), controller)
 
     def restore(self, state: FindingsState) -> bool:
-        """Go on from a state, in the place of what is known; returns False if the default policy
-        does not, since its ladder or its target was another one."""
+        """Replace the current state by another; returns False if the default policy does not, since
+        its ladder or its target was another one."""
         self.figures.restore(state.figures)
         if self.controller is None or state.controller is None:
             return True

@@ -17,8 +17,8 @@ NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextToken:
-    """Holds the distribution of a token: the most likely ones, best first; all others share what
-    mass is left."""
+    """Holds the distribution of a token: the most likely ones, best first; all others share the
+    remaining mass."""
 
     ids: NDArray[np.int64]
     """Token ids, [k]."""

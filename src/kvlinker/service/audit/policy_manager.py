@@ -98,8 +98,8 @@ class PolicyManager:
             )
 
     def default_policy(self, tenant: str) -> Policy:
-        """Return the policy of the tenant's requests that name none: the one that is set, or what
-        keeps the quality target."""
+        """Return the policy of the tenant's requests that name none: the one that is set, or the
+        one that keeps the quality target."""
         return self._configured if self.controller is None else self.controller.policy(tenant)
 
     def check(self, policy: Policy) -> None:
@@ -116,7 +116,7 @@ class PolicyManager:
             self.auditor.pool = AuditPool(log, self._engine.fingerprint, self._findings)
 
     def close(self) -> None:
-        """Stop comparing, and write what is to be kept; close the engine before. Idempotent."""
+        """Stop comparing, and write the state; close the engine before. Idempotent."""
         if self.auditor is not None:
             self.auditor.close()
             if self.auditor.pool is not None:

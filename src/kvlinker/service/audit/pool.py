@@ -19,12 +19,12 @@ from kvlinker.store.catalog.audit import AuditLog, AuditSample
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""The version of what is written. Whatever changes what a state means raises it, the alternatives
-of tests among them."""
+"""The version of the written format. Whatever changes what a state means raises it, the
+alternatives of tests among them."""
 
 REFRESH_SECONDS = 2.0
-"""The seconds between two looks at what others found: so long may two servers follow different
-settings."""
+"""The seconds between two reads of other servers' findings: so long may two servers follow
+different settings."""
 
 KEPT_SAMPLES = 256
 """The samples that are kept one by one; more are replaced by what they came to."""
@@ -50,7 +50,7 @@ class AuditPool:
     wait."""
 
     def __init__(self, log: AuditLog, fingerprint: str, findings: Findings) -> None:
-        """Begin with what is known of the model of this ``fingerprint``; ``findings`` have seen
+        """Begin with the kept findings on the model of this ``fingerprint``; ``findings`` have seen
         nothing yet."""
         self.name: str | None = None
         """The name of the pool: servers with the same name have the same findings."""
@@ -74,7 +74,7 @@ class AuditPool:
         self._unwritten.append(sample)
 
     def refresh(self) -> None:
-        """Write what waits, and take what was written since the last time."""
+        """Write waiting samples, and take those that were written since the last time."""
         with self._lock:
             try:
                 self._write()
@@ -87,7 +87,7 @@ class AuditPool:
                 self._waits = False
 
     def close(self) -> None:
-        """Write what waits; close what adds samples before. Idempotent."""
+        """Write waiting samples; close the sources of samples before. Idempotent."""
         self._closing.set()
         self._thread.join()
         self.refresh()

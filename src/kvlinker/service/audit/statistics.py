@@ -22,7 +22,7 @@ _LOWER = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 
 class Interval(NamedTuple):
-    """The bounds of a 95% confidence interval, in the unit of what was measured."""
+    """The bounds of a 95% confidence interval, in the unit of the measurement."""
 
     low: float
     high: float
@@ -85,7 +85,7 @@ class RateTest:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTestState:
-    """What a ``RepeatedTest`` knows."""
+    """The state of a ``RepeatedTest``."""
 
     number: int
     """The number of the present test, from 1 on."""
@@ -129,7 +129,7 @@ class RepeatedTest:
 
     @property
     def state(self) -> RepeatedTestState:
-        """What is known now."""
+        """The current state."""
         return RepeatedTestState(self._number, self.samples, self.successes, tuple(self._test.logs))
 
     def restore(self, state: RepeatedTestState) -> None:
@@ -153,7 +153,7 @@ class RepeatedTest:
 
 @dataclass(frozen=True, slots=True)
 class DriftState:
-    """What a ``DriftDetector`` knows."""
+    """The state of a ``DriftDetector``."""
 
     alarms: int
     seen: int
@@ -189,7 +189,7 @@ class DriftDetector:
 
     @property
     def state(self) -> DriftState:
-        """What is known now."""
+        """The current state."""
         return DriftState(self.alarms, self._seen, self._successes, self._bound, tuple(self._logs))
 
     def restore(self, state: DriftState) -> None:

@@ -11,7 +11,7 @@ from kvlinker.store import Catalog, ChunkStore
 
 
 class Building:
-    """Computes what others ask for. Calls may come from any thread."""
+    """Computes chunks for other servers. Calls may come from any thread."""
 
     def __init__(self, engine: Engine, catalog: Catalog, store: ChunkStore) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class Building:
         return then(self._engine.cache_chunk(chunk, tenant=owner), share)
 
     def close(self) -> None:
-        """Finish what is being shared."""
+        """Finish the transfers under way."""
         self._thread.shutdown()
 
     def _share(self, chunk_key: str, nbytes: int) -> int:

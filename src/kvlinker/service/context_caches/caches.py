@@ -45,7 +45,7 @@ class CachesUsage:
     """A tenant's usage, and its limits.
 
     ``kept``: its context caches and chunks by the catalog; ``pinned_bytes``: its pinned KV as
-    computed; ``tiers``: what its KV takes up in each tier.
+    computed; ``tiers``: the size of its KV in each tier.
     """
 
     kept: TenantUsage
@@ -160,7 +160,7 @@ class ContextCaches:
         return found
 
     def content(self, cache_id: str, *, tenant: str) -> CacheContent:
-        """Read the text and the token ids of one. Raises what ``usable`` does."""
+        """Read the text and the token ids of one. Raises the errors of ``usable``."""
         found = self._usable(cache_id, self.get(cache_id, tenant=tenant))
         tokens = found.chunk.tokens
         return CacheContent(cache_id, self._texts.text(tokens), tokens, found.metadata)
@@ -184,7 +184,7 @@ class ContextCaches:
         )
 
     def settle(self) -> None:
-        """Wait until what was created so far is found by meaning, where it is to be."""
+        """Wait until everything created so far can be found by meaning, if that is enabled."""
         self._texts.settle()
 
     def is_usable(self, cache: ContextCache) -> bool:
@@ -242,7 +242,7 @@ class ContextCaches:
         pinned: bool | Unchanged = UNCHANGED,
         admin: bool = False,
     ) -> ContextCache:
-        """Change what is given; None clears ``expires_at`` or ``name``.
+        """Change the given fields; None clears ``expires_at`` or ``name``.
 
         Raises ContextCacheNotFoundError, PinLimitError, and PermissionDeniedError for a shared one
         unless ``admin``.
@@ -306,7 +306,7 @@ class ContextCaches:
                 return deleted
 
     def sweep(self) -> int:
-        """Delete what has expired; returns the number of context caches.
+        """Delete expired context caches; returns the number of context caches.
 
         Also takes over the changes of other processes on this catalog; see ``Maintenance.sweep``.
         """
@@ -332,7 +332,7 @@ class ContextCaches:
         return self._store.nbytes(cache.chunk_key) or 0
 
     def close(self) -> None:
-        """Finish what is being entered."""
+        """Finish the creations under way."""
         self.creation.close()
         self._texts.close()
 
@@ -351,8 +351,8 @@ class ContextCaches:
 
 
 def _owner(scope: Scope, tenant: str) -> str:
-    """Return who owns what the tenant creates. Raises InvalidRequestError for the name that stands
-    for shared context caches."""
+    """Return the owner of the tenant's new context caches. Raises InvalidRequestError for the name
+    that stands for shared context caches."""
     if tenant == SHARED_TENANT:
         raise InvalidRequestError(
             f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope"

@@ -88,7 +88,7 @@ class ContextCacheCalls:
         pinned: bool | Unchanged = UNCHANGED,
         tenant: str | None = None,
     ) -> ContextCache:
-        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is
+        """Change the given fields. ``ttl`` counts seconds from now; None: it lives until it is
         deleted. ``pinned``: its KV is not evicted. ``tenant``: as in ``expire_cache``. Raises
         ContextCacheNotFoundError and PinLimitError."""
         return self.caches.update(

@@ -57,8 +57,8 @@ class Creation:
         events: Events,
         shares: Callable[[], object] | None = None,
     ) -> None:
-        """``shares`` brings what was computed to other servers, and is called before they learn of
-        it."""
+        """``shares`` makes computed chunks available to other servers, and is called before they
+        learn of them."""
         self._model = model
         self._builder = builder
         self._engine = engine
@@ -182,7 +182,7 @@ class Creation:
         return entered.cache
 
     def close(self) -> None:
-        """Finish what is being entered."""
+        """Finish the creations under way."""
         self._writer.shutdown()
 
     def _describe(

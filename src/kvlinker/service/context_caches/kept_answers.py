@@ -26,7 +26,7 @@ from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.context_caches import ContextCaches
 
 KeptPart = Literal["answer", "all"]
-"""``answer`` is what the answer says, without reasoning and calls; ``all`` is all of it."""
+"""``answer`` is the answer's text, without reasoning and calls; ``all`` is all of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class AnswerKeeper:
         return take
 
     def close(self) -> None:
-        """Keep what is under way, and no more. Idempotent."""
+        """Finish the answers under way, and keep no more. Idempotent."""
         self._thread.shutdown()
 
     def _keep(
@@ -152,8 +152,8 @@ class AnswerKeeper:
         return KeptAnswer(cache.id, cache.tokens)
 
     def _find(self, tokens: NDArray[np.int64], said: AnswerParts) -> tuple[int, int] | None:
-        """Return which of the sampled tokens are what the answer says; None if these are not tokens
-        of their own."""
+        """Return which of the sampled tokens are the answer's text; None if these are not tokens of
+        their own."""
         try:
             content: Sequence[int] = self._encoder.encode_data(said.content, param="content")
         except InvalidRequestError:

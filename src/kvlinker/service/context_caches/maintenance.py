@@ -12,7 +12,7 @@ from kvlinker.store.deletions import Deletions
 
 
 class Maintenance:
-    """Has deleted, pinned and searched what the catalog says. All methods may be called from any
+    """Deletes, pins and indexes chunks as the catalog has them. All methods may be called from any
     thread."""
 
     def __init__(self, catalog: Catalog, store: ChunkStore, texts: ChunkTexts) -> None:
@@ -28,12 +28,12 @@ class Maintenance:
         )  # what the catalog says reaches the store before the catalog is asked again
 
     def sweep(self) -> int:
-        """Delete what has expired; returns the number of context caches.
+        """Delete expired context caches; returns the number of context caches.
 
         Also takes over what other processes on this catalog deleted and pinned, indexes texts that
-        are not in the search index yet, and deletes again what a request that ran during a deletion
-        computed and stored after it, and what a tier could not delete before. Where the clock was
-        set back, implicit context caches that were used later than now count as used now.
+        are not in the search index yet, and deletes again chunks that a request stored after their
+        deletion, and chunks that a tier could not delete before. Where the clock was set back,
+        implicit context caches that were used later than now count as used now.
         """
         now = time.time()
         if now < self._swept_at:

@@ -30,8 +30,8 @@ class ChunkTexts:
     """Decodes and searches the chunks of one model. All methods may be called from any thread.
 
     The catalog has the token ids of every chunk, so the search index is only ever derived from
-    them: what a crash, a server without search or a change of the encryption key left out of it is
-    added by ``catch_up``.
+    them: texts that are missing after a crash, a server without search or a change of the
+    encryption key are added by ``catch_up``.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ChunkTexts:
     def search(
         self, query: str, *, tenant: str, limit: int, metadata: Mapping[str, str]
     ) -> tuple[SearchHit, ...]:
-        """Return what ``SearchIndex.search`` finds now; with an embedding model, the best of that
-        and of what is nearest by meaning, by the sum of reciprocal ranks. Raises
-        InvalidRequestError, also where search is off."""
+        """Return the results of ``SearchIndex.search``; with an embedding model, the best of these
+        and of the nearest by meaning, by the sum of reciprocal ranks. Raises InvalidRequestError,
+        also where search is off."""
         if not self._searchable:
             raise InvalidRequestError(
                 "Search is off, because the index would hold texts in plain. The operator turns"
@@ -124,7 +124,7 @@ class ChunkTexts:
         )
 
     def close(self) -> None:
-        """Leave to the next process what is not in the index yet. Idempotent."""
+        """Leave texts that are not in the index yet to the next process. Idempotent."""
         if self._vectors is not None:
             self._vectors.close()
 

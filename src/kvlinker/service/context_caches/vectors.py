@@ -1,5 +1,5 @@
 """Keeps a vector for every chunk that is searched, outside the threads that create chunks, and
-finds chunks that mean what a query does."""
+finds chunks by the meaning of a query."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ChunkVectors:
     """The vectors of one model's chunks, by one embedding model. All methods may be called from any
     thread.
 
-    A thread of its own fills in what is missing, also of chunks that were cached before there was
-    this embedding model. The catalog keeps vectors by the embedding model's fingerprint, so those
-    of another are never used.
+    A separate thread computes missing vectors, also of chunks that were cached before this
+    embedding model was set. The catalog keeps vectors by the embedding model's fingerprint, so
+    those of another are never used.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ChunkVectors:
     def nearest(
         self, query: str, *, tenant: str, now: float, limit: int, metadata: Mapping[str, str]
     ) -> tuple[str, ...]:
-        """Return what ``VectorIndex.nearest`` finds for a query."""
+        """Return the results of ``VectorIndex.nearest`` for a query."""
         self.settle()
         return self._catalog.vectors.nearest(
             self._embedder.embed([query], "query")[0],
@@ -76,12 +76,12 @@ class ChunkVectors:
         )
 
     def close(self) -> None:
-        """Leave to the next process what is not computed yet. Idempotent."""
+        """Leave vectors that are not computed yet to the next process. Idempotent."""
         self._closing = True
         self._filler.shutdown(cancel_futures=True)
 
     def _guarded(self, fill: Callable[[], None]) -> None:
-        """Fill in vectors; what fails is tried again at the next ``catch_up``."""
+        """Fill in vectors; failed ones are tried again at the next ``catch_up``."""
         try:
             fill()
         except KVLinkerError as error:

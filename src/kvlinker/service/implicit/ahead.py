@@ -20,8 +20,8 @@ MOST_WAITING = 64
 """The most passages whose texts wait to be computed; more are left to their second sight."""
 
 MEMORY_SHARE = 0.8
-"""The share of memory that may be full when one more passage is computed: nothing is driven out for
-what may never come again."""
+"""The share of memory that may be full when one more passage is computed: nothing is evicted for a
+passage that may not be repeated."""
 
 CACHES_SHARE = 0.5
 """The share of its implicit context caches that a tenant may have when one more is computed."""
@@ -74,7 +74,7 @@ class PassagesAhead:
                 self._thread.start()
 
     def close(self) -> None:
-        """Make no more. The engine is closed before, which ends what it computes. Idempotent."""
+        """Make no more. The engine is closed before, which ends its computations. Idempotent."""
         with self._starting:
             self._closed.set()
         if self._thread is not None:

@@ -157,8 +157,8 @@ class ImplicitCaches:
 
 
 def _names_of(text: MarkedText, tenant: str) -> tuple[str, ...]:
-    """Return what routers may know a text by: one that was recognised within another, by its
-    lines."""
+    """Return the names by which routers may know a text: one that was recognised within another, by
+    its lines."""
     if text.source is TextSource.RECOGNITION:
         return tuple(text_name(line, tenant) for line in islice(lines_of(text.text), NAMED_LINES))
     return (text_name(text.text, tenant),)

@@ -1,9 +1,9 @@
 """Finds parts of unmarked text that are worth a chunk: texts of known chunks, and repeated
 passages.
 
-Where a text is cut depends on what is cut out, not on what stands before it, so frameworks may join
-retrieved texts as they like. Nothing is taken on a hash's word: what becomes a chunk is the text
-itself.
+The cuts in a text depend on the passages themselves, not on the text before them, so frameworks may
+join retrieved texts as they like. Nothing is taken on a hash's word: what becomes a chunk is the
+text itself.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Recognizer:
         """Return the messages with known texts and passages that come again in requests with this
         salt marked, and the paragraphs that are seen for the first time; remember all others.
 
-        What a prompt has in common with the beginning of an earlier one does not come again by
-        that: it is reused as it was computed. Without ``notes``, nothing is remembered.
+        The common beginning of a prompt and an earlier one does not count as repeated: it is reused
+        as it was computed. Without ``notes``, nothing is remembered.
         """
         texts = self._texts_of(tenant, salt)
         with texts.lock:
@@ -171,7 +171,7 @@ class _TenantTexts:
         self.answers_loaded = 0
 
     def remember(self, reading: _Reading) -> None:
-        """Remember what a prompt brought, once it is read: it does not come again within itself."""
+        """Remember the texts of a prompt, once it is read: it does not come again within itself."""
         for units in reading.fresh:
             self.seen_lines.note(units)
         self.beginnings.add(reading.beginnings)

@@ -48,7 +48,7 @@ class DocumentOrders:
 
 
 def _name(part: str | CachedPart | Document[CachedPart]) -> bytes:
-    """Return a hash of what a chunk says, or of its id."""
+    """Return a hash of a chunk's text, or of its id."""
     if isinstance(part, Document):
         return sha256(repr(part.fields).encode(errors="surrogatepass") + _name(part.text)).digest()
     says = part if isinstance(part, str) else repr(part)

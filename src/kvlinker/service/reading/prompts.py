@@ -61,11 +61,11 @@ class ReadOptions:
     implicit: Implicit | None = None
 
     salt: str = ""
-    """The request's own salt: what is found by content, or was computed before, is of requests with
-    the same one."""
+    """The request's own salt: chunks that are found by content, and earlier KV, are of requests
+    with the same one."""
 
     special_tokens: bool = True
-    """False to leave out what the tokenizer adds around a completion's text."""
+    """False to leave out the special tokens around a completion's text."""
 
     any_order: bool = False
     """True if documents, and neighbouring chunks, may be reordered."""

@@ -262,7 +262,7 @@ class ContentReader:
         """Return which texts become chunks: none where all of it would be computed again.
 
         A default policy that a quality target has raised until it computes everything is no reason:
-        answers with chunks are what lowers it again.
+        it is lowered again by answers with chunks.
         """
         policy = self._implicit_policy(how)
         if policy is None and not self._defaults.steered:
@@ -285,8 +285,8 @@ class ContentReader:
     def _tool_section(
         self, options: TemplateOptions, how: ReadOptions
     ) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
-        """Return the options with tools as chat templates take them, and what prompts say of the
-        tools as a message of its own: the texts of those that may be chunks, marked where they are,
+        """Return the options with tools as chat templates take them, and the prompt's section of
+        tools as a separate message: the texts of those that may be chunks, marked where they are,
         and the others in its fields."""
         tools = tuple(
             {name: value for name, value in tool.items() if name not in MARKS}

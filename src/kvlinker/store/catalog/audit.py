@@ -22,10 +22,10 @@ class AuditSample:
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """What is kept after a number that a reader knows."""
+    """The state after a number that a reader knows."""
 
     pool: str
-    """A name of what is kept, which no other catalog has."""
+    """A name of the state, which no other catalog has."""
 
     upto: int
     """The number of the last sample that ``state`` is made of."""
@@ -62,7 +62,7 @@ class AuditLog:
             )
 
     def since(self, fingerprint: str, number: int) -> AuditPart:
-        """Return what came after a sample's number, from one moment; ``begin`` was called
+        """Return the changes after a sample's number, from one moment; ``begin`` was called
         before."""
         rows = self._database.query(
             "SELECT upto, pool, CASE WHEN upto > :number THEN state END AS content, 0 AS kind"

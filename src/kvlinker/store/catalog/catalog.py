@@ -55,7 +55,7 @@ POSITION_SECONDS = 3600
 """The time for which a listing can go on after a context cache that was removed."""
 
 ALL = 2**62
-"""The limit of what has none."""
+"""The limit of unlimited figures."""
 
 _IDS_PER_QUERY = 500
 
@@ -109,7 +109,7 @@ class Catalog:
     def check_room(
         self, records: Sequence[ContextCache], limits: Limits, *, now: float = 0.0
     ) -> None:
-        """Raise what ``add`` would raise, and change nothing."""
+        """Raise the errors of ``add``, and change nothing."""
         with self._database.transaction() as connection:
             connection.execute("SAVEPOINT trial")
             make_room(connection, records, limits, now)
@@ -288,7 +288,7 @@ class Catalog:
         )
 
     def usage(self, tenant: str) -> TenantUsage:
-        """Return what the tenant has, expired context caches that remain included."""
+        """Return the tenant's usage, including expired context caches that remain."""
         rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
         return TenantUsage(*rows[0]) if rows else TenantUsage()
 

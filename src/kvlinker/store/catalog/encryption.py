@@ -56,7 +56,7 @@ class TokenBlobs:
 
 
 def changed_entry(place: str, reason: str) -> StoreError:
-    """Return the error for an entry that is not what was written there."""
+    """Return the error for an entry that was changed or damaged."""
     return StoreError(
         f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches"
         " check --repair`, which removes its context caches, and create them again."
@@ -142,7 +142,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
 
 
 def _key_check(database: Database) -> bytes | None:
-    """Return what opens with the catalog's key; None if it is not encrypted."""
+    """Return the cipher of the catalog's key; None if it is not encrypted."""
     rows = database.query("SELECT sealed FROM encryption", {})
     return rows[0][0] if rows else None
 

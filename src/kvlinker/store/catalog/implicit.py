@@ -110,7 +110,7 @@ class ImplicitIndex:
         """Record implicit context caches in one transaction, but for those of chunks of which their
         tenants have some by now.
 
-        Returns for each what stands for it: None if there is no room that ``make_room`` can make
+        Returns for each its context cache: None if there is no room that ``make_room`` can make
         without the ids in ``kept`` and those before it, and where the token ids of the one that is
         there were changed from outside.
         """

@@ -1,5 +1,5 @@
-"""Counts what tenants have in the catalog, and checks limits before it grows, inside the catalog's
-transactions."""
+"""Counts the usage of tenants in the catalog, and checks limits before it grows, inside the
+catalog's transactions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PINNED_BYTES = """SELECT tenant, CAST(sum(nbytes) AS BIGINT) FROM chunks
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """Counts what belongs to one tenant in the catalog. All counts but ``caches`` count each chunk
-    once."""
+    """The usage of one tenant in the catalog. All counts but ``caches`` count each chunk once."""
 
     caches: int = 0
     chunks: int = 0
@@ -32,7 +31,7 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits what tenants may have in the catalog."""
+    """The limits of tenants in the catalog."""
 
     quotas: Quotas = NO_QUOTAS
     pinned_bytes: int | None = None

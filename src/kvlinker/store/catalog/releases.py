@@ -43,7 +43,7 @@ def released(database: Database, after: float, until: float, *, limit: int) -> d
 
 
 def forget_released(database: Database, chunk_keys: Iterable[str], until: float) -> None:
-    """Forget these keys of what was released until then, and those that are held again."""
+    """Forget these keys among those released until then, and those that are held again."""
     with database.transaction() as connection:
         connection.execute(
             "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM"

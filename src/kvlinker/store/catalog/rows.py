@@ -174,7 +174,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
 
 
 def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
-    """Return what ``read_row`` does; None if it raises."""
+    """Return the result of ``read_row``; None if it raises."""
     try:
         return read_row(row, blobs)
     except StoreError:
@@ -213,5 +213,5 @@ def is_genuine(
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:
-    """Return what the column ``metadata`` holds."""
+    """Return the value of the column ``metadata``."""
     return json.dumps(dict(metadata))

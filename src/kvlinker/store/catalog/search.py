@@ -70,7 +70,7 @@ class SearchIndex:
         )
 
     def clear(self) -> bool:
-        """Remove all texts, and what was made of them; returns whether there were any."""
+        """Remove all texts, and data derived from them; returns whether there were any."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM vectors")
             return connection.texts.remove_all(connection)

@@ -5,7 +5,7 @@ A few threads read, a layer at a time: the oldest prompt first, and of its chunk
 least has been read, so that a prompt's chunks advance in step. A chunk that several prompts want is
 read once; each of them gets an ``ArrivingKV`` of its own.
 
-One watch ends what takes too long. A prompt past its deadline gives up what it waits for. A read
+One watch ends late reads. A prompt past its deadline gives up the chunks that it waits for. A read
 that does not return is left to itself: its chunk is lost to all who want it, and another thread
 takes its thread's place.
 """
@@ -87,7 +87,7 @@ class LayerLoader:
         self._settle([prompt])
 
     def close(self) -> None:
-        """Read no further; what is not there by now is lost. Idempotent."""
+        """Read no further; missing layers are lost. Idempotent."""
         with self._lock:
             self._closed = True
             readings, self._readings = tuple(self._readings.values()), {}
@@ -144,8 +144,8 @@ class LayerLoader:
             return None
 
     def _hand_out(self, reading: ChunkRead, found: Found, read: TimedRead) -> None:
-        """Give what was read to all prompts that want it, and end the reading with the last of it;
-        the prompts of one that has been removed meanwhile have ended already."""
+        """Give new layers to all prompts that want them, and end the reading with the last one; the
+        prompts of one that has been removed meanwhile have ended already."""
         with self._lock:
             failed = reading.note(found, read)
             takers = tuple(reading.takers)

@@ -45,7 +45,7 @@ class ReadTurn(NamedTuple):
 class ChunkRead:
     """A chunk that is being read.
 
-    One thread at a time advances it. Prompts join, and what was read is noted, under the loader's
+    One thread at a time advances it. Prompts join, and new layers are noted, under the loader's
     lock. ``end`` and ``close`` are called without it: a prompt that joins during ``end`` may be
     left out, so the loader calls ``end`` again when none can join any more.
     """
@@ -116,7 +116,7 @@ class ChunkRead:
         return found, TimedRead(begin, time.perf_counter(), time.thread_time() - busy, nbytes)
 
     def note(self, found: Found, read: TimedRead) -> OpenedChunk | None:
-        """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another
+        """Take in the result of ``advance``. A copy that failed is returned, to be closed: another
         may be found."""
         self._seconds += read.seconds
         failed = None

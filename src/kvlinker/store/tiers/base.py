@@ -87,9 +87,9 @@ class Tier(Protocol):
         """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds
         the key.
 
-        False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the
-        medium failed. A key that is held already only becomes the most recently used. ``rest`` is
-        called between pieces of work.
+        False: larger than the budget without pinned chunks (then nothing is evicted), or the medium
+        failed. A key that is held already only becomes the most recently used. ``rest`` is called
+        between pieces of work.
         """
 
     def note_use(self, key: str, weight: float) -> None:
@@ -128,7 +128,7 @@ class Tier(Protocol):
         """Return ``nbytes`` of those of the keys that the tier knows of; None if the medium does
         not answer.
 
-        Asks the medium few questions, so that what other processes put here lately may be missing.
+        Calls the medium rarely, so that recent chunks of other processes may be missing.
         """
 
     def check(self) -> TierCheck:

@@ -30,7 +30,7 @@ writes them."""
 
 
 class StoreSettings(Protocol):
-    """The settings that a store reads; ``kvlinker.settings.Settings`` says what each is."""
+    """The settings that a store reads; ``kvlinker.settings.Settings`` describes each."""
 
     @property
     def state_dir(self) -> Path: ...
@@ -91,7 +91,7 @@ class TierSetup:
     pinned: Set[str] = frozenset()
     """The keys of chunks that are not to be evicted."""
     next_uses: NextUses | None = None
-    """What is known of when chunks are used next."""
+    """The expected next uses of chunks."""
 
 
 class ConfiguredTier(ABC):

@@ -63,7 +63,7 @@ class Texts(Protocol):
 
 
 class StateLock(Protocol):
-    """Locks what belongs to one catalog, shared or alone; a lock ends with the process."""
+    """Locks the files of one catalog, shared or exclusively; a lock ends with the process."""
 
     def share(self) -> None:
         """Use it as others may at the same time. Raises StoreError if one has it alone for long."""
@@ -83,7 +83,7 @@ class Database(Protocol):
 
     @property
     def place(self) -> str:
-        """What messages call the catalog: a path, or a URL without secrets."""
+        """The name of the catalog in messages: a path, or a URL without secrets."""
 
     @property
     def texts(self) -> Texts: ...
@@ -99,14 +99,14 @@ class Database(Protocol):
         """Return a lock of this catalog, which is not taken yet."""
 
     def compact(self) -> None:
-        """Rewrite the tables, so that nothing of what was changed or deleted remains."""
+        """Rewrite the tables, so that no changed or deleted data remains."""
 
     def persist(self) -> None:
         """Wait until the disk has every transaction that has ended. Others need not wait
         meanwhile."""
 
     def check(self) -> Sequence[str]:
-        """Return what the database finds wrong with itself, a line for each."""
+        """Return the database's own findings of damage, a line for each."""
 
     def close(self) -> None:
         """Close the database. Idempotent; no other method may be called afterwards."""

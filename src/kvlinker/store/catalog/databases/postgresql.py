@@ -190,8 +190,8 @@ class PostgresDatabase:
             )
 
     def _tried(self, work: Callable[[Any], Any], seconds: float | None = None) -> Any:
-        """Return what ``work`` returns of a connection; of another one, where it was cut since it
-        was last used, as all are when PostgreSQL restarts. ``seconds`` is the patience with each
+        """Return the result of ``work`` with a connection; of another one, where it was cut since
+        it was last used, as all are when PostgreSQL restarts. ``seconds`` is the patience with each
         statement, a read's by default."""
         seconds = self._patient.READ_SECONDS if seconds is None else seconds
         for attempt in range(MOST_CONNECTIONS + 1):

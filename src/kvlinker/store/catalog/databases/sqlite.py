@@ -123,7 +123,7 @@ class SQLiteDatabase:
             ) from error
 
     def check(self) -> Sequence[str]:
-        """Return what SQLite finds wrong with the whole file, which takes time for large ones."""
+        """Return SQLite's findings of damage in the whole file, which takes time for large ones."""
         with self._lock, self._errors():
             faults = [
                 fault
@@ -219,8 +219,8 @@ class SQLiteDatabase:
 
 
 def _way_out(error: sqlite3.Error) -> str:
-    """Return a sentence, with a space before it, that says what to do; empty if the error alone
-    says it."""
+    """Return a sentence with the way out, and a space before it; empty if the error alone says
+    it."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if primary == sqlite3.SQLITE_FULL:
         return " Free some room on its disk; what is kept there is not lost meanwhile."

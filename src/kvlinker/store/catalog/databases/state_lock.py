@@ -61,12 +61,12 @@ class DirectoryLock:
 
 
 def rekeying_error(what: str) -> StoreError:
-    """Return the error of who cannot use what another has alone."""
+    """Return the error of a process that cannot use a directory which another uses exclusively."""
     return StoreError(f"The {what} is being encrypted anew, which takes a while. Wait for its end.")
 
 
 def in_use_error(what: str) -> StoreError:
-    """Return the error of who cannot have alone what others use."""
+    """Return the error of a process that cannot use a directory exclusively."""
     return StoreError(
         f"The {what} is in use by a server or another command. Stop it first: its key is to change."
     )
