@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def builder_client(
     settings: Settings, found: Callable[[], Sequence[str]] | None = None
 ) -> BuilderClient | None:
-    """Return what a server asks for chunks that it lacks: those builders that ``found`` returns, or
+    """Return the source of chunks that a server lacks: those builders that ``found`` returns, or
     else those that the settings name; None if there are none, or the server is one."""
 
     def named() -> Sequence[str]:

@@ -45,8 +45,8 @@ def create_router(
     """Make an app that passes requests on to the servers that ``find`` finds, which it asks with
     ``api_key``. Keys, hosts, bodies and slow clients are checked before anything is passed on.
     ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is
-    any. ``kv_events`` has the ZeroMQ addresses at which plain vLLM servers publish what they keep,
-    by URL."""
+    any. ``kv_events`` has the ZeroMQ addresses at which plain vLLM servers publish their blocks, by
+    URL."""
     router = Router()
     client = httpx.AsyncClient(
         limits=httpx.Limits(
@@ -109,8 +109,8 @@ def create_router(
 
 
 def _followed(router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]) -> KVEvents:
-    """Return what follows the events of vLLM servers. Raises InvalidRequestError if its packages
-    are not installed."""
+    """Return the follower of vLLM servers' events. Raises InvalidRequestError if its packages are
+    not installed."""
     try:
         from kvlinker.fleet.kv_events import KVEvents
     except ModuleNotFoundError as error:

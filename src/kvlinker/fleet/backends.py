@@ -87,7 +87,7 @@ class Backend:
 
 
 def always(urls: Iterable[str]) -> Find:
-    """Return what finds the same servers at all times."""
+    """Return a finder of the same servers at all times."""
     known = tuple(urls)
 
     async def find() -> Iterable[str]:
@@ -168,7 +168,7 @@ class Backends:
             return None
 
     async def text(self, backend: Backend, path: str) -> str:
-        """Return what a server answers at a path; nothing if it does not."""
+        """Return a server's answer at a path; nothing if it does not."""
         with suppress(httpx.HTTPError):
             answer = await self._get(backend, path)
             if answer.status_code == httpx.codes.OK:
@@ -249,8 +249,8 @@ class Backends:
         return "ready", None
 
     async def _preload(self, backend: Backend) -> None:
-        """Have a server that joins, or was restarted, bring to memory what is wanted most; unless
-        no other is ready: then it is needed at once."""
+        """Have a server that joins, or was restarted, read the most wanted chunks into memory;
+        unless no other is ready: then it is needed at once."""
         hottest = self._router.hottest(MOST_PRELOADED)
         others = (each for each in self._router.replicas.values() if each.id != backend.id)
         if backend.role == "build" or not hottest or not any(each.ready for each in others):

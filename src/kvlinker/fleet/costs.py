@@ -23,15 +23,15 @@ FIRST_SECONDS_PER_TOKEN = 2e-4
 be like the others."""
 
 STALE_SECONDS = 10.0
-"""The seconds without a request after which what a replica measured does not count any more: one
+"""The seconds without a request after which a replica's measurements do not count any more: one
 that was slow when it was measured would get no request that could show otherwise."""
 
 Seconds = NDArray[np.float64]
 
 
 class PromptCost(NamedTuple):
-    """What a prompt takes, by replica: ``seconds``, of which it would be ``computed`` where nothing
-    is known of it; and how many of its ``chunks`` are in memory, and in slower tiers."""
+    """The cost of a prompt, by replica: ``seconds``, of which it would be ``computed`` where
+    nothing is known of it; and how many of its ``chunks`` are in memory, and in slower tiers."""
 
     seconds: Seconds
     computed: Seconds
@@ -41,7 +41,7 @@ class PromptCost(NamedTuple):
 
 
 class PromptCosts:
-    """Knows who has which chunk where, and what each replica takes to load and to compute."""
+    """Knows which replica has which chunk where, and its costs of loading and computing."""
 
     def __init__(self) -> None:
         self._index = ResidencyIndex()
@@ -107,7 +107,7 @@ class PromptCosts:
             self._load[self._tiers[tier, cost.place], replica] = seconds
 
     def _compute(self, replica: int, seconds_per_token: float | None) -> None:
-        """Note what a replica takes to compute a token, or that it was not measured yet."""
+        """Note the time of a replica to compute a token, or that it was not measured yet."""
         self._measured[replica] = seconds_per_token is not None
         if seconds_per_token is None:
             others = self._per_token[self._measured]
@@ -115,7 +115,7 @@ class PromptCosts:
         self._per_token[replica] = seconds_per_token
 
     def of(self, prompt: PromptOutline, now: float) -> PromptCost:
-        """Return what a prompt takes on each replica."""
+        """Return the cost of a prompt on each replica."""
         replicas = len(self._per_token)
         computing = self._computing(now)
         chunks, lines = self._recognised(prompt)
@@ -179,8 +179,8 @@ class PromptCosts:
         return (*prompt.chunks, *found.values()), unknown
 
     def _computing(self, now: float) -> Seconds:
-        """Return the seconds of computing a token, on each replica: what it measured, or the mean
-        of the others where that is stale."""
+        """Return the seconds of computing a token, on each replica: its measurement, or the mean of
+        the others if that is stale."""
         stale = now - self._used > STALE_SECONDS
         known = self._per_token[self._measured & ~stale]
         return np.where(stale, known.mean(), self._per_token) if len(known) else self._per_token

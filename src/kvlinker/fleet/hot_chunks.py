@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 HALVED_AFTER = 100_000
-"""The uses after which all counts are halved: what was hot long ago counts less, and what was
-wanted once is not counted any more."""
+"""The uses after which all counts are halved: chunks that were hot long ago count less, and those
+that were wanted once no longer count."""
 
 
 class HotChunks:

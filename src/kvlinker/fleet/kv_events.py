@@ -60,7 +60,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """What vLLM publishes at a time."""
+    """One message of vLLM."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -74,8 +74,8 @@ class Changes(NamedTuple):
 
 
 class BlockChains:
-    """Knows one server's blocks, by digests of all tokens up to their ends: what vLLM hashes a
-    block to depends on that server."""
+    """Knows one server's blocks, by digests of all tokens up to their ends: the hash of a block
+    depends on that server."""
 
     def __init__(self) -> None:
         self.block_size: int | None = None
@@ -85,7 +85,8 @@ class BlockChains:
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
 
     def take(self, payload: bytes) -> Changes:
-        """Return what a batch of events changes. Raises msgspec.DecodeError for what is none."""
+        """Return the changes of a batch of events. Raises msgspec.DecodeError for other
+        messages."""
         has: dict[str, bool] = {}
         for event in self._decoder.decode(payload).events:
             if isinstance(event, AllBlocksCleared):
@@ -171,8 +172,8 @@ class KVEvents:
     async def outline(
         self, prompt: PromptOutline, path: str, body: bytes, headers: Mapping[str, str]
     ) -> PromptOutline:
-        """Return what a router sees of a prompt, with its beginnings by tokens, as a server counts
-        them; unchanged where none of them does."""
+        """Return the outline of a prompt for the router, with its beginnings by tokens, as a server
+        counts them; unchanged where none of them does."""
         for url, chains in self._chains.items():
             if path in _TOKENIZED_PATHS and chains.block_size is not None:
                 try:

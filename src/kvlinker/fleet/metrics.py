@@ -14,8 +14,8 @@ from prometheus_client.samples import Sample
 
 OWN = "kvlinker:"
 SUMMED = "kvlinker:fleet_"
-"""What the names of sums begin with, in the place of ``OWN``: under the same names, a query that
-adds up all replicas would count everything twice."""
+"""The prefix of sums' names, in the place of ``OWN``: under the same names, a query that adds up
+all replicas would count everything twice."""
 
 _ADDING_UP = {
     *("requests_running", "requests_waiting", "kv_slots_used", "kv_slots_kept", "kv_slots_total"),
@@ -74,7 +74,7 @@ def _labelled(told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
 
 
 def _summed(told: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Return the sums of what is added up of replicas' metrics."""
+    """Return the sums of those metrics of replicas that are added up."""
     sums: dict[str, Metric] = {}
     values: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for family in (each for families in told for each in families):

@@ -304,8 +304,8 @@ async def _left(receive: Receive) -> None:
 
 
 def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:
-    """Return what a request names; nothing if it is no prompt, or where its body is no JSON, which
-    its replica says."""
+    """Return the names in a request; nothing if it is no prompt, or where its body is no JSON,
+    which its replica says."""
     if request.url.path == _EMBEDDING or request.method != "POST" or not body.startswith(b"{"):
         return PromptOutline()
     try:

@@ -65,7 +65,7 @@ class ResidencyIndex:
         return self._in_memory[replica]
 
     def share(self, tier: int) -> None:
-        """Know that what one replica has in this tier, all have that use it."""
+        """Count the chunks that one replica has in this tier as those of all that use it."""
         self._shared[tier] = Counter()
         self._shared_bits |= 1 << tier
 

@@ -25,13 +25,13 @@ so many times what computing the whole prompt takes. Where all replicas are over
 chunks decides, which is what ends the overload."""
 
 FIRST_SECONDS = 0.05
-"""The expected time of a request until some were measured, beyond computing what is missing."""
+"""The expected time of a request until some were measured, beyond computing missing chunks."""
 
 LEAST_SECONDS = 1e-3
 """The least that a request takes beyond that, however short it was."""
 
 SMOOTHING = 0.1
-"""The share of the last request in the mean of what requests take."""
+"""The share of the last request in the mean time of requests."""
 
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
@@ -39,9 +39,9 @@ _CHANCE_SECONDS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and why. ``expected``: seconds of loading and computing what is not in
-    memory there, and ``wait`` those before. Of the ``chunks``, so many are ``resident`` there, and
-    so many can be loaded."""
+    """Where a request goes, and why. ``expected``: seconds of loading and computing chunks that are
+    not in memory there, and ``wait`` those before. Of the ``chunks``, so many are ``resident``
+    there, and so many can be loaded."""
 
     request: int
     replica: str
@@ -178,8 +178,8 @@ class Router:
         return self._costs.hottest(most)
 
     def note_made(self, replica: str, names: Sequence[str], now: float) -> None:
-        """Believe that a replica has in memory what a request has made there, by its names, until a
-        report confirms it."""
+        """Assume that a replica has the chunks of a request in memory, by its names, until a report
+        confirms it."""
         if replica in self._numbers:
             self._costs.believe(self._numbers[replica], names, now)
 

@@ -8,7 +8,7 @@ way, and does until something else is measured: so it is where two processors co
 model. On a GPU, a step takes hardly longer for one more answer."""
 
 SMOOTHING = 0.01
-"""The share of the last request in what is remembered."""
+"""The share of the last request in the mean."""
 
 MOST_ERROR = 3.0
 """An error of more times the expected seconds has another reason."""
@@ -20,7 +20,7 @@ class Slowdown:
 
     def __init__(self) -> None:
         self.share = MOST_SHARE
-        """By what share of itself a request's time to the first byte grows with each answer."""
+        """The share by which a request's time to the first byte grows with each answer."""
         self._requests = 0
         self._answers = self._error = 0.0  # in the mean
         self._variance = 0.0

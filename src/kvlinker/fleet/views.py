@@ -53,7 +53,7 @@ class Holders(BaseModel):
 
 
 class FleetStatus(ServerStatus):
-    """What all replicas together are, in the words of a server, and how each of them is."""
+    """The state of all replicas together, in the format of a server, and of each of them."""
 
     replicas: list[ReplicaStatus]
 
@@ -129,7 +129,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
 
 
 def read_statuses(texts: Iterable[str]) -> list[ServerStatus]:
-    """Read what servers answer at /status, without what is none."""
+    """Read servers' answers at /status, without invalid ones."""
     statuses = []
     for text in texts:
         with suppress(ValidationError):
@@ -138,8 +138,8 @@ def read_statuses(texts: Iterable[str]) -> list[ServerStatus]:
 
 
 def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
-    """Return what servers are together: sums of what is counted, names where they differ in a row,
-    the least of what limits them. Without servers, there is nothing since ``started_at``."""
+    """Return the joint state of servers: sums of counts, lists of names that differ, the smallest
+    of limits. Without servers, there is nothing since ``started_at``."""
 
     def names(values: Iterable[str]) -> str:
         return ", ".join(dict.fromkeys(values))

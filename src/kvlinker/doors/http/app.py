@@ -169,8 +169,8 @@ async def sweep_forever(caches: ContextCaches, interval: float = SWEEP_SECONDS) 
 
 
 class _App(FastAPI):
-    """Describes what the framework does not know of: keys, errors that all routes share, and the
-    events of streams."""
+    """Describes the parts that the framework does not know: keys, errors that all routes share, and
+    the events of streams."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

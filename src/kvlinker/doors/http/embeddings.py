@@ -136,7 +136,7 @@ def _object(
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what ``work`` comes to; None if the client left before, and it was cancelled."""
+    """Return the result of ``work``; None if the client left before, and it was cancelled."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -211,7 +211,7 @@ class Metrics:
         return own + generate_latest(REGISTRY) if self._has_vllm else own
 
     def prompt_tokens(self) -> dict[str, int]:
-        """Count prompt tokens since the start, by what became of them."""
+        """Count prompt tokens since the start, by how they were computed."""
         return {source: _total(self._prompt_tokens, source=source) for source in SOURCES}
 
     def output_tokens(self) -> int:

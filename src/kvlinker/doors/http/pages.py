@@ -58,8 +58,8 @@ _HEADERS = {
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """Show a page for people: documents, a conversation about them, what was reused, and how the
-    server is doing."""
+    """Show a page for people: documents, a conversation about them, its reuse, and the server's
+    state."""
     return _file("index.html")
 
 

@@ -45,8 +45,7 @@ class TierSpeed(ResponseBody):
 
 
 class ResidencyBody(ResponseBody):
-    """Which chunks the server has: all of them (``whole``), or what changed since the report that
-    was named.
+    """Which chunks the server has: all of them (``whole``), or the changes since the named report.
 
     ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
     ``seconds_per_token`` is the time to compute one token of a prompt, null if it was not measured

@@ -94,8 +94,8 @@ class TokenizeRequest(RequestBody):
 
 
 class TokenizeAnswer(ResponseBody):
-    """Token ids, how many, and how many prompt and answer may have together; ``token_strs`` is what
-    the vocabulary calls them, where that was asked for."""
+    """Token ids, how many, and how many prompt and answer may have together; ``token_strs`` are
+    their texts in the vocabulary, if the request asked for them."""
 
     tokens: list[int]
     count: int

@@ -42,7 +42,7 @@ class Tracing:
             return None
 
     def begin(self, headers: Mapping[str, str]) -> RequestTrace:
-        """Return what traces the choices of the HTTP request that the caller answers, and that has
+        """Return the trace of the choices of the HTTP request that the caller answers, and that has
         these headers.
 
         Their spans belong to the request's span, or, where it has none, to the one that

@@ -2,7 +2,7 @@
 server.
 
 Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and
-answers what only it has routes for, and requests that ask for linking; all others are vLLM's, and
+answers requests to its own routes, and requests with linking; all others are vLLM's, and
 ``/metrics`` includes kvlinker's figures.
 """
 
@@ -66,8 +66,8 @@ class KVLinkerEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start kvlinker over vLLM's engine client.
 
-        Raises InvalidRequestError if vLLM was started without the connector, and what an LLM
-        raises.
+        Raises InvalidRequestError if vLLM was started without the connector, and the errors of an
+        LLM.
         """
         settings = settings_of(engine_client.vllm_config, args)
         if is_open(settings, args):

@@ -26,7 +26,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that gives ``body`` first, and then what is left to receive."""
+    """Return a ``receive`` that gives ``body`` first, and then the remaining messages."""
     given = False
 
     async def replay() -> Message:

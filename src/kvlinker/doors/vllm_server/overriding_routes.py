@@ -231,7 +231,7 @@ class OverridingRoutes:
 
 
 class _AddedFields:
-    """What kvlinker adds to vLLM's answer to a linked request, whole or in chunks."""
+    """kvlinker's additions to vLLM's answer to a linked request, whole or in chunks."""
 
     def __init__(self, llm: LLM, read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> None:
         self._llm = llm
@@ -244,7 +244,7 @@ class _AddedFields:
         self._transfer: Mapping[str, Any] | None = None
 
     def edit(self, answer: Answer) -> None:
-        """Add how the prompt was linked to the first chunk, and to every usage what came from
+        """Add how the prompt was linked to the first chunk, and to every usage the tokens of
         context caches."""
         if self._link is not None:
             answer["link"], self._link = self._link.model_dump(), None
@@ -306,8 +306,8 @@ class _Forwarded(Response):
 
 
 def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's fields without what only kvlinker knows: how to link, and a name for any
-    model."""
+    """Return a request's fields without those that only kvlinker knows: how to link, and a name for
+    any model."""
     plain = {name: value for name, value in fields.items() if name != "link"}
     if plain.get("model") == DEFAULT_MODEL:
         del plain["model"]
@@ -315,7 +315,8 @@ def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without what only kvlinker knows; the prompt is made of the original."""
+    """Return a message without fields that only kvlinker knows; the prompt is made of the
+    original."""
     content = message.get("content")
     return (
         {**message, "content": [_plain_part(part) for part in content]}

@@ -24,11 +24,11 @@ LOOK_BACK_SECONDS = 10.0
 """The seconds of load that a decision to scale looks at."""
 
 INGRESS_CPUS = 0.1
-"""What Ray sets aside for an ingress: enough for it not to stand on a machine without processors
-for work, as a cluster's head."""
+"""The resources that Ray sets aside for an ingress: enough for it not to stand on a machine without
+processors for work, as a cluster's head."""
 
 POLICY = f"{Scaling.__module__}:{Scaling.__name__}"
-"""Where Ray Serve's controller finds what decides."""
+"""The place where Ray Serve's controller finds the policy."""
 
 STARTS = 3
 """How often a process may fail to start, one after the other, until Ray Serve gives up."""
@@ -76,7 +76,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _number(options: FleetOptions) -> dict[str, Any]:
-    """Return how many servers there are, or what their number follows."""
+    """Return the number of servers, or the figures that it follows."""
     if options.replicas is not None:
         return {"num_replicas": options.replicas}
     targets = {"target_requests": options.target_requests, "target_ttft": options.target_ttft}

@@ -48,8 +48,8 @@ class FleetError(KVLinkerError):
 
 @contextmanager
 def own_ray(options: FleetOptions) -> Iterator[FleetOptions]:
-    """Start Ray in this process, for as long as the block runs; returns the options with what its
-    processes need. Their logs come out on this process's stderr."""
+    """Start Ray in this process, for as long as the block runs; returns the options with those that
+    its processes need. Their logs come out on this process's stderr."""
     cpus = options.most_models * (options.cpus or 1) + options.ingresses * INGRESS_CPUS
     with tempfile.TemporaryDirectory(prefix="kvlinker-", ignore_cleanup_errors=True) as folder:
         try:
@@ -114,7 +114,7 @@ def remove(seconds: float, *, at_once: Callable[[], bool]) -> None:
 
 
 def _reason() -> str:
-    """Return what Ray Serve says of processes that do not start: our own errors without the way
+    """Return Ray Serve's messages about processes that do not start: our own errors without the way
     that they took."""
     application = serve.status().applications.get(APPLICATION)
     deployments = application.deployments.values() if application else ()

@@ -52,7 +52,7 @@ class _Process:
             raise NotServingError("It does not serve any more.")
 
     def __del__(self) -> None:
-        """Finish what is under way: Ray Serve calls this when it ends a replica."""
+        """Finish running requests: Ray Serve calls this when it ends a replica."""
         if self._server is not None:
             self._server.stop()
             self._log.close()

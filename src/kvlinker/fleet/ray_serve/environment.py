@@ -13,6 +13,6 @@ _ALONE = {
 
 
 def prepare(*, alone: bool) -> None:
-    """Set what Ray reads, before it is imported: no usage statistics, and no address but loopback
-    for a cluster that is this machine ``alone``."""
+    """Set the variables of Ray, before it is imported: no usage statistics, and no address but
+    loopback for a cluster that is this machine ``alone``."""
     os.environ.update(_ALWAYS | (_ALONE if alone else {}))

@@ -25,7 +25,7 @@ def _no_port(server: Any, address: str) -> int:
 
 
 async def ask_all(handle: DeploymentHandle[Any], method: str) -> Iterable[Any]:
-    """Return what all replicas of a deployment answer that do so."""
+    """Return the answers of all replicas of a deployment that answer."""
     try:
         told = await handle.broadcast(method).results_async(
             timeout_s=ANSWER_SECONDS, return_exceptions=True

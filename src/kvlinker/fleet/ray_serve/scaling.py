@@ -18,7 +18,7 @@ PERCENTILE = 0.9
 """The share of first tokens that came sooner than the reported time."""
 
 MOST_AT_ONCE = 2.0
-"""By what factor replicas may grow at once because tokens come late."""
+"""The factor by which replicas may grow at once because tokens are late."""
 
 ENOUGH = 0.5
 """The share of the target beyond which no replica is given up: fewer would soon be too few."""

@@ -24,7 +24,7 @@ LAST_SECONDS = 15.0
 
 
 class BackgroundServer:
-    """A server that runs until it is stopped, or until what it serves has failed."""
+    """A server that runs until it is stopped, or until its application has failed."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class _WithoutPolls(logging.Filter):
 
 
 def log_as(settings: Settings, pipe: str | None) -> ExitStack:
-    """Write this process's log, into a pipe if there is one, until what is returned is closed. What
-    ingresses ask all the time is left out."""
+    """Write this process's log, into a pipe if there is one, until the returned stack is closed.
+    The frequent polls of ingresses are left out."""
     if pipe is not None:
         sys.stderr = open(pipe, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
         os.dup2(sys.stderr.fileno(), 2)  # for what is not written by Python

@@ -219,7 +219,7 @@ def _recode(llm: LLM, caches: Iterable[ContextCache], codec: Codec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """Holds what became of a prompt under one policy."""
+    """The outcome of a prompt under one policy."""
 
     usage: Usage
     next_tokens: Sequence[NextToken]
@@ -254,7 +254,7 @@ class QuestionTrial:
     max_tokens: int
     first_line: bool
     grammar: AnswerGrammar | None = None
-    """What the answer has to follow; None if it is free."""
+    """The grammar of the answer; None if it is free."""
 
     @classmethod
     def of(

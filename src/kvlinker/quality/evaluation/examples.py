@@ -16,7 +16,7 @@ REFERENCE = "full"
 
 @dataclass(frozen=True)
 class _Example:
-    """Holds what all examples have."""
+    """The fields of all examples."""
 
     id: str
     """The example's name within its data set."""
@@ -87,7 +87,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Holds what all results have."""
+    """The fields of all results."""
 
     example: str
     """The example's digest."""

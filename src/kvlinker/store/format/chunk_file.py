@@ -154,7 +154,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
-    """Read and verify all of an encoded chunk. Raises what ``open_chunk`` and its reader do."""
+    """Read and verify all of an encoded chunk. Raises the errors of ``open_chunk`` and its
+    reader."""
     reader = open_chunk(source, key, sealing)
     layers = tuple(reader.read(layer) for layer in range(reader.layers))
     return ChunkKV(layers, reader.scores, reader.states, reader.tokens)

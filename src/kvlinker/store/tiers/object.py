@@ -317,7 +317,7 @@ class ObjectMedium:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raise what fsspec's file systems raise as a medium's exceptions."""
+    """Raise exceptions of fsspec's file systems as a medium's."""
     try:
         yield
     except FileNotFoundError as error:

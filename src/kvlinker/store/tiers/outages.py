@@ -36,8 +36,8 @@ class Deadline:
         self._places = threading.Semaphore(_MOST_CALLS)
 
     def call(self, function: Callable[[], T], seconds: float) -> T:
-        """Return the function's result. Raises what the function raises, and TimeoutError when
-        there is none in time.
+        """Return the function's result. Raises the errors of the function, and TimeoutError if it
+        does not return in time.
 
         A call that is late goes on unattended, and takes one of a limited number of places until it
         ends.

@@ -244,7 +244,7 @@ class _OutOfMemory(MediumRefused):
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raise what redis-py raises as a medium's exceptions."""
+    """Raise redis-py's exceptions as a medium's."""
     from redis import exceptions
 
     try:

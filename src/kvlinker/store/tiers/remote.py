@@ -267,8 +267,8 @@ class BlobTier:
             self._events.publish(ChunkEvicted(self.name, size))
 
     def _reopen(self) -> None:
-        """Reach a medium that was down, and delete what was tombstoned meanwhile. Raises what the
-        medium raises."""
+        """Reach a medium that was down, and delete what was tombstoned meanwhile. Raises the
+        medium's errors."""
         with suppress(MediumRefused):
             self._publish_evicted(self._guard.call(self._medium.open))
             for key in tuple(self._tombstoned):

@@ -58,7 +58,7 @@ class BlockReader:
 
     def feed(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[BlockStep]:
         """Take the next piece of the answer, with the log probabilities of its tokens, and yield
-        what it does to the blocks."""
+        the changes to the blocks."""
         self._unread += logprobs
         yield from self._steps(self._reader.feed(text))
 
@@ -105,8 +105,8 @@ class BlockReader:
         yield BlockStep("go on", self._open, text, logprobs)
 
     def _logprobs_of(self, text: str) -> list[TokenLogprob]:
-        """Return those of the unread tokens that a text is made of, and drop what stands before
-        them, such as marks."""
+        """Return those of the unread tokens that a text is made of, and drop those before them,
+        such as marks."""
         if not self._unread:
             return []
         begin = max(0, "".join(entry.text for entry in self._unread).find(text))

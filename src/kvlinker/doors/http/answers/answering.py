@@ -88,7 +88,7 @@ class AnswerFormat(Protocol):
 
 def answer_head(llm: LLM, kind: str, request_id: str | None) -> dict[str, Any]:
     """Return the fields that name an answer: its id, of this ``kind`` and with the caller's own in
-    it, its time, and what made it."""
+    it, its time, and its model."""
     return {
         "id": f"{kind}-{request_id or secrets.token_hex(12)}",
         "created": int(time.time()),
@@ -178,7 +178,7 @@ async def begin_choices(
     n: int,
     tenant: str,
 ) -> Choices:
-    """Build the prompts and queue their choices, in a thread. Raises what both raise."""
+    """Build the prompts and queue their choices, in a thread. Raises the errors of both."""
     loop = asyncio.get_running_loop()
     trace = None if served.tracing is None else served.tracing.begin(request.headers)
 

@@ -111,7 +111,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
     def read(
         self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str
     ) -> ReadPrompt:
-        """Make the prompt, which shows ``tools``. Raises what ``LLM.read_chat`` does."""
+        """Make the prompt, which shows ``tools``. Raises the errors of ``LLM.read_chat``."""
         return llm.read_chat(
             [message.message() for message in self.messages],
             documents=[document.document() for document in self.documents or ()],
@@ -147,8 +147,8 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
 
     def asked(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
         """Return the prompt, which shows the tools, and how to answer it. It takes long for long
-        conversations: call it in a thread. Raises InvalidRequestError, and what ``LLM.read_chat``
-        does."""
+        conversations: call it in a thread. Raises InvalidRequestError, and the errors of
+        ``LLM.read_chat``."""
         read = self.read(llm, request_tools.tools, tenant=tenant)
         fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
         return PreparedRequest(

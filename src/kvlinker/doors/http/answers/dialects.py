@@ -45,10 +45,10 @@ class Translation:
     where those have other names; the longest beginning of a path counts."""
 
     cuts_max_tokens: bool = False
-    """True if ``max_tokens``, which the caller has to give, is cut to what there is room for."""
+    """True if ``max_tokens``, which the caller has to give, is cut to the room in the window."""
 
     def request(self) -> ChatCompletionRequest:
-        """Return the chat request. Raises what its validation does."""
+        """Return the chat request. Raises the errors of its validation."""
         given = {name: value for name, value in self.values.items() if value is not None}
         given["messages"] = [
             {**message, "content": None if message["content"] == [] else message["content"]}
@@ -141,7 +141,7 @@ class EventBody(Protocol):
 
 
 class DialectAnswer(Protocol):
-    """One answer in the words of an API; what is not set in its bodies is not sent."""
+    """One answer in the words of an API; fields that are not set in its bodies are not sent."""
 
     def opening(self, read: ReadPrompt) -> Iterable[EventBody]:
         """Take note of the prompt, and return the events with which a stream begins."""

@@ -59,8 +59,8 @@ def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
 def with_kept(
     link: LinkBody | None, prompts: Iterable[ReadPrompt], kept: KeptAnswer | None
 ) -> LinkBody | None:
-    """Return how prompts were linked, None if no chunk took part, with what became of an answer
-    that was to be kept."""
+    """Return how prompts were linked, None if they had no chunks, with the context cache of an
+    answer that was to be kept."""
     if kept is None:
         return link
     if link is None:

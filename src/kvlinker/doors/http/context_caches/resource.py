@@ -120,8 +120,8 @@ class PrefetchAnswer(ResponseBody):
 async def prefetch_context_caches(
     body: PrefetchRequest, served: ServedModelParam, tenant: TenantParam
 ) -> PrefetchAnswer:
-    """Bring the KV of context caches to memory in the background, from slower tiers or by computing
-    what is in none, as long as memory has room. It drives out nothing, and is no use of them."""
+    """Read the KV of context caches into memory in the background, from slower tiers or by
+    computing it, as long as memory has room. It drives out nothing, and is no use of them."""
 
     def begin() -> PrefetchAnswer:
         caches = served.llm.caches
@@ -209,7 +209,7 @@ async def read_context_cache(
 async def update_context_cache(
     cache_id: str, body: UpdateContextCacheRequest, served: ServedModelParam, caller: CallerParam
 ) -> ContextCacheObject:
-    """Change what is given; null removes it. Shared ones are changed by admins only."""
+    """Change the given fields; null removes it. Shared ones are changed by admins only."""
     caches = served.llm.caches
     return await run_in_threadpool(
         lambda: describe(

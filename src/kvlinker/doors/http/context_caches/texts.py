@@ -50,7 +50,7 @@ class SearchHitList(ResponseBody):
 
 
 class ContextCacheContent(ResponseBody):
-    """The content of a context cache: ``text`` is what ``token_ids`` decode to, without special
+    """The content of a context cache: ``text`` is the decoded ``token_ids``, without special
     tokens."""
 
     id: str

@@ -151,7 +151,7 @@ def logging_to_stderr(level: str, form: Literal["text", "json"] = "text") -> Ite
 
 class _QuietOutput(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Do nothing: what cannot be written cannot be complained about in the same place."""
+        """Do nothing: failures of the log cannot be logged."""
 
 
 class _DroppingHandler(QueueHandler):

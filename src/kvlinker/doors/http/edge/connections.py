@@ -24,7 +24,7 @@ from kvlinker.doors.http.edge.draining import LAST_SECONDS, Drain
 from kvlinker.doors.http.edge.slow_readers import ReadTimedProtocol
 
 SHUTDOWN_SECONDS = 10
-"""The time that uvicorn gives to what is under way when it stops without having drained."""
+"""The time that uvicorn gives to running requests when it stops without having drained."""
 
 FAILED_SECONDS = 1.0
 """The time that a server whose engine has failed goes on with the connections that are open."""
@@ -114,8 +114,8 @@ class EngineServer(uvicorn.Server):
         )
 
     async def _end_well(self) -> None:
-        """Finish the requests, have the application write what is to be written, and only then
-        close the port."""
+        """Finish the requests, have the application finish its writes, and only then close the
+        port."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._drain.timeout
         if self._drain.running:
@@ -140,7 +140,7 @@ class EngineServer(uvicorn.Server):
             connection.transport.abort()
 
     def _sending(self) -> bool:
-        """Return whether clients have yet to take what was answered."""
+        """Return whether clients have not yet taken their answers."""
         return any(
             connection.transport.get_write_buffer_size()
             for connection in self.server_state.connections

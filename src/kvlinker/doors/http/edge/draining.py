@@ -82,8 +82,8 @@ class Drain:
 
     @contextmanager
     def request(self) -> Iterator[asyncio.Future[None]]:
-        """Count a request as under way until the block ends; what is yielded is done when it is cut
-        off."""
+        """Count a request as under way until the block ends; the yielded future is done when it is
+        cut off."""
         cut = asyncio.get_running_loop().create_future()
         self._running.add(cut)
         try:

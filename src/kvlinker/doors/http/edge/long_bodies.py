@@ -83,7 +83,8 @@ class _LongRequest(Request):
 
 
 def check_json(body: bytes) -> None:
-    """Check what a JSON text holds, without parsing it. Raises InvalidRequestError for too much."""
+    """Count the values in a JSON text, without parsing it. Raises InvalidRequestError for too
+    much."""
     values = nodes = 0
     within = False  # a string
     start = 0

@@ -1,5 +1,5 @@
-"""Handles what all routes share: HEAD requests, the methods that a path takes, and unknown query
-parameters."""
+"""Handles the common parts of all routes: HEAD requests, the methods that a path takes, and unknown
+query parameters."""
 
 from __future__ import annotations
 

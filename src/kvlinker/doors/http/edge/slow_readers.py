@@ -12,12 +12,12 @@ from typing import cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LEAST_READ_BYTES_PER_SECOND = 10_000
-"""The rate below which a client reads too slowly, once what the system buffers for it is full."""
+"""The rate below which a client reads too slowly, once the system's buffer for it is full."""
 
 
 class ReadTimedProtocol(H11Protocol):
-    """Cuts off clients that do not read what was sent to them within ``timeout`` seconds, and one
-    more for every ``LEAST_READ_BYTES_PER_SECOND`` bytes of it.
+    """Cuts off clients that do not read data within ``timeout`` seconds, and one more for every
+    ``LEAST_READ_BYTES_PER_SECOND`` bytes of it.
 
     At most one message of an answer waits for the system: the next one is taken when this one is
     sent. So the memory of a slow client is bounded, and no other client waits for it.

@@ -108,7 +108,7 @@ class TenantAudit(ResponseBody):
 
 class PolicySetting(ResponseBody):
     """The default policy in force for the caller; ``target`` is the agreement that it is to keep,
-    and ``ladder`` what it may become, the cheapest first (null: it stays as it is)."""
+    and ``ladder`` the policies that it may become, the cheapest first (null: it stays as it is)."""
 
     policy: str
     target: float | None

@@ -2,8 +2,8 @@
 fields, and rules for combinations of fields.
 
 Requests are validated by these models and become plain values (``kvlinker.base.types.messages``,
-``SamplingParams``); responses are made of them, so that the OpenAPI document describes what is
-sent.
+``SamplingParams``); responses are made of them, so that the OpenAPI document describes the bodies
+that are sent.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _complaint(cls, name: str, value: Any) -> PydanticCustomError | None:
-        """Return what is wrong with a value of a field that is not served; None if it is taken."""
+        """Return the error of a value of a field that is not served; None if it is taken."""
         own, foreign = cls._fields()
         if name in foreign:
             no_ops = foreign[name].no_ops

@@ -54,7 +54,7 @@ class MessageBody(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _check_roles(cls, data: Any) -> Any:
-        """Refuse what belongs to another role, and a result without the id of its call."""
+        """Refuse fields of another role, and a result without the id of its call."""
         if not isinstance(data, dict):
             return data
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
@@ -93,7 +93,7 @@ class MessageBody(RequestBody):
         return ChatMessage(role, content, self.name, self._template_fields())
 
     def _template_fields(self) -> Mapping[str, Any]:
-        """Return what else chat templates may show of the message."""
+        """Return the other fields of the message that chat templates may show."""
         fields: dict[str, Any] = {}
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if self.role == "assistant" and thoughts is not None:

@@ -48,7 +48,7 @@ _UP_TO_A_DAY = (
     r"|([1-9][0-9]{0,2}|1[0-3][0-9]{2}|14[0-3][0-9]|1440)m"
     r"|([1-9]|1[0-9]|2[0-4])h)$"
 )
-"""Matches what ``ttl_seconds`` takes."""
+"""Matches the texts that ``ttl_seconds`` takes."""
 
 MarkTtl = Annotated[
     Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})
@@ -70,7 +70,7 @@ class PromptCacheBreakpoint(RequestBody):
 
 
 class MarkableBody(RequestBody):
-    """Base of what may be marked as a chunk."""
+    """Base of parts that may be marked as chunks."""
 
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
@@ -82,7 +82,7 @@ class MarkableBody(RequestBody):
 
 class TextPart(MarkableBody):
     """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is
-    found by what it says where one of the marks is given."""
+    found by content if one of the marks is given."""
 
     place: ClassVar[Place | None] = Place.TEXT_PART
 

@@ -68,7 +68,7 @@ _Thinking = Annotated[
 
 
 class ReasoningEffect(NamedTuple):
-    """What the fields of a request do with one model."""
+    """The effect of a request's fields with one model."""
 
     variables: dict[str, Any]
     """The variables that they set in the chat template."""
@@ -106,7 +106,7 @@ class ReasoningFields(RequestBody):
         return self.include_reasoning is not False and not omitted
 
     def reasoning_effect(self, llm: LLM) -> ReasoningEffect:
-        """Return what the fields do with this model. Of two efforts, or limits, that in
+        """Return the effect of the fields with this model. Of two efforts, or limits, that in
         ``reasoning`` counts; the template's own variables count before them."""
         asked = self.reasoning or ReasoningBody()
         form = llm.answer_form

@@ -64,7 +64,7 @@ class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which
     texts become chunks without an id. With ``explain``, the answer explains how its prompt was
     linked, and with ``attention`` shows the question's attention in each layer. ``keep`` makes a
-    context cache of what the answer says, or of ``all`` of it, reasoning and calls included, that
+    context cache of the answer's text, or of ``all`` of it, reasoning and calls included, that
     lives ``ttl`` from its last use: "5m", "1h". In ``order`` ``any``, documents, and neighbouring
     chunks, may be reordered as they were linked before. ``workflow`` is the name of the request's
     workflow, and ``next`` lists the context caches that it will use."""
@@ -109,7 +109,7 @@ class LinkOptions(RequestBody):
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
-"""What is reused of earlier requests is of those alone that had the same salt."""
+"""Reuse of earlier requests is limited to those with the same salt."""
 
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256), Unicode]
 """The caller's own name for a request, which the id of its answer has in it."""
@@ -211,8 +211,8 @@ class SamplingBody(DecodingFields):
         return self
 
     def keep_request(self, llm: LLM, reader: Callable[[], Reader]) -> KeepRequest | None:
-        """Return what is to be kept of the first answer, which ``reader`` makes readers for; None
-        for nothing. Where the request does not say, the server's setting does."""
+        """Return the part of the first answer to keep, which ``reader`` makes readers for; None for
+        nothing. Where the request does not say, the server's setting does."""
         link = self.link or LinkOptions()
         part = link.keep or llm.settings.keep_answers
         return KeepRequest.of(part, None if link.ttl is None else ttl_seconds(link.ttl), reader)

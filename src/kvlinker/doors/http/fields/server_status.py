@@ -21,7 +21,7 @@ class SlotCounts(ResponseBody):
 
 
 class PromptTokenCounts(ResponseBody):
-    """Prompt tokens since the start, by what became of them."""
+    """Prompt tokens since the start, by how they were computed."""
 
     cached: int
     recomputed: int
@@ -43,9 +43,9 @@ class TierStatus(ResponseBody):
 class ServerStatus(ResponseBody):
     """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
 
-    ``kv_bytes_per_token`` and ``kv_bytes_per_chunk`` are what chunks take as computed, for each
-    token and in addition; ``disk_codec`` is how they are written to disk. ``steps`` says what
-    computes steps of few tokens: ``compiled``, or the model's modules, and why.
+    ``kv_bytes_per_token`` and ``kv_bytes_per_chunk`` are the sizes of chunks as computed, for each
+    token and in addition; ``disk_codec`` is how they are written to disk. ``steps`` says how steps
+    of few tokens are computed: ``compiled``, or the model's modules, and why.
     """
 
     model: str

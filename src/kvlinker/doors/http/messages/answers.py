@@ -26,7 +26,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextBlockBody(ResponseBody):
-    """What the model says."""
+    """The model's text."""
 
     type: Literal["text"]
     text: str
@@ -34,7 +34,7 @@ class TextBlockBody(ResponseBody):
 
 
 class ThinkingBlockBody(ResponseBody):
-    """What the model thought before it spoke; there is no signature to check."""
+    """The model's reasoning before its text; there is no signature to check."""
 
     type: Literal["thinking"]
     thinking: str
@@ -42,8 +42,8 @@ class ThinkingBlockBody(ResponseBody):
 
 
 class ToolUseBlockBody(ResponseBody):
-    """A call that the model asks for; its result comes back in a ``tool_result`` with its id. Where
-    the answer was cut there, ``input`` has what was complete."""
+    """A call that the model asks for; its result comes back in a ``tool_result`` with its id. If
+    the answer was cut there, ``input`` has the complete fields."""
 
     type: Literal["tool_use"]
     id: str
@@ -82,8 +82,8 @@ class MessageObject(ResponseBody):
 
 
 class MessageStart(ResponseBody):
-    """Begins a stream. Nothing is known yet of what is cached: all of the prompt is
-    ``input_tokens`` here."""
+    """Begins a stream. The cached tokens are not known yet: all of the prompt is ``input_tokens``
+    here."""
 
     type: Literal["message_start"]
     message: MessageObject
@@ -105,7 +105,7 @@ class TextDelta(ResponseBody):
 
 
 class ThinkingDelta(ResponseBody):
-    """More of what the model thinks."""
+    """More of the model's reasoning."""
 
     type: Literal["thinking_delta"]
     thinking: str

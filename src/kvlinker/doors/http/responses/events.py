@@ -12,7 +12,7 @@ from kvlinker.doors.http.responses.objects import OutputItem, PartBody, Response
 
 
 class Event(ResponseBody):
-    """What all events have."""
+    """The fields of all events."""
 
     sequence_number: int
 
@@ -39,7 +39,7 @@ class OutputItemEvent(Event):
 
 
 class ItemEvent(Event):
-    """What events of an item's inside have."""
+    """The fields of events within an item."""
 
     item_id: str
     output_index: int
@@ -54,7 +54,7 @@ class ContentPartEvent(ItemEvent):
 
 
 class OutputTextDelta(ItemEvent):
-    """More of what the model says."""
+    """More of the model's text."""
 
     type: Literal["response.output_text.delta"]
     content_index: int
@@ -72,7 +72,7 @@ class OutputTextDone(ItemEvent):
 
 
 class ReasoningTextDelta(ItemEvent):
-    """More of what the model thinks."""
+    """More of the model's reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     content_index: int

@@ -14,7 +14,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(ResponseBody):
-    """What the model says."""
+    """The model's text."""
 
     type: Literal["output_text"]
     text: str
@@ -23,7 +23,7 @@ class OutputText(ResponseBody):
 
 
 class ReasoningTextBody(ResponseBody):
-    """What the model thought before it spoke."""
+    """The model's reasoning before its text."""
 
     type: Literal["reasoning_text"]
     text: str

@@ -2,8 +2,8 @@
 
 A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords
 the options of its command, such as ``kvlinker bench NAME``, declared with typer. It returns a
-``Report``. Its module imports what needs torch when it runs, so that the command's help comes at
-once.
+``Report``. Its module imports modules that need torch when it runs, so that the command's help is
+fast.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ENTRY_POINT_GROUP = "kvlinker.benchmarks"
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds what every benchmark is given."""
+    """The arguments of every benchmark."""
 
     settings: Settings
     """Name the model, unless ``shape`` does, and how chunks are made."""
@@ -131,7 +131,7 @@ class Benchmark:
 
     @property
     def summary(self) -> str:
-        """A line that says what is measured."""
+        """A line that describes the measurement."""
         return (getdoc(self.run) or "").partition("\n")[0]
 
 

@@ -62,7 +62,7 @@ class PromptUsage:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """Says what became of one request. Times are in seconds since it was due."""
+    """The outcome of one request. Times are in seconds since it was due."""
 
     first_token: float | None
     """When the first text came; None if none came."""
@@ -76,7 +76,7 @@ class RequestResult:
     failure: str | None = None
     """The kind of failure; None for a complete answer."""
     detail: str = ""
-    """What the server said of the failure."""
+    """The server's message about the failure."""
 
     @property
     def seconds_per_token(self) -> float | None:
