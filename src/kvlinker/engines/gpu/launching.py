@@ -20,7 +20,7 @@ DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-"""What the kernels compute in."""
+"""The types in which the kernels compute."""
 
 SMALLEST = 16
 """The fewest rows or columns of a matrix that tensor cores multiply."""
@@ -53,7 +53,7 @@ FP8_FORMS = {
 
 
 def on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copy a table to the device, without waiting for what it is doing."""
+    """Copy a table to the device, without waiting for its work."""
     table = torch.from_numpy(values)
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 

@@ -1,5 +1,5 @@
 """kvlinker inside vLLM: a KV connector that links, and an engine for kvlinker's server over vLLM's.
 
-Only ``adapter`` and what it hands out touches vLLM; everything else here works on plain values.
-Nothing imports vLLM until an engine or a connector is made.
+Only ``adapter`` and its results touch vLLM; everything else here works on plain values. Nothing
+imports vLLM until an engine or a connector is made.
 """

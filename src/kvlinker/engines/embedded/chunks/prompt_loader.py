@@ -1,5 +1,5 @@
-"""Fetches the KV of chunks for the requests that link it, computes what the store lacks, and notes
-its use."""
+"""Fetches the KV of chunks for the requests that link it, computes those that the store lacks, and
+notes their use."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class PromptLoader:
         return self._scheduler.find_prefix(request.sharer, prompt, keys, policy)
 
     def _restore(self, link: Link) -> list[Future[KV | None]]:
-        """Load what the link reuses from disk."""
+        """Load the KV that the link reuses from disk."""
         stored = _stored(link)
         if self._prefixes is None or not stored:
             return [resolved(None) for _ in stored]
@@ -172,8 +172,8 @@ class PromptLoader:
         ]
 
     def _is_enough(self, link: Link, kv: KV) -> bool:
-        """Return whether the KV has what the link's policy needs. That of a text without an id may
-        have been stored without scores."""
+        """Return whether the KV has the scores that the link's policy needs. That of a text without
+        an id may have been stored without scores."""
         return kv.scores is not None or not (
             link.policy.needs.scores and self._builder.collects_scores
         )
@@ -182,7 +182,7 @@ class PromptLoader:
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
     ) -> Future[KV]:
         """Have a chunk computed that the store lacks: elsewhere and loaded, where that pays, else
-        here. Raises what ``_build`` does."""
+        here. Raises the errors of ``_build``."""
         build = partial(self._build, request, link, key, chunk)
         lacking = link.policy.needs.scores and not chunk.scored  # another would compute none
         if self._elsewhere is None or stored is not None or request.resident_only or lacking:
@@ -272,5 +272,5 @@ def _check_wanted(request: PromptRequest) -> None:
 
 
 def _stored(link: Link) -> tuple[StoredKV, ...]:
-    """Return what the linked prompt reuses from disk."""
+    """Return the KV that the linked prompt reuses from disk."""
     return () if link.prompt.reused is None else link.prompt.reused.stored

@@ -105,7 +105,7 @@ def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleKV:
-    """Holds what a sequence's queries see in one step: shared chunks, and its own tokens in the
+    """The KV that a sequence's queries see in one step: shared chunks, and its own tokens in the
     pool."""
 
     shared: tuple[SharedChunk, ...]
@@ -119,10 +119,10 @@ class VisibleKV:
     own: OwnTokens
 
     state: SequenceState | None = None
-    """What the tokens before amount to in layers that keep a state; None before the first token."""
+    """The state after the tokens before, in layers that keep one; None before the first token."""
 
     marks: tuple[int, ...] = ()
-    """Positions, ascending: what the tokens before each amount to is wanted, too."""
+    """Positions, ascending: the state after the tokens before each is wanted, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work. The runs of a sequence are neighbours, disjoint and ascending;
-    ``visible_kv`` has what each owner of a run sees."""
+    ``visible_kv`` has the KV that each owner of a run sees."""
 
     runs: tuple[Run, ...]
     visible_kv: Mapping[object, VisibleKV]
@@ -217,7 +217,8 @@ class Batch:
             yield owner, slice(parts[0].start, parts[-1].stop)
 
     def refinements(self) -> Iterator[tuple[Refinement, slice, VisibleKV]]:
-        """Yield every refinement with its request's tokens in the batch, and what they see."""
+        """Yield every refinement with its request's tokens in the batch, and the KV that they
+        see."""
         for owner, rows in self.owner_rows():
             refinement = next(run.refinement for run in self.runs if run.owner is owner)
             if refinement is not None:
@@ -266,5 +267,5 @@ class StepResult:
     layer that was missing."""
 
     states: dict[object, tuple[SequenceState, ...]]
-    """What the tokens so far amount to in layers that keep a state, for every owner that did not
+    """The state after the tokens so far, in layers that keep one, for every owner that did not
     leave; empty for a model without such layers."""

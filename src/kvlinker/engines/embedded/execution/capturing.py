@@ -42,7 +42,7 @@ EVERYTHING = Kept()
 
 
 class Capture:
-    """Collects the KV of chunks, keys without rotary embedding, and what their tokens do to
+    """Collects the KV of chunks, keys without rotary embedding, and their tokens' effect on
     states."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Capture:
         kept: Kept = EVERYTHING,
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
-        the same order. ``kept`` says what layers with a state keep."""
+        the same order. ``kept`` describes the data that layers with a state keep."""
         self._anatomy = anatomy
         self._spans = tuple(spans)
         self._dtype = dtype
@@ -82,7 +82,7 @@ class Capture:
 
     @cached_property
     def _states(self) -> tuple[tuple[StateCapture, ...], ...]:
-        """What is collected per chunk and layer with a state."""
+        """The collected data per chunk and layer with a state."""
         return tuple(
             tuple(
                 StateCapture(
@@ -114,7 +114,7 @@ class Capture:
         mixed: Mixed = (),
         gates: Gates = (),
     ) -> None:
-        """Keep what one run of tokens from position ``start`` on does to the state of a layer:
+        """Keep the effect of one run of tokens from position ``start`` on, on the state of a layer:
         ``entering`` [channels, window + run] is convolved, of which the tokens before them are the
         first, and ``mixed`` and ``gates`` [1, run, …] are the arguments of the rule after that.
         Does nothing if the KV alone is collected."""
@@ -132,7 +132,7 @@ class Capture:
                 )
 
     def finish(self) -> tuple[ChunkKV, ...]:
-        """Return what is kept of every chunk, once all layers have seen all tokens."""
+        """Return the KV and effects of every chunk, once all layers have seen all tokens."""
         finish_copies(self._device)
         scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
         return tuple(
@@ -144,7 +144,7 @@ class Capture:
 
 
 class StateCapture:
-    """Collects what one chunk's tokens do to the state of one layer."""
+    """Collects the effect of one chunk's tokens on the state of one layer."""
 
     def __init__(
         self, recurrence: Recurrence, edges: Edges, dtype: torch.dtype, *, keeps_inner: bool
@@ -183,7 +183,7 @@ class StateCapture:
                 self._inner_entering.append((self._copied(entering[rows]), *kept_gates))
 
     def finish(self) -> ChunkState:
-        """Return what is kept, once all tokens were recorded."""
+        """Return the result, once all tokens were recorded."""
         effect, kept_factor = self._effect, self._recurrence.factor_dtype(self._dtype)
         return ChunkState(
             torch.cat(self._entering),

@@ -32,7 +32,7 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 LARGEST_ERROR = 1e-2
 """‖compiled − the modules'‖ / ‖the modules'‖ beyond which a program is not used. Both round to bf16
-in the same places; what they differ by is the order of sums."""
+in the same places; they differ by the order of sums."""
 
 SHARED = 30
 """The tokens of the chunk that the compared step attends to."""

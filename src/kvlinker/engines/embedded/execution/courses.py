@@ -41,8 +41,8 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Tokens of a chunk that it keeps one by one: ``rows`` of what it keeps of its edges, or of its
-    inner tokens. They are ``count``."""
+    """Tokens of a chunk that it keeps one by one: ``rows`` of its edges, or of its inner tokens.
+    They are ``count``."""
 
     kv: KV
     rows: slice
@@ -55,7 +55,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class MappedTokens:
-    """The inner tokens of a chunk, of which it keeps what they do together."""
+    """The inner tokens of a chunk, of which it keeps the joint effect."""
 
     kv: KV
 
@@ -69,12 +69,12 @@ class Mark:
 
 Tokens = NewTokens | KeptTokens
 Stretch = list[Tokens] | MappedTokens | Mark
-"""What stands in a sequence side by side: tokens one by one, or a map."""
+"""Neighbouring parts of a sequence: tokens one by one, or a map."""
 
 
 @dataclass(slots=True)
 class Course:
-    """What one sequence goes through in a step, in order."""
+    """The course of one sequence in a step, in order."""
 
     stretches: list[Stretch]
     before: SequenceState | None
@@ -94,7 +94,7 @@ class Course:
 
 
 def course_of(new: Sequence[NewTokens], visible: VisibleKV, anatomy: Anatomy) -> Course:
-    """Return what a sequence goes through from its state to the last of its ``new`` tokens."""
+    """Return the course of a sequence from its state to the last of its ``new`` tokens."""
     position = 0 if visible.state is None else visible.state.position
     stretches: list[Stretch] = []
     for run in new:
@@ -128,7 +128,7 @@ def _covers(chunk: SharedChunk, position: int) -> bool:
 
 
 def _kept(kv: KV, begin: int, end: int, anatomy: Anatomy) -> Iterator[KeptTokens | MappedTokens]:
-    """Yield what a chunk keeps of its tokens [begin, end), the one before which is not kept.
+    """Yield the kept parts of a chunk's tokens [begin, end), the one before which is not kept.
 
     Its map holds where the inner tokens, and all that their convolutions see, are kept. Where there
     are only convolutions, of tokens after which another one is computed those are of use that its

@@ -148,7 +148,7 @@ class ForwardPass:
         return widened.index_copy_(axis, self.remaining_rows, hidden)
 
     def states(self) -> dict[object, tuple[SequenceState, ...]]:
-        """Return what the tokens so far amount to in layers that keep a state, once all layers are
+        """Return the states after the tokens so far, in layers that keep one, once all layers are
         computed."""
         return self._recurrent.states()
 

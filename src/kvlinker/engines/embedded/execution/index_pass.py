@@ -1,5 +1,5 @@
-"""Lets the indexers of a model pick what queries see, in one forward pass over a batch: from the
-whole linked prompt, wherever its KV was computed."""
+"""Lets the indexers of a model pick the tokens that queries see, in one forward pass over a batch:
+from the whole linked prompt, wherever its KV was computed."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ for each head of the indexer."""
 
 @dataclass(frozen=True, slots=True)
 class _OfOwner:
-    """What was picked for one sequence's queries at these ``positions``, ascending: [groups of
-    heads, queries, length]."""
+    """The picks for one sequence's queries at these ``positions``, ascending: [groups of heads,
+    queries, length]."""
 
     positions: NDArray[np.int64]
     mask: Tensor
 
     def at(self, positions: NDArray[np.int64]) -> Tensor:
-        """Return what was picked for the queries at these positions."""
+        """Return the picks for the queries at these positions."""
         if len(positions) == len(self.positions):
             return self.mask
         return self.mask[:, np.searchsorted(self.positions, positions)]
 
 
 class IndexPass:
-    """Runs indexers where attention asks what they picked: then it is known which tokens policies
-    have dropped in that layer."""
+    """Runs indexers when attention needs their picks: then it is known which tokens policies have
+    dropped in that layer."""
 
     def __init__(self, layers: Sequence[LayerShape], slots: NDArray[np.int64]) -> None:
         """``slots`` are those of all tokens of the pass."""
@@ -103,8 +103,8 @@ class IndexPass:
         return kept[None]
 
     def of(self, batch: Batch) -> tuple[Picked, ...]:
-        """Return what was picked last for all tokens of ``batch``: those for which it was picked,
-        or some of them."""
+        """Return the last picks for all tokens of ``batch``: those for which it was picked, or some
+        of them."""
         positions = batch.positions
         return tuple(
             Picked(rows, self._picked[owner].at(positions[rows]))

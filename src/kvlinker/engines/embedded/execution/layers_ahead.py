@@ -52,7 +52,7 @@ class LayersAhead:
         self._begun: set[int] = set()
 
     def begin_pass(self) -> None:
-        """Give up what the last pass did not ask for."""
+        """Drop the copies that the last pass did not use."""
         kept = ((name, each) for name, each in self._kept.items() if name in self._asked)
         self._kept = dict(kept)
         self._kept_bytes = sum(each.nbytes for each in self._kept.values())

@@ -28,7 +28,7 @@ class LayerAttention(NamedTuple):
     options: AttentionOptions
 
     picked: Sequence[Picked] | None
-    """What indexers picked; None if all is seen."""
+    """The picks of indexers; None if all is seen."""
 
 
 def show(index: int, batch: Batch, layer: LayerAttention, *, native: bool) -> None:

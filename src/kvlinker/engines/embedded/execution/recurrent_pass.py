@@ -41,8 +41,8 @@ class RecurrentPass:
         self._convolved: deque[_Layer] = deque()
 
     def enter(self, batch: Batch) -> None:
-        """Compute the tokens of ``batch`` from now on: those of the batch before, or what is left
-        of them."""
+        """Compute the tokens of ``batch`` from now on: those of the batch before, or the rest of
+        them."""
         if not self._anatomy.recurrences:
             return
         rows = defaultdict[object, list[NewTokens]](list)
@@ -70,9 +70,9 @@ class RecurrentPass:
         }
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        """Return what is convolved, [1, channels, tokens]. If the model only splits it for a rule,
-        only the shape matters; if it computes more with it, the convolved values of chunks' tokens
-        are included."""
+        """Return the convolution's output, [1, channels, tokens]. If the model only splits it for a
+        rule, only the shape matters; if it computes more with it, the convolved values of chunks'
+        tokens are included."""
         parts = self._anatomy.parts(self._layer)
         groups = alike(self._courses)
         layers = [
@@ -108,7 +108,7 @@ class _Part(NamedTuple):
     """One of each sequence, of the same kind and length."""
 
     before: Tensor
-    """What its convolution sees: [sequences, channels, window]."""
+    """The window of its convolution: [sequences, channels, window]."""
 
     begin: int
     """The number of tokens that were convolved before it."""
@@ -117,7 +117,7 @@ class _Part(NamedTuple):
     """Where it is tokens one by one, what enters of them: [sequences, channels, tokens]."""
 
     convolved: Tensor | None = None
-    """What is convolved of them: [sequences, channels, tokens]."""
+    """The convolution's output for them: [sequences, channels, tokens]."""
 
     mixed: Mixed = ()
     """The arguments of a rule that only take that apart: [sequences, tokens, …] each."""
@@ -140,7 +140,7 @@ class _Group(NamedTuple):
     parts: Sequence[_Part]
 
     before: Tensor
-    """What convolutions after the step see: [sequences, channels, window]."""
+    """The window of convolutions after the step: [sequences, channels, window]."""
 
     @property
     def takes_a_step(self) -> bool:
@@ -198,7 +198,8 @@ class _Layer:
         return found
 
     def convolved(self) -> Tensor:
-        """Return what is convolved of all tokens, those of chunks too: [1, channels, tokens]."""
+        """Return the convolution's output of all tokens, those of chunks too: [1, channels,
+        tokens]."""
         found = (part.convolved for group in self._groups for part in group.parts)
         return torch.cat([each for rows in found if rows is not None for each in rows], -1)[None]
 
@@ -268,7 +269,7 @@ class _Layer:
         )
 
     def _behind(self, part: _Part) -> Tensor:
-        """Return what a convolution after this part sees: [sequences, channels, window]."""
+        """Return the window of a convolution after this part: [sequences, channels, window]."""
         kind, window = part.stretches[0], self._recurrence.window
         if isinstance(kind, Mark):
             return part.before
@@ -316,7 +317,7 @@ class _Layer:
         return last
 
     def _entering_of(self, stretch: Sequence[Tokens]) -> Tensor:
-        """Return what enters the layer of these tokens: [channels, tokens]."""
+        """Return the layer's inputs of these tokens: [channels, tokens]."""
         found = []
         for tokens in stretch:
             if isinstance(tokens, NewTokens):
@@ -337,7 +338,7 @@ class _Layer:
         return tuple(each.reshape(len(part.tokens), -1, *each.shape[1:]) for each in found)
 
     def _gates(self, part: _Part, call: RuleCall) -> Gates:
-        """Return what else enters a rule of a part's tokens: [sequences, tokens, …] each."""
+        """Return the other inputs of a rule for a part's tokens: [sequences, tokens, …] each."""
         found = [self._gates_of(stretch, call) for stretch in part.tokens]
         return tuple(map(torch.stack, zip(*found, strict=True)))
 

@@ -58,7 +58,7 @@ class BatchSegments:
         self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
 
     def plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
-        """Return what all queries see in this layer; it is the same in all layers of the same
+        """Return the views of all queries in this layer; it is the same in all layers of the same
         epochs."""
         source = self._layers[index].source
         computed = index if source is None else source
@@ -73,7 +73,7 @@ class BatchSegments:
         return self._plans[epochs]
 
     def plans(self) -> list[AttentionPlan]:
-        """Return what all queries see in each layer."""
+        """Return the views of all queries in each layer."""
         if all(visible.own.all_stay for visible, _ in self._sights):
             return [self.plan(0)[1]] * len(self._layers)
         return [self.plan(index)[1] for index in range(len(self._layers))]
@@ -101,7 +101,7 @@ class BatchSegments:
         return [(each.key, each.value) for each in layers]
 
     def indices(self, index: int) -> list[Tensor]:
-        """Return what this layer's indexer keeps of all segments: [1, tokens, dim] each."""
+        """Return this layer's indexer's data of all segments: [1, tokens, dim] each."""
         kept = self._kept_by[index]
         pool = self._pool.indices[kept]
         layers = self._ahead.layer(tuple(self._chunks.values()), kept)
@@ -111,7 +111,7 @@ class BatchSegments:
         return [*found, *(pool[:, slot : slot + size] for slot, size in self._spans)]
 
     def _views(self, visible: VisibleKV, rows: slice, epoch: int) -> Iterator[View]:
-        """Yield what one sequence's queries see in the layers of an epoch."""
+        """Yield the views of one sequence's queries in the layers of an epoch."""
         for chunk, hidden in zip(visible.shared, visible.own.hidden(epoch), strict=True):
             segment = self._chunk_segments[id(chunk.kv)]
             yield View(segment, rows, chunk.start, chunk.offset, chunk.first, chunk.last, hidden)

@@ -56,7 +56,7 @@ class StepAttention(ctypes.Structure):
 
 
 class StepSight(ctypes.Structure):
-    """What all queries see in some layers: ``Sight`` of step.cpp."""
+    """The views of all queries in some layers: ``Sight`` of step.cpp."""
 
     _fields_ = (
         ("views", ctypes.c_void_p),

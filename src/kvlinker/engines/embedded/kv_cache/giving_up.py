@@ -20,8 +20,8 @@ def given_up_next(
     """Yield nodes of ``used``, which are in the pool, the last used one last; each is to be taken
     out of them before the next.
 
-    What was expected and did not come goes first, then what was used longest ago; where it is the
-    turn of one that is expected, the one of its tenant goes that is needed last.
+    Prefixes that were expected and not used go first, then those that were used longest ago; where
+    it is the turn of one that is expected, the one of its tenant goes that is needed last.
     """
 
     def may_go(node: PrefixNode) -> bool:

@@ -24,8 +24,8 @@ class PathChunk(NamedTuple):
 
     key: str
     linked: str
-    """By what it was chosen what is computed again: the policy and, where it looks at the question,
-    the whole prompt; empty for a chunk that is exact where it stands."""
+    """The basis on which the recomputed tokens were chosen: the policy and, where it looks at the
+    question, the whole prompt; empty for a chunk that is exact where it stands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class SequencePath:
     """By position, the chunk that was linked there, and its length in tokens."""
 
     asked: int | None = None
-    """The length of the prompt, if what was computed of the chunks depends on all of it."""
+    """The length of the prompt, if the recomputed tokens of chunks depend on all of it."""
 
 
 class PathChoices:
@@ -129,6 +129,6 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePat
 
 
 def looks_at_question(policy: Policy) -> bool:
-    """Return whether what the policy computes again depends on what stands after the chunks, so
-    that another question about them is to be linked anew."""
+    """Return whether the policy's recomputed tokens depend on the text after the chunks, so that
+    another question about them must be linked again."""
     return policy.needs.question_attention or policy.needs.chunk_attention

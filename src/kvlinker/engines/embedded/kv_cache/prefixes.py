@@ -39,8 +39,8 @@ class PrefixTree:
     needed. Not thread safe.
 
     A path ends in the middle of a node if two prompts differ there; then the node is divided. With
-    a ``Spill``, nodes whose slots are needed stay in the tree while their KV is on disk. What
-    stands before a node that is in the pool is there, too.
+    a ``Spill``, nodes whose slots are needed stay in the tree while their KV is on disk. The KV
+    before a node that is in the pool is there, too.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class PrefixTree:
     def find(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
     ) -> ReusedPrefix | None:
-        """Return what a prompt, linked under ``policy``, can reuse; None if that is too little.
+        """Return the beginning that a prompt, linked under ``policy``, can reuse; None if that is
+        too little.
 
         ``keys`` are those of the prompt's chunks. Its last token is never reused, since its logits
         are needed.
@@ -155,8 +156,8 @@ class PrefixTree:
         spans: Sequence[SlotSpan],
         states: Sequence[SequenceState] = (),
     ) -> None:
-        """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that
-        order, and its ``states`` at some positions."""
+        """Keep the KV of a sequence: the KV of the positions ``own``, in ``spans`` in that order,
+        and its ``states`` at some positions."""
         if path.asked is not None:
             self._lengths[path.asked] = None
             self._lengths.move_to_end(path.asked)
@@ -347,8 +348,7 @@ class PrefixTree:
         self._used[node] = None
 
     def _sweep(self) -> None:
-        """Forget nodes that are lost, and what stands after them; now and then, since that looks at
-        all."""
+        """Remove lost nodes, and those after them; now and then, since that looks at all nodes."""
         if len(self._spilled) < self._sweep_at:
             return
         for node in list(self._spilled):

@@ -17,7 +17,7 @@ class LayerState:
     from the same one."""
 
     before: Tensor
-    """What the convolution of the next token sees: [channels, window]."""
+    """The window of the next token's convolution: [channels, window]."""
 
     state: Tensor
     """[heads, rows, columns]."""

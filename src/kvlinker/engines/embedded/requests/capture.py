@@ -25,7 +25,7 @@ from kvlinker.store.chunk_kv import ChunkKV
 
 
 class _Pass(NamedTuple):
-    """Describes one pass over tokens from the first on, and what it captures."""
+    """One pass over tokens from the first on, and the KV that it captures."""
 
     tokens: NDArray[np.int64]
     capture: Callable[[], Capture]
@@ -97,7 +97,7 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
 
     @abstractmethod
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
-        """Store the computed KV, and return what the future gets. Called in the engine's thread."""
+        """Store the computed KV, and return the future's result. Called in the engine's thread."""
 
 
 class ChunkRequest(CaptureRequest):
@@ -142,6 +142,6 @@ class IdleChunkRequest(ChunkRequest):
     kind = ResultKind.BACKGROUND
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes what ``ChunkRequest`` takes."""
+        """Takes the arguments of ``ChunkRequest``."""
         super().__init__(*args, **options)
         self.identity = None

@@ -53,8 +53,7 @@ class PromptRequest(Request):
     """True if the figures that a policy decides by are recorded."""
 
     reuses = False
-    """True if it reuses what requests before it computed, and leaves what it computes to later
-    ones."""
+    """True if it reuses the KV of earlier requests, and leaves its own to later ones."""
 
     def __init__(
         self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
@@ -105,7 +104,7 @@ class PromptRequest(Request):
         self, link: Link, kvs: Sequence[KV], keys: Sequence[str], restored: Sequence[KV | None] = ()
     ) -> TokenSequence:
         """Return the sequence to compute for this request, linked by ``link`` from the KV of its
-        chunks. ``keys`` are those of all chunks of the prompt; ``restored`` has the KV of what it
+        chunks. ``keys`` are those of all chunks of the prompt; ``restored`` has the KV that it
         reuses from disk, None if it is lost."""
         self.clock.mark_loaded()
         self._keys = tuple(keys)
@@ -173,7 +172,7 @@ class PromptRequest(Request):
         )
 
     def _path(self, link: Link) -> SequencePath | None:
-        """Return what the KV of the linked prompt depends on; None if it is not kept."""
+        """Return the path that the KV of the linked prompt depends on; None if it is not kept."""
         assert link.plan is not None
         return linked_path(self.request.sharer, link.plan, self._keys) if self.reuses else None
 

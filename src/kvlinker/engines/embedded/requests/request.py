@@ -58,7 +58,7 @@ class ResultKind(Enum):
 
 class Request(ABC):
     """One thing to compute, from its arrival to its end. The scheduler alone writes its state,
-    number, urgency and hold, and what it predicts of it."""
+    number, urgency and hold, and its predictions for it."""
 
     kind: ClassVar[ResultKind]
 
@@ -103,7 +103,7 @@ class Request(ABC):
         """The predicted seconds of computing its prompt."""
 
         self.seconds_left = 0.0
-        """The predicted seconds of computing what is left of its prompt."""
+        """The predicted seconds of computing the rest of its prompt."""
 
         self.gave_way = False
         """True if it once gave its slots up to another tenant's request."""

@@ -116,7 +116,7 @@ class Admission:
         request.prompt_seconds = request.seconds_left = self.seconds_left(request)
 
     def seconds_left(self, request: Request) -> float:
-        """Predict the seconds of computing what is left of the request's prompt; 0 if nothing was
+        """Predict the seconds of computing the rest of the request's prompt; 0 if nothing was
         measured."""
         left = request.pending
         return (self._predict(left) or 0.0) if left else 0.0

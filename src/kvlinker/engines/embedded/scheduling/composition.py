@@ -28,7 +28,7 @@ LEAST_PROMPT_SHARE = 0.25
 the target."""
 
 ELDEST_SHARE = 0.25
-"""The share of what prompts get that goes to the one whose turn came first, however long it is."""
+"""The share of the prompts' time that goes to the one whose turn came first, however long it is."""
 
 BACKGROUND_SECONDS = 0.05
 """The longest step for a request in the background, in seconds: requests that arrive meanwhile wait
@@ -44,7 +44,7 @@ ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 
 @dataclass(slots=True)
 class _Budget:
-    """Counts down what prompts may still take of a step."""
+    """Counts down the time of a step that prompts may still take."""
 
     cost: TokenCost
     """The cost of computing tokens, by their positions."""
@@ -78,8 +78,8 @@ class _Budget:
 
 
 class StepComposer:
-    """Fills steps. Every request that decodes is in every step; prompts get what is left of the
-    step's time.
+    """Fills steps. Every request that decodes is in every step; prompts get the rest of the step's
+    time.
 
     While requests decode, a step is to take no longer than the target: the setting, or a multiple
     of the step that only decodes. While none does, a step holds as many tokens as memory is made
@@ -199,7 +199,7 @@ class StepComposer:
         return sorted(prompts, key=order)
 
     def _note_served(self, granted: Sequence[tuple[Request, int]]) -> None:
-        """Note what tenants get of a step."""
+        """Note the time that tenants get of a step."""
         cost = self._throughput.cost_beside_decoding()
         if cost is not None:
             for request, tokens in granted:

@@ -65,7 +65,7 @@ class RequestQueues:
 
     @property
     def slots_kept(self) -> int:
-        """The number of slots that hold nothing but what later requests may reuse."""
+        """The number of slots that only hold KV for reuse by later requests."""
         with self._lock:
             return self._places.slots.kept
 

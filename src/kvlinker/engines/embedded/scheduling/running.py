@@ -16,10 +16,10 @@ class RunningRequests:
     """Holds the running requests, by admission, and their slots.
 
     One chunk at a time is computed whatever else waits, more of them only while nobody waits for an
-    answer; variants and what is computed in the background only when there is nothing else at all.
-    A background request keeps its slots, paused, while others run, until they need them. When the
-    pool is full, the request admitted last gives its slots up and starts again later; when one
-    tenant has taken all places, it gives one up to a tenant that has none.
+    answer; variants and background requests only when there is nothing else at all. A background
+    request keeps its slots, paused, while others run, until they need them. When the pool is full,
+    the request admitted last gives its slots up and starts again later; when one tenant has taken
+    all places, it gives one up to a tenant that has none.
 
     The scheduler calls all methods under its lock.
     """

@@ -1,5 +1,5 @@
-"""Assigns slots of the pool to sequences, and keeps what they computed for later ones until the
-slots are needed."""
+"""Assigns slots of the pool to sequences, and keeps their KV for later ones until the slots are
+needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SequenceSlots:
         spill: Spill | None = None,
         states: int | None = None,
     ) -> None:
-        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and,
+        """``keeps_prefixes``: the KV of sequences is kept for later ones that begin alike, and,
         with a ``spill``, on disk when the slots are needed. ``states`` is the number of states to
         keep with it, for a model whose layers keep one."""
         self._allocator = SlotAllocator(slots)
@@ -46,13 +46,13 @@ class SequenceSlots:
 
     @property
     def kept(self) -> int:
-        """The number of slots that hold nothing but what may be reused."""
+        """The number of slots that only hold KV for reuse."""
         return int(np.count_nonzero(self._allocator.users(self._prefixes.spans) == 1))
 
     def find_prefix(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
     ) -> ReusedPrefix | None:
-        """Return what the prompt can reuse; see ``PrefixTree.find``."""
+        """Return the beginning that the prompt can reuse; see ``PrefixTree.find``."""
         return self._prefixes.find(tenant, prompt, keys, policy)
 
     def expect_prefix(
@@ -126,7 +126,7 @@ class SequenceSlots:
         heir.adopt_prompt(sequence)
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep what the sequence has computed so far for later ones that begin alike."""
+        """Keep the sequence's KV so far for later ones that begin alike."""
         if not self._keeps or sequence.path is None or not sequence.prompt_in_place:
             return
         path, count = sequence.path_so_far, sequence.computed_length
@@ -154,8 +154,8 @@ class SequenceSlots:
         self._allocator.check_integrity([*held, *self._prefixes.spans])
 
     def _restore(self, sequence: TokenSequence, count: int) -> int:
-        """Copy what was loaded from disk for the sequence into its slots, after the first ``count``
-        of its own tokens, whose KV is there; returns how many it is there of now."""
+        """Copy KV that was loaded from disk for the sequence into its slots, after the first
+        ``count`` of its own tokens, whose KV is there; returns how many it is there of now."""
         assert sequence.spans is not None
         slots = slots_of(sequence.spans)
         begin = sequence.reused_own - sum(len(part) for part, _ in sequence.restored)

@@ -44,7 +44,7 @@ _STIFFNESS = 0.01
 """The weight of keeping a and b, against fitting the measurements."""
 
 _LEAST_SHARE = 0.01
-"""The smallest a or b, as a share of what the cost model predicts for it alone: from zero it could
+"""The smallest a or b, as a share of the cost model's prediction for it alone: from zero it could
 not grow."""
 
 _USUAL_TOKENS = 512
@@ -62,8 +62,8 @@ _MIXED_WEIGHT = 0.2
 """The weight of a new measurement of prompts beside decoding against all earlier ones."""
 
 _MOST_STRAIN = 2.0
-"""The most by which prompts beside decoding may deviate from their prediction in one step; what is
-further off is a disturbance."""
+"""The most by which prompts beside decoding may deviate from their prediction in one step; larger
+deviations are disturbances."""
 
 _READ_PAIRS = 4.0
 """The time of reading a token's KV, in pairs, until it is measured."""
@@ -116,9 +116,9 @@ class ComputeThroughput:
     it sees.
 
     A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. The
-    constant c is what reading the weights takes. Each kind of step teaches what it shows best:
-    prompts alone a and b, and decoding alone c. Steps with both teach what short pieces of prompts
-    take beside decoding: a multiple of a and b, and the reading of KV.
+    constant c is the time to read the weights. Each kind of step updates the terms that it shows
+    best: prompts alone a and b, and decoding alone c. Steps with both show the cost of short pieces
+    of prompts with decoding: a multiple of a and b, and the reading of KV.
 
     The engine's thread calls ``note``; any thread may call the other methods.
     """
@@ -131,9 +131,9 @@ class ComputeThroughput:
         *,
         on_host: bool = False,
     ) -> None:
-        """``cost`` gives the ratio of a to b until it is measured. ``speeds`` remembers what was
-        measured of the model ``name``. ``on_host`` is true if the engine computes on the processors
-        that read chunks."""
+        """``cost`` gives the ratio of a to b until it is measured. ``speeds`` remembers the
+        measurements of the model ``name``. ``on_host`` is true if the engine computes on the
+        processors that read chunks."""
         self.on_host = on_host
         self._shape = np.array([cost.per_token, cost.per_pair])
         self._speeds = speeds or Speeds()
@@ -231,8 +231,8 @@ class ComputeThroughput:
     def _note_mixed(
         self, decoded: Sequence[Range], prompts: Vector, read: int, seconds: float
     ) -> None:
-        """Update what pieces of prompts take by a step beside decoding; the less of them, the less
-        it says."""
+        """Update the cost of pieces of prompts by a step that also decodes; the less of them, the
+        less it says."""
         known, alone = self._known(), self.decode_seconds(decoded)
         if known is None or alone is None:
             return

@@ -39,7 +39,7 @@ class BlockPool:
         self._manager.block_pool.touch(blocks)
 
     def give_back(self, blocks: Sequence[Any]) -> None:
-        """Return what was borrowed or held."""
+        """Return borrowed and held blocks."""
         self._manager.block_pool.free_blocks(blocks)
 
 

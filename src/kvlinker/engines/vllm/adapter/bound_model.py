@@ -165,8 +165,7 @@ class BoundModel:
             return self._call(sequences.tokens, sequences.positions)
 
     def to_device(self, values: Tensor) -> Tensor:
-        """Copy ``values`` from the CPU to the model's device, without waiting for what it is
-        doing."""
+        """Copy ``values`` from the CPU to the model's device, without waiting for its work."""
         if self.device.type != "cpu":
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
@@ -260,8 +259,8 @@ class BoundModel:
         return states
 
     def _metadata(self, sequences: VirtualSequences) -> dict[str, Any]:
-        """Build what the attention backends take, by the names of layers. Each pass writes the
-        builders' buffers anew, once those of the last one have been copied to the device."""
+        """Build the metadata of the attention backends, by the names of layers. Each pass writes
+        the builders' buffers anew, once those of the last one have been copied to the device."""
         if self._built is not None:
             self._built.synchronize()
         common = [self._common_metadata(sequences, group) for group in range(len(self.groups))]

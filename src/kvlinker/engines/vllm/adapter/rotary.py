@@ -78,7 +78,7 @@ class _Rotation:
 
 
 class _Watch:
-    """Keeps what is rotated until attention is called."""
+    """Keeps rotated keys until attention is called."""
 
     def __init__(self, rotated: Any, attended: Any) -> None:
         self._rotated = rotated

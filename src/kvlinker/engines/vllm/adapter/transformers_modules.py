@@ -96,8 +96,8 @@ def _replace(undo: ExitStack, source: ModuleType, name: str, by: Callable[..., A
 
 
 class _Watch:
-    """Keeps what a layer rotated until its attention is called: parts of heads that are not rotated
-    are known there alone."""
+    """Keeps the keys that a layer rotated until its attention is called: parts of heads that are
+    not rotated are known there alone."""
 
     def __init__(self, rotated: Any, attended: Any) -> None:
         self._rotated = rotated

@@ -113,7 +113,7 @@ class ChoiceOutput:
         return self._output.tokens
 
     def accept(self, new: NewTokens) -> None:
-        """Pass on what vLLM generated. Ends the choice with its last tokens, or after a stop
+        """Pass on vLLM's new tokens. Ends the choice with its last tokens, or after a stop
         string."""
         if new.outcome is not None:
             self._request.note_outcome(new.outcome, self.index)

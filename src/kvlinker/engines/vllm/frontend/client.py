@@ -111,8 +111,8 @@ class VLLMClient:
         transfer: TransferPlan | None = None,
         salt: str | None = None,
     ) -> AsyncGenerator[NewTokens, None]:
-        """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the
-        request."""
+        """Yield the outputs of the request ``name`` as they are generated. Closing the iterator
+        aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
         transfer_params = None if transfer is None else self.signed(transfer, tokens)
         structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
@@ -222,7 +222,7 @@ class OwnClient(VLLMClient):
         logger.info("vLLM has answered its first request (%.1f s).", time.monotonic() - began)
 
     async def _warm_up(self) -> None:
-        """Send a first request, so that vLLM compiles what it needs before users wait for it."""
+        """Send a first request, so that vLLM compiles its kernels before users wait for them."""
         sampling = SamplingParams(temperature=0, logprobs=1, ignore_eos=True)
         async for _ in self.stream("kvlinker-warm-up", (0, 0), sampling, max_tokens=2):
             pass

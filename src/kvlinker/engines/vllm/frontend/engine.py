@@ -268,8 +268,8 @@ class VLLMEngine:
         began: Callable[[], object] = lambda: None,
         after: asyncio.Event | None = None,
     ) -> None:
-        """Generate one choice, once ``after`` is set; what goes wrong ends this one alone.
-        ``began`` is called with its first token, or when it has none."""
+        """Generate one choice, once ``after`` is set; errors end this one alone. ``began`` is
+        called with its first token, or when it has none."""
         try:
             if after is not None:
                 await after.wait()

@@ -167,8 +167,8 @@ def _weights(model: Any) -> int | None:
 
 
 def _with_changes(name: str, changes: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a model's files, extended by what changes the KV that is computed
-    from them."""
+    """Return the fingerprint of a model's files, extended by the settings that change the KV that
+    is computed from them."""
     return (
         blake3(f"{name} {json.dumps(changes, sort_keys=True, default=str)}".encode()).hexdigest()
         if changes

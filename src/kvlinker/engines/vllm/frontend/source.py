@@ -53,7 +53,7 @@ class VLLMSource:
         """Make the engine.
 
         Raises InvalidRequestError for a store without a disk, ModelLoadError if the model's files
-        are not found, and what ``start`` raises.
+        are not found, and the errors of ``start``.
         """
         if not settings.disk_space:
             raise InvalidRequestError(

@@ -91,11 +91,11 @@ class TransferPlan(_Value):
     """The KV of a prompt's first ``linked`` tokens: ``placements``, then ``runs`` of positions
     [begin, end) to compute over them. vLLM computes the tokens after them itself.
 
-    Every one of these positions is placed or computed, so that no token attends to what other
+    Every one of these positions is placed or computed, so that no token attends to KV that other
     requests left in memory.
 
     A plan with a ``measure`` is for a first pass, not for an answer; the ``TransferOutcome`` has
-    what was measured. To measure deviation, it places and computes in the first layer only, and
+    the measurements. To measure deviation, it places and computes in the first layer only, and
     compares in the second.
     """
 
@@ -185,7 +185,7 @@ class TransferOutcome(_Value):
     """The plan's measurement of the first ``linked`` tokens in bytes, if it has one."""
 
     memory: MemoryReport | None = None
-    """What has changed in workers' memory beyond what the request's front end knew."""
+    """The changes in workers' memory that the request's front end did not know."""
 
 
 def outcome_of(params: Mapping[str, Any] | None) -> TransferOutcome | None:
@@ -222,7 +222,7 @@ class KVDeviation:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KVDeviation:
-        """Read what ``to_bytes`` wrote."""
+        """Read the output of ``to_bytes``."""
         key, value = np.frombuffer(data, _FIGURES).reshape(2, -1).astype(np.float32)
         return cls(key, value)
 
@@ -240,7 +240,7 @@ class QuestionAttention:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, tokens: int) -> QuestionAttention:
-        """Read what ``to_bytes`` wrote of so many tokens."""
+        """Read the output of ``to_bytes`` for so many tokens."""
         return cls(np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32))
 
 

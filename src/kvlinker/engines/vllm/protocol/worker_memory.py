@@ -12,17 +12,16 @@ from itertools import takewhile
 from pydantic import BaseModel, ConfigDict
 
 KNOWN = "kvlinker_known"
-"""The name, among a request's ``kv_transfer_params``, of what its front end knows: the number of
-the last change, by run. It is not signed: a wrong number only makes the answer longer or
-shorter."""
+"""The name, among a request's ``kv_transfer_params``, of its front end's state: the number of the
+last change, by run. It is not signed: a wrong number only makes the answer longer or shorter."""
 
 MOST_CHANGES = 10_000
 """The most chunks whose last change is remembered; a front end that knows less gets all of them."""
 
 
 class MemoryReport(BaseModel):
-    """What has changed up to change ``number`` of a run of the scheduler side: keys of chunks that
-    all workers have in memory now, and of others. ``whole``: they have no more than those."""
+    """The changes up to change ``number`` of a run of the scheduler side: keys of chunks that all
+    workers have in memory now, and of others. ``whole``: they have no more than those."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +33,7 @@ class MemoryReport(BaseModel):
 
 
 class WorkerMemory:
-    """What workers reported. Belongs to one thread."""
+    """The workers' reports. Belongs to one thread."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -64,7 +63,7 @@ class WorkerMemory:
         return len(self._ranks.get(key, ())) >= self._workers
 
     def changes(self, known: object) -> MemoryReport:
-        """Return what has changed since what a request's front end knows, by ``KNOWN``."""
+        """Return the changes since the state of a request's front end, by ``KNOWN``."""
         number = known.get(self._run) if isinstance(known, dict) else None
         if not isinstance(number, int) or not self._forgotten <= number <= self._number:
             held = tuple(filter(self.holds, self._ranks))

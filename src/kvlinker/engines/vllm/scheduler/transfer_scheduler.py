@@ -39,7 +39,7 @@ from kvlinker.engines.vllm.scheduler.window_blocks import BlockIds, Room, Window
 logger = logging.getLogger(__name__)
 
 FORGET = None, False
-"""Says that vLLM is to forget what it has of a request, since a first pass placed it."""
+"""True if vLLM is to forget its KV of a request, since a first pass placed it."""
 
 LATER = None, True
 """Says that others have to give back blocks first."""
@@ -86,7 +86,7 @@ class _TransferRequest:
     """The time of arrival, in seconds of ``time.perf_counter``."""
 
     known: object = None
-    """What its front end knows of workers' memory."""
+    """Its front end's state of workers' memory."""
 
     queued: float | None = None
     """The seconds from arrival until vLLM began with it; None before that."""
@@ -377,7 +377,7 @@ class TransferScheduler:
         return slices
 
     def _tell_target(self) -> None:
-        """Log what the throttle holds, as soon as it is known."""
+        """Log the throttle's state, as soon as it is known."""
         target = self._throttle.target_seconds
         if target is not None and not self._target_told:
             self._target_told = True

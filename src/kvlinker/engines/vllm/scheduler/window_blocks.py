@@ -53,7 +53,7 @@ class Pool(Protocol):
 
 
 class WindowBlocks:
-    """Keeps what requests have borrowed until it is given back."""
+    """Keeps the blocks that requests have borrowed until they are given back."""
 
     def __init__(self, groups: Sequence[Group], pool: Pool) -> None:
         self._groups = groups
@@ -123,7 +123,7 @@ class WindowBlocks:
         return tuple(map(tuple, complete))
 
     def release(self, request_id: str) -> None:
-        """Give back what the request has borrowed."""
+        """Give back the blocks that the request has borrowed."""
         borrowed = self._borrowed.pop(request_id, None)
         if borrowed:
             self._pool.give_back(borrowed)

@@ -216,7 +216,7 @@ def _require_same(
 def _placed(
     launches: Iterator[Launch], caches: Sequence[Tensor], form: torch.dtype | None
 ) -> list[Tensor]:
-    """Return what is placed in the first slots of caches, and leave zeros there."""
+    """Return the KV that is placed in the first slots of caches, and leave zeros there."""
     for _, work in launches:
         work()
     found = [_numbers(cache[_where(cache)], form) for cache in caches]
@@ -258,7 +258,7 @@ def _cache_of(
 
 
 def _holds(form: torch.dtype | None, cache: Tensor, written: Tensor, scale: Tensor) -> bool:
-    """Return whether a cache begins with what was written, but for rounding."""
+    """Return whether a cache begins with the written KV, but for rounding."""
     found = cache[_where(cache)]
     if form is None:
         return torch.equal(found, written)
@@ -267,7 +267,7 @@ def _holds(form: torch.dtype | None, cache: Tensor, written: Tensor, scale: Tens
 
 
 def _numbers(found: Tensor, form: torch.dtype | None) -> Tensor:
-    """Return what a cache holds as numbers."""
+    """Return the numbers in a cache."""
     return found.float() if form is None else found.contiguous().view(form).float()
 
 

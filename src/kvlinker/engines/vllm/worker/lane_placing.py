@@ -9,7 +9,7 @@ from kvlinker.engines.vllm.worker.layers import AttentionModules, GroupParts, La
 from kvlinker.store.memory.lane import Arrival, CopyLane
 
 Launches = Callable[[GroupParts], Iterator[Launch]]
-"""Yields what places parts in all layers; the first layers come first."""
+"""Yields the function that places parts in all layers; the first layers come first."""
 
 
 class LanePlacing:
@@ -38,12 +38,12 @@ class LanePlacing:
                 self._under_way.update(dict.fromkeys([self._names[n] for n in layers], arrival))
 
     def wait_for(self, name: str) -> None:
-        """Have what is computed from now on find all parts in the layer of this name."""
+        """Have later computations find all parts in the layer of this name."""
         arrival = self._under_way.pop(name, None)
         if arrival is not None:
             arrival.wait()
 
     def wait_for_all(self) -> None:
-        """Have what is computed from now on find all parts in all layers."""
+        """Have later computations find all parts in all layers."""
         for name in list(self._under_way):
             self.wait_for(name)

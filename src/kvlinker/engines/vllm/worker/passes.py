@@ -67,7 +67,7 @@ class TransferTask:
     again."""
 
     measurement: KVComparison | QuestionObservation | None = None
-    """The collector of what a first pass measures."""
+    """The collector of a first pass's measurements."""
 
     load_reported: bool = False
     """True once the scheduler side knows that the chunks are in memory."""
@@ -208,8 +208,8 @@ class Passes:
         self._placing.wait_for_all()
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Compute the slices' runs, each layer once all is placed in it. Raises what the model
-        does."""
+        """Compute the slices' runs, each layer once all is placed in it. Raises the model's
+        errors."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
         for group in self._grouped(
             runs, lambda task: not task.captures and task.measurement is None

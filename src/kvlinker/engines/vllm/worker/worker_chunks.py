@@ -43,8 +43,9 @@ class WorkerChunks:
         self._lock = threading.Lock()
 
     def keep_only(self, own: Callable[[ChunkKV], ChunkKV]) -> None:
-        """Keep, and return, only what ``own`` returns of a chunk: this worker's part of it. Errors
-        that it raises are those of ``get`` and ``put``. To be called before there are any."""
+        """Keep, and return, only the result of ``own`` for a chunk: this worker's part of it.
+        Errors that it raises are those of ``get`` and ``put``. To be called before there are
+        any."""
         self._own = own
 
     def contains(self, key: str) -> bool:
@@ -105,7 +106,7 @@ class WorkerChunks:
         return kv
 
     def _own_copy(self, kv: ChunkKV) -> ChunkKV:
-        """Return this worker's part, without the memory of what it is a part of."""
+        """Return this worker's part, without the memory of the whole."""
         own = self._own(kv)
         if self._pins:
             return pinned(own)
