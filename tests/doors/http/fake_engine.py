@@ -19,6 +19,7 @@ from kvlinker.engines.contract.contract import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    RequestHandle,
     Sink,
 )
 from kvlinker.linking import Policy
@@ -66,7 +67,7 @@ class FakeEngine:
     def unsupported(self, policy: Policy) -> str | None:
         return None
 
-    def generate(self, request: GenerationRequest, sink: Sink) -> _Choices:
+    def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         with self._changed:
             if self._closed:
                 raise EngineClosedError("closed")
@@ -85,7 +86,12 @@ class FakeEngine:
             self._changed.notify_all()
         for speaker in speakers:
             threading.Thread(target=speaker.run, daemon=True).start()
-        return _Choices(speakers)
+
+        def cancel() -> None:
+            for speaker in speakers:
+                speaker.cancel()
+
+        return RequestHandle(cancel)
 
     def current_load(self) -> EngineLoad:
         with self._changed:
@@ -120,17 +126,6 @@ class FakeEngine:
             active = list(self._active)
         self.flowing.set()
         for speaker in active:
-            speaker.cancel()
-
-
-class _Choices:
-    """``RequestHandle``."""
-
-    def __init__(self, speakers: list[_Speaker]) -> None:
-        self._speakers = speakers
-
-    def cancel(self) -> None:
-        for speaker in self._speakers:
             speaker.cancel()
 
 

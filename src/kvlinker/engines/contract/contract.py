@@ -132,12 +132,13 @@ Sink = Callable[[int, GenerationEvent], None]
 its own."""
 
 
-class RequestHandle(Protocol):
+@dataclass(frozen=True, slots=True)
+class RequestHandle:
     """A request under way, with all of its choices."""
 
-    def cancel(self) -> None:
-        """Stop computing and free the slots at once; each choice that has not ended is told
-        ``Finished("cancelled")``. Idempotent."""
+    cancel: Callable[[], None]
+    """Stops computing and frees the slots at once; each choice that has not ended gets
+    ``Finished("cancelled")``. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

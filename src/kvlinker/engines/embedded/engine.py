@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -21,7 +20,12 @@ from kvlinker.base.machine import available_memory
 from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import (
+    EngineLoad,
+    GenerationRequest,
+    RequestHandle,
+    Sink,
+)
 from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.contract.limits import RequestLimits, check_supported
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
@@ -37,7 +41,6 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.generation import Generation
 from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
-from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer
@@ -274,7 +277,7 @@ class EmbeddedEngine:
             [self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known
         )
 
-    def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+    def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         if request.keeps_answer and self._loaded.anatomy.recurrences:
             raise InvalidRequestError(
                 "Answers of models whose layers keep a state are not kept: leave out 'link.keep',"
@@ -298,7 +301,7 @@ class EmbeddedEngine:
             guide=None if grammar is None else self._grammars.prepare(grammar),
         )
         self._enter(generation)
-        return _Handle(self._scheduler, generation.choices)
+        return RequestHandle(partial(self._scheduler.cancel, generation.choices))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
         keys = [
@@ -366,17 +369,6 @@ class EmbeddedEngine:
         self._background.submit(
             self._loader.note_use, request.request, request.link, request.refinement
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """The ``RequestHandle`` of the embedded engine."""
-
-    _scheduler: Scheduler
-    _choices: Sequence[Request]
-
-    def cancel(self) -> None:
-        self._scheduler.cancel(self._choices)
 
 
 def _ignore(prompt: Prompt, tenant: str) -> None:

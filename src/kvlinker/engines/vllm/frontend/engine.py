@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +21,12 @@ from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinke
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
+from kvlinker.engines.contract.contract import (
+    EngineLoad,
+    GenerationRequest,
+    RequestHandle,
+    Sink,
+)
 from kvlinker.engines.contract.limits import (
     RequestLimits,
     check_room,
@@ -127,7 +131,7 @@ class VLLMEngine:
         )
         return self._client.run(self._translated(self._chunks.cache(chunk, tenant)))
 
-    def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+    def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         max_tokens = self._checked(request)
         made = VLLMRequest(
             request,
@@ -143,7 +147,7 @@ class VLLMEngine:
             check_room(queued, request.n, most=self._max_running + self._max_waiting)
             self._requests[name] = made
         self._client.loop.call_soon_threadsafe(self._start, name, made)
-        return _Handle(partial(self._cancel, name))
+        return RequestHandle(partial(self._cancel, name))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
         """Do nothing: prefixes are vLLM's own."""
@@ -371,10 +375,3 @@ class VLLMEngine:
     def _refuse_if_closing(self) -> None:
         if self._closing:
             raise engine_closed()
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """Is the ``RequestHandle`` of a request."""
-
-    cancel: Callable[[], None]
