@@ -45,7 +45,12 @@ class Held:
         than 8 wait for slots with their KV at hand."""
         self.wait()
         scheduler = self._engine.scheduler
-        wait_until(lambda: scheduler.running + scheduler.waiting - scheduler.loading >= count)
+
+        def have_entered() -> bool:
+            load = scheduler.load()
+            return load.running + load.waiting - scheduler.loading >= count
+
+        wait_until(have_entered)
 
     def _permit(self, steps: float) -> None:
         with self._changed:

@@ -336,13 +336,7 @@ class EmbeddedEngine:
         ).future
 
     def current_load(self) -> EngineLoad:
-        return EngineLoad(
-            running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
-            slots_used=self._scheduler.slots_used,
-            slots_kept=self._scheduler.slots_kept,
-            slots_total=self._runner.pool.slots,
-        )
+        return self._scheduler.load()
 
     def resident_keys(self) -> frozenset[str]:
         return frozenset()

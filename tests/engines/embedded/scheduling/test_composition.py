@@ -245,7 +245,7 @@ def test_nobody_starves_whatever_comes(lengths, load, answers, long_length):
     due = begin
     steps = 0
     while not long.told:
-        while due <= simulation.timing.now and simulation.scheduler.running < 400:
+        while due <= simulation.timing.now and simulation.scheduler.load().running < 400:
             length = lengths[steps % len(lengths)]
             simulation.add(length, tenant="other" if steps % 2 else "")
             due += length * simulation.timing.per_token / load

@@ -74,7 +74,8 @@ def test_requests_are_admitted_in_order_of_arrival_and_only_as_slots_allow():
         RequestState.RUNNING,
         RequestState.READY,
     ]
-    assert (simulation.scheduler.running, simulation.scheduler.waiting) == (2, 1)
+    load = simulation.scheduler.load()
+    assert (load.running, load.waiting) == (2, 1)
 
 
 def test_a_linked_sequence_computes_only_its_runs():
@@ -206,7 +207,7 @@ def test_more_than_may_wait_are_refused_and_hold_no_place():
     for _ in range(5):
         with pytest.raises(OverloadedError, match="3 requests"):
             simulation.enter(5)
-    assert simulation.scheduler.waiting == 3
+    assert simulation.scheduler.load().waiting == 3
     simulation.enter_chunk(5)  # chunks are not answers
     while not simulation.scheduler.idle:
         simulation.load_all()
@@ -300,7 +301,7 @@ def test_what_runs_in_the_background_pauses_and_goes_on(others):
     while not other.told:
         assert background.sequence not in owners(simulation.step())
     assert background.state is RequestState.RUNNING, "it keeps its slots"
-    assert simulation.scheduler.running == 0
+    assert simulation.scheduler.load().running == 0
     steps = 0
     while not background.told:
         steps += 1
@@ -462,7 +463,7 @@ def test_a_late_request_leaves_and_comes_back_when_half_of_the_rest_is_there():
     simulation.load(late, kv)
     simulation.step()
     assert state_of(late) is RequestState.LOADING
-    assert simulation.scheduler.waiting == 1
+    assert simulation.scheduler.load().waiting == 1
     output = neighbour.output
     simulation.step()
     assert neighbour.output == output - 1
@@ -635,7 +636,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             entered = self.simulation.scheduler.enter(work)
         except OverloadedError:
-            assert self.simulation.scheduler.waiting >= 12
+            assert self.simulation.scheduler.load().waiting >= 12
             assert any(other.waits for other in self.works if other.tenant == work.tenant)
         else:
             if entered is work:

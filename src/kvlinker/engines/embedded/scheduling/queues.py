@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import chain
 
+from kvlinker.engines.contract.contract import EngineLoad
 from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
 from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
@@ -39,35 +40,26 @@ class RequestQueues:
         """The number of times that a request has given its slots up to another."""
         return self._places.preemptions
 
-    @property
-    def running(self) -> int:
-        """The number of requests that hold slots, without those in the background."""
-        return sum(request.kind is not ResultKind.BACKGROUND for request in self._places.running)
-
-    @property
-    def waiting(self) -> int:
-        """The number of requests for answers that hold no slots. Choices that wait for their turn
-        do not count, nor do chunks."""
+    def load(self) -> EngineLoad:
+        """Return the load at one moment. Requests in the background do not count as running, and
+        only requests for answers count as waiting, each once for all of its choices."""
         with self._lock:
-            return self._count_waiting()
+            running = (
+                request.kind is not ResultKind.BACKGROUND for request in self._places.running
+            )
+            return EngineLoad(
+                running=sum(running),
+                waiting=self._count_waiting(),
+                slots_used=self._places.slots.used,
+                slots_total=self._places.slots.total,
+                slots_kept=self._places.slots.kept,
+            )
 
     @property
     def loading(self) -> int:
         """The number of requests whose chunks' KV is not there yet."""
         with self._lock:
             return self._fetches.waiting
-
-    @property
-    def slots_used(self) -> int:
-        """The number of slots that requests hold."""
-        with self._lock:
-            return self._places.slots.used
-
-    @property
-    def slots_kept(self) -> int:
-        """The number of slots that only hold KV for reuse by later requests."""
-        with self._lock:
-            return self._places.slots.kept
 
     @property
     def idle(self) -> bool:

@@ -40,6 +40,11 @@ class SequenceSlots:
         self._keeps = keeps_prefixes
 
     @property
+    def total(self) -> int:
+        """The number of all slots."""
+        return self._allocator.slots
+
+    @property
     def used(self) -> int:
         """The number of slots that sequences hold."""
         return self._allocator.used - self.kept
