@@ -20,7 +20,8 @@ from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
-from kvlinker.engines.embedded.scheduling.scheduler import Scheduler, Step
+from kvlinker.engines.embedded.scheduling.composition import Step
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.store.loading.arriving import ArrivingKV
 

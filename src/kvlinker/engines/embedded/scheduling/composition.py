@@ -42,6 +42,14 @@ ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 """Counts tokens instead of time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one step: runs to compute for ``requests``."""
+
+    batch: Batch
+    requests: tuple[Request, ...]
+
+
 @dataclass(slots=True)
 class _Budget:
     """Counts down the time of a step that prompts may still take."""
@@ -115,9 +123,9 @@ class StepComposer:
         self.prompt_share = 1.0
         """The share of the last step's time that was for prompts."""
 
-    def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
-        """Take the next tokens of ``running`` requests, and mark them as done; return them, and
-        whose they are."""
+    def compose(self, running: Sequence[Request]) -> Step:
+        """Take the next tokens of ``running`` requests, and mark them as done; the step may be
+        empty."""
         wanted = [request for request in running if request.kind is not ResultKind.BACKGROUND]
         granted = (
             self._grant(wanted)
@@ -130,7 +138,7 @@ class StepComposer:
             sequence = sequence_of(request)
             taken, visible_kv[sequence] = sequence.take(tokens)
             runs += taken
-        return Batch(tuple(runs), visible_kv), tuple(request for request, _ in granted)
+        return Step(Batch(tuple(runs), visible_kv), tuple(request for request, _ in granted))
 
     def _background_piece(self, request: Request) -> int:
         """Return how many of the next tokens of a request in the background a step computes."""

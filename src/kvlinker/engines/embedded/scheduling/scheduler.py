@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
-from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
-from kvlinker.engines.embedded.scheduling.composition import StepComposer, sequence_of
+from kvlinker.engines.embedded.scheduling.composition import Step, StepComposer, sequence_of
 from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
 from kvlinker.engines.embedded.scheduling.queues import RequestQueues
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
@@ -42,14 +40,6 @@ NEXT_STATES = {
 }
 
 R = TypeVar("R", bound=Request)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The work of one step: runs to compute for ``requests``."""
-
-    batch: Batch
-    requests: tuple[Request, ...]
 
 
 class Scheduler(RequestQueues):
@@ -228,11 +218,11 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._places.grow()
             self._places.admit()
-            batch, requests = self._composer.compose(self._places.running)
-            for request in requests:
+            step = self._composer.compose(self._places.running)
+            for request in step.requests:
                 request.seconds_left = self._admission.seconds_left(request)
-            self._in_step = frozenset(requests)
-            return Step(batch, requests) if batch.runs else None
+            self._in_step = frozenset(step.requests)
+            return step if step.batch.runs else None
 
     def find_prefix(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
