@@ -41,6 +41,7 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.generation import Generation
 from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
+from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer
@@ -171,7 +172,7 @@ class EmbeddedEngine:
                 spill=spill,
                 states=settings.max_running if keeps_states else None,
             ),
-            lambda request: self._loaders.submit(self._loader.load, cast(PromptRequest, request)),
+            self._load,
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
             admission=Admission(
@@ -352,6 +353,11 @@ class EmbeddedEngine:
         self._loaders.shutdown()
         self._background.shutdown()
         atexit.unregister(self.close)
+
+    def _load(self, request: Request) -> None:
+        """Have the request's chunks loaded by another thread. The scheduler calls this once the
+        engine is put together, since the loader needs the scheduler."""
+        self._loaders.submit(self._loader.load, cast(PromptRequest, request))
 
     def _enter(self, request: L) -> L:
         check_supported(self.unsupported(request.request.policy))

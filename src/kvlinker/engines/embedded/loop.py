@@ -171,7 +171,7 @@ class EngineLoop:
         if sequence in result.states:
             sequence.reach(result.states[sequence])
         if sequence in result.left:
-            self._scheduler.leave(request, result.left[sequence])
+            self._scheduler.restart_later(request, result.left[sequence])
         elif sequence.computed:
             logits = result.logits.get(sequence)
             if logits is not None and sequence.length == sequence.prompt_length:

@@ -35,14 +35,14 @@ NEIGHBOUR = linked_prompt(20, 17, seed=3)
 def leaving(monkeypatch):
     """How often each sequence had left a step when it left one."""
     seen = []
-    leave = scheduler.Scheduler.leave
+    restart_later = scheduler.Scheduler.restart_later
 
     def noted(self, request, layer):
         sequence = request.sequence
-        leave(self, request, layer)
+        restart_later(self, request, layer)
         seen.append(sequence.times_left)
 
-    monkeypatch.setattr(scheduler.Scheduler, "leave", noted)
+    monkeypatch.setattr(scheduler.Scheduler, "restart_later", noted)
     return seen
 
 

@@ -307,7 +307,7 @@ def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> Non
         assert (
             made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
         )
-    (tree,) = [made.engine.scheduler._places.slots._prefixes]
+    (tree,) = [made.engine.scheduler._running.slots._prefixes]
     assert (
         set(tree._names.values())
         == set(tree._chunks)

@@ -2,9 +2,9 @@
 being read.
 
 Before each decoder layer, ``ForwardPass.enter_layer`` asks here who has to leave. A request whose
-chunk lacks the layer leaves the step, and the others go on without it; ``Scheduler.leave`` has it
-begin again once that layer and half of those after it have come (``ArrivingKV``). Where all lack
-it, the step waits. A request whose chunk is lost is loaded again: the chunk is computed then.
+chunk lacks the layer leaves the step, and the others go on without it; ``Scheduler.restart_later``
+has it begin again once that layer and half of those after it have arrived (``ArrivingKV``). If all
+lack it, the step waits. A request whose chunk is lost is loaded again: the chunk is computed then.
 """
 
 from __future__ import annotations

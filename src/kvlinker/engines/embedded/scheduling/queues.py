@@ -19,15 +19,15 @@ class RequestQueues:
         self,
         fetches: FetchQueue,
         waiting: dict[ResultKind, list[Request]],
-        places: RunningRequests,
+        running: RunningRequests,
     ) -> None:
         """``fetches`` has those that are LOADING, ``waiting`` those that are READY or PREEMPTED, in
-        their order, and ``places`` those that are RUNNING."""
+        their order, and ``running`` those that are RUNNING."""
         self._lock = threading.Condition()  # the scheduler's one lock: guards everything below
         self._closed = False
         self._fetches = fetches
         self._waiting = waiting
-        self._places = places
+        self._running = running
         self._by_identity: dict[object, Request] = {}
 
     @property
@@ -38,21 +38,21 @@ class RequestQueues:
     @property
     def preemptions(self) -> int:
         """The number of times that a request has given its slots up to another."""
-        return self._places.preemptions
+        return self._running.preemptions
 
     def load(self) -> EngineLoad:
         """Return the load at one moment. Requests in the background do not count as running, and
         only requests for answers count as waiting, each once for all of its choices."""
         with self._lock:
-            running = (
-                request.kind is not ResultKind.BACKGROUND for request in self._places.running
+            foreground = (
+                request.kind is not ResultKind.BACKGROUND for request in self._running.requests
             )
             return EngineLoad(
-                running=sum(running),
+                running=sum(foreground),
                 waiting=self._count_waiting(),
-                slots_used=self._places.slots.used,
-                slots_total=self._places.slots.total,
-                slots_kept=self._places.slots.kept,
+                slots_used=self._running.slots.used,
+                slots_total=self._running.slots.total,
+                slots_kept=self._running.slots.kept,
             )
 
     @property
@@ -76,7 +76,7 @@ class RequestQueues:
         """Check that every request is where its state says, and that exactly the running ones hold
         enough slots. Raises AssertionError otherwise."""
         with self._lock:
-            self._places.check_integrity()
+            self._running.check_integrity()
             for kind, waiting in self._waiting.items():
                 assert all(request.kind is kind for request in waiting)
                 assert all(
@@ -88,7 +88,7 @@ class RequestQueues:
                     for request in waiting
                 )
                 assert waiting == sorted(waiting, key=order_of)
-            everywhere = [*self._places.running, *chain(*self._waiting.values())]
+            everywhere = [*self._running.requests, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert not set(everywhere).intersection(self._fetches.requests)
             assert all(
@@ -103,7 +103,7 @@ class RequestQueues:
         """Return all requests that are here, and those that have ended while their KV is
         fetched."""
         return frozenset(
-            (*self._places.running, *self._fetches.requests, *chain(*self._waiting.values()))
+            (*self._running.requests, *self._fetches.requests, *chain(*self._waiting.values()))
         )
 
     def _count_waiting(self) -> int:

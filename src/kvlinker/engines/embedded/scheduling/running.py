@@ -34,24 +34,24 @@ class RunningRequests:
         max_running: int,
     ) -> None:
         """``waiting`` has the requests that want slots, by kind and in order; ``move`` changes a
-        request's state, and calls ``enter`` and ``leave``. ``max_running`` is the most requests
-        that hold slots."""
+        request's state, and calls ``add`` and ``remove``. ``max_running`` is the most requests that
+        hold slots."""
         self.slots = slots
-        self.running: list[Request] = []
+        self.requests: list[Request] = []
         self.preemptions = 0
         self._admission = admission
         self._waiting = waiting
         self._move = move
         self._max_running = max_running
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Count the request, which has slots, among those that run."""
-        self.running.append(request)
+        self.requests.append(request)
 
-    def leave(self, request: Request, heir: Request | None) -> None:
+    def remove(self, request: Request, heir: Request | None) -> None:
         """Take back the slots of a request that runs no more; give them to the ``heir`` where there
         is one."""
-        self.running.remove(request)
+        self.requests.remove(request)
         if heir is None:
             self.slots.release(sequence_of(request))
         else:
@@ -60,24 +60,24 @@ class RunningRequests:
     def check_integrity(self) -> None:
         """Check that exactly the running requests hold enough slots. Raises AssertionError
         otherwise."""
-        self.slots.check_integrity([sequence_of(request) for request in self.running])
-        assert len(self.running) <= self._max_running
-        assert all(request.state is RequestState.RUNNING for request in self.running)
+        self.slots.check_integrity([sequence_of(request) for request in self.requests])
+        assert len(self.requests) <= self._max_running
+        assert all(request.state is RequestState.RUNNING for request in self.requests)
 
     def grow(self) -> None:
         """Give every running request slots for the tokens it has; the last admitted ones are
         preempted when there are too few."""
-        for request in list(self.running):
+        for request in list(self.requests):
             while request.state is RequestState.RUNNING and not self.slots.grow(
                 sequence_of(request)
             ):
-                self._preempt(self._in_background or self.running[-1])
+                self._preempt(self._in_background or self.requests[-1])
 
     @property
     def _in_background(self) -> Request | None:
         """The background request that holds slots; None if none does."""
         return next(
-            (request for request in self.running if request.kind is ResultKind.BACKGROUND), None
+            (request for request in self.requests if request.kind is ResultKind.BACKGROUND), None
         )
 
     def _preempt(self, request: Request) -> None:
@@ -92,7 +92,7 @@ class RunningRequests:
         request while nothing else is there."""
         chunk = next(iter(self._waiting[ResultKind.CHUNK]), None)
         its_turn = chunk is not None and all(
-            request.kind in (ResultKind.ANSWER, ResultKind.BACKGROUND) for request in self.running
+            request.kind in (ResultKind.ANSWER, ResultKind.BACKGROUND) for request in self.requests
         )
         if chunk is not None and its_turn and not self._admit_one(chunk) and chunk.urgent:
             self._admit_answers(
@@ -106,7 +106,7 @@ class RunningRequests:
             ):
                 pass
         for kind in (ResultKind.VARIANT, ResultKind.BACKGROUND):
-            if not self.running and self._waiting[kind]:
+            if not self.requests and self._waiting[kind]:
                 self._admit_one(self._waiting[kind][0])
 
     def _admit_answers(self, before: float = math.inf) -> None:
@@ -126,13 +126,13 @@ class RunningRequests:
 
     def _admit_next(self, queue: Sequence[Request]) -> bool:
         """Admit one of the answers; False if none of those that may be next fits."""
-        candidates = self._admission.next_answers(queue, self.running)
+        candidates = self._admission.next_answers(queue, self.requests)
         return any(map(self._admit_one, candidates)) or self._make_way(candidates[0])
 
     def _make_way(self, request: Request) -> bool:
         """Admit a request, if its tenant has nothing running, to slots of the tenant that has the
         most; False if even that gives too few."""
-        others = giving_way(request, self.running)
+        others = giving_way(request, self.requests)
         if not others or not self.slots.would_fit(sequence_of(request), map(sequence_of, others)):
             return False
         for other in others:
@@ -158,7 +158,7 @@ class RunningRequests:
 
     def _place(self, request: Request) -> bool:
         """Give the request slots that are free; False if they are too few."""
-        if len(self.running) >= self._max_running:
+        if len(self.requests) >= self._max_running:
             return False
         linked = next(
             (sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)),

@@ -54,9 +54,9 @@ class Scheduler(RequestQueues):
     **Choices.** The answers to one prompt share its slots, or take over the slots of one that has
     ended.
 
-    All methods hold the queues' one lock, for a short time, and call no code from outside under it
-    but what the constructor is given. ``wait`` and the methods below are for the engine's thread
-    only, but for ``find_prefix`` and ``expect_prefix``.
+    All methods hold the queues' one lock, for a short time, and call only the constructor's
+    functions under it; ``closed`` and ``preemptions`` are read without it. ``wait`` and the methods
+    below are for the engine's thread only, but for ``find_prefix`` and ``expect_prefix``.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Scheduler(RequestQueues):
     ) -> None:
         """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or
         ``failed`` later; ``hold`` makes room in memory for it before, or returns None if there is
-        none now; ``is_resident`` tells whether all of its chunks are in memory. ``max_running`` is
-        the most requests that hold slots."""
+        none now; ``is_resident`` returns whether all of its chunks are in memory. ``max_running``
+        is the most requests that hold slots."""
         waiting: dict[ResultKind, list[Request]] = {kind: [] for kind in ResultKind}
         super().__init__(
             FetchQueue(admission, load, hold=hold, is_resident=is_resident),
@@ -186,7 +186,7 @@ class Scheduler(RequestQueues):
 
     def _has_work(self) -> bool:
         return bool(
-            self._closed or self._cancelled or self._places.running or any(self._waiting.values())
+            self._closed or self._cancelled or self._running.requests or any(self._waiting.values())
         )
 
     def take_cancelled(self) -> list[Request]:
@@ -216,9 +216,9 @@ class Scheduler(RequestQueues):
     def next_step(self) -> Step | None:
         """Admit requests to slots, and return what to compute next; None where there is nothing."""
         with self._lock:
-            self._places.grow()
-            self._places.admit()
-            step = self._composer.compose(self._places.running)
+            self._running.grow()
+            self._running.admit()
+            step = self._composer.compose(self._running.requests)
             for request in step.requests:
                 request.seconds_left = self._admission.seconds_left(request)
             self._in_step = frozenset(step.requests)
@@ -229,19 +229,19 @@ class Scheduler(RequestQueues):
     ) -> ReusedPrefix | None:
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
         with self._lock:
-            return self._places.slots.find_prefix(tenant, prompt, keys, policy)
+            return self._running.slots.find_prefix(tenant, prompt, keys, policy)
 
     def expect_prefix(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
     ) -> None:
         """Expect a prompt that begins as this one; see ``PrefixTree.expect``."""
         with self._lock:
-            self._places.slots.expect_prefix(tenant, prompt, keys, policy, seconds)
+            self._running.slots.expect_prefix(tenant, prompt, keys, policy, seconds)
 
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far for those that begin alike, while it goes on."""
         with self._lock:
-            self._places.slots.keep(sequence_of(request))
+            self._running.slots.keep(sequence_of(request))
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
@@ -260,7 +260,7 @@ class Scheduler(RequestQueues):
         with self._lock:
             return self._finish(request)
 
-    def leave(self, request: Request, layer: int) -> None:
+    def restart_later(self, request: Request, layer: int) -> None:
         """Take a request out of a step that lacked a chunk's ``layer``. It begins again once that
         layer and half of those behind it have arrived, at the second time once all have; if the
         layer is lost, the request is loaded again."""
@@ -288,7 +288,7 @@ class Scheduler(RequestQueues):
             waiting = self._waiting[ResultKind.ANSWER] or self._waiting[ResultKind.CHUNK]
             running = (
                 request
-                for request in self._places.running
+                for request in self._running.requests
                 if request.kind is not ResultKind.BACKGROUND
             )
             return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(
@@ -307,7 +307,7 @@ class Scheduler(RequestQueues):
             )
         if request.state is RequestState.RUNNING:
             heir = self._heir(request) if state is RequestState.FINISHED else None
-            self._places.leave(request, heir)
+            self._running.remove(request, heir)
             if heir is not None:
                 self._move(heir, RequestState.RUNNING)
         elif request.state is RequestState.LOADING:
@@ -316,7 +316,7 @@ class Scheduler(RequestQueues):
             self._waiting[request.kind].remove(request)
         request.state = state
         if state is RequestState.RUNNING:
-            self._places.enter(request)
+            self._running.add(request)
         elif state in (RequestState.READY, RequestState.PREEMPTED):
             insort(self._waiting[request.kind], request, key=order_of)
         elif state is RequestState.FINISHED:
