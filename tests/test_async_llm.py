@@ -131,8 +131,8 @@ def test_it_has_the_calls_of_llm() -> None:
         "submit",
         "sampling_params",
     }
-    building |= {"ask_chat", "request_tools", "described", "fitting"}
-    building |= {"submit_chat", "answer_builder"}
+    building |= {"prepare_chat", "request_tools", "described", "fitting"}
+    building |= {"submit_prepared", "answer_builder"}
     at_once = {
         "default_policy",
         "current_load",

@@ -108,9 +108,9 @@ class AsyncLLM:
         self, messages: Messages | Prompt, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
         """Answer as ``LLM.stream`` does, from the first look at the stream on."""
-        asked = await asyncio.to_thread(self.llm.ask_chat, messages, options)
-        events = self._events(lambda sink: self.llm.submit_chat(asked, sink))
-        return AsyncAnswerStream(events, self.llm.answer_builder(asked))
+        asked, builder = await asyncio.to_thread(self.llm.prepare_chat, messages, options)
+        events = self._events(lambda sink: self.llm.submit_prepared(asked, sink))
+        return AsyncAnswerStream(events, builder)
 
     @takes_fields_of(SamplingFields)
     async def completion(

@@ -4,7 +4,7 @@ it, too."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,12 +23,12 @@ from kvlinker.base.types.tools import Tool
 from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.linking import Explanation, Policy
-from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.answer import (
     Answer,
+    AnswerBuilder,
     AnswerStream,
     ChoiceSink,
     wait_for_answer,
@@ -44,7 +44,7 @@ from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
     Messages,
-    PreparedChat,
+    PreparedRequest,
     PromptCalls,
     refuse_tools_in_text,
 )
@@ -249,12 +249,14 @@ class LLM(ContextCacheCalls, PromptCalls):
     def stream(self, messages: Messages | Prompt, **options: Unpack[ChatOptions]) -> AnswerStream:
         """Answer as ``chat_completion`` does; yields the answer as it is generated: text, reasoning
         and calls. ``answer`` of the stream is the whole at the end."""
-        asked = self.ask_chat(messages, options)
-        return AnswerStream(lambda sink: self.submit_chat(asked, sink), self.answer_builder(asked))
+        asked, builder = self.prepare_chat(messages, options)
+        return AnswerStream(lambda sink: self.submit_prepared(asked, sink), builder)
 
-    def ask_chat(self, messages: Messages | Prompt, options: ChatOptions) -> PreparedChat:
-        """Prepare a call of ``chat_completion``, ready to be submitted. Raises the errors of
-        that."""
+    def prepare_chat(
+        self, messages: Messages | Prompt, options: ChatOptions
+    ) -> tuple[PreparedRequest, AnswerBuilder]:
+        """Prepare the request of a call of ``chat_completion``, and the builder of its answer.
+        Raises the errors of that."""
         tools = self.request_tools(
             parse_tools(options.get("tools", ())),
             options.get("tool_choice"),
@@ -280,34 +282,19 @@ class LLM(ContextCacheCalls, PromptCalls):
                     param="response_format",
                 )
             given["grammar"] = form
-        return PreparedChat(
-            read,
+        reader = partial(tools.reader, read.prompt)
+        asked = PreparedRequest(
+            {"messages": read},
             self.sampling_params(**tools.sampling_fields(read.prompt, given)),
-            tools.reader(read.prompt),
-            options.get("explain", False),
             tenant,
-            KeepRequest.of(
-                options.get("keep") or self.settings.keep_answers,
-                options.get("ttl"),
-                partial(tools.reader, read.prompt),
+            explains=options.get("explain", False),
+            keep=KeepRequest.of(
+                options.get("keep") or self.settings.keep_answers, options.get("ttl"), reader
             ),
-            WorkflowStep.of(options.get("workflow"), options.get("next")),
-            partial(tools.reader, read.prompt) if tools.tools else None,
+            step=WorkflowStep.of(options.get("workflow"), options.get("next")),
+            calls=reader if tools.tools else None,
         )
-
-    def submit_chat(self, asked: PreparedChat, sink: ChoiceSink) -> RequestHandle:
-        """Queue one choice of a prepared call of ``chat_completion``. Raises the errors of
-        ``submit``."""
-        return self.submit(
-            asked.read,
-            asked.sampling,
-            sink,
-            explains=asked.explains,
-            keep=asked.keep,
-            step=asked.step,
-            calls=asked.calls,
-            tenant=asked.tenant,
-        )
+        return asked, self.answer_builder(read, reader())
 
     @takes_fields_of(SamplingFields)
     def completion(
@@ -332,51 +319,50 @@ class LLM(ContextCacheCalls, PromptCalls):
         sink: ChoiceSink,
         *,
         n: int = 1,
-        explains: bool = False,
-        shows_attention: bool = False,
-        keep: KeepRequest | None = None,
-        step: WorkflowStep | None = None,
-        calls: Callable[[], Reader] | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
-        """Queue ``n`` choices for one prompt under its policy and return at once; events come from
-        the engine's thread.
+        """Queue ``n`` choices for one prompt, the result of ``read_chat`` or ``read_completion``;
+        see ``submit_prepared``."""
+        return self.submit_prepared(PreparedRequest({"prompt": read}, sampling, tenant), sink, n=n)
 
-        ``read`` is the result of ``read_chat`` or ``read_completion``. With a seed, choice i uses
-        seed + i. When one choice cannot be queued, none is. The handle cancels all. With
-        ``explains``, the first choice's ``Finished`` has an explanation of how the prompt was
-        linked, and with ``shows_attention`` the question's attention in it. With ``keep``, the
-        first choice's ``Finished`` names the context cache that it has become. ``step`` is its
-        workflow, and the context caches that this uses next; ``calls`` makes readers of the calls
-        that answers may have. Raises the errors of ``Engine.generate``, and InvalidRequestError if
-        a context cache that is used next does not exist.
+    def submit_prepared(
+        self, asked: PreparedRequest, sink: ChoiceSink, *, number: int = 0, n: int = 1
+    ) -> RequestHandle:
+        """Queue ``n`` choices for the prompt of this ``number`` among the request's, under its
+        policy, and return at once; events come from the engine's thread.
+
+        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle
+        cancels all. The first choice's ``Finished`` has the explanation that the request asks for,
+        and the context cache that it has become. Raises the errors of ``Engine.generate``, and
+        InvalidRequestError if a context cache that the workflow uses next does not exist.
         """
-        words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
-        bad_words = tuple(chain.from_iterable(words))
+        read, tenant = list(asked.prompts.values())[number], asked.tenant
+        keep = None if number else asked.keep
+        words = [self.builder.encoder.encode_word(word) for word in asked.sampling.bad_words]
         request = GenerationRequest(
             read.prompt,
             read.policy,
-            sampling,
+            asked.sampling,
             tenant,
             n,
             salt=read.salt,
-            bad_words=bad_words,
-            explains=explains,
-            shows_attention=shows_attention,
+            bad_words=tuple(chain.from_iterable(words)),
+            explains=asked.explains,
+            shows_attention=asked.shows_attention,
             keeps_answer=keep is not None,
-            workflow=step.name if step else None,
+            workflow=asked.step.name if asked.step else None,
         )
-        if step is not None:
+        if asked.step is not None:
             sink = self.workflows.watch(sink)
         if keep is not None:
             sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
-        if calls is not None:
-            sink = self._tool_waits.watch(request, sink, calls)
-        expected = self.workflows.expected(step, tenant=tenant) if step else ()
+        if asked.calls is not None:
+            sink = self._tool_waits.watch(request, sink, asked.calls)
+        expected = self.workflows.expected(asked.step, tenant=tenant) if asked.step else ()
         if (auditor := self.policy_manager.auditor) is not None:
             request, sink = auditor.watch(request, sink, implicit=read.implicit)
         handle = self.engine.generate(request, sink)
-        self.workflows.begin(step, expected, read.keys, tenant=tenant)
+        self.workflows.begin(asked.step, expected, read.keys, tenant=tenant)
         return handle
 
     def __repr__(self) -> str:

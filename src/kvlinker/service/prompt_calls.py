@@ -97,23 +97,28 @@ class ChatOptions(SamplingFields, total=False):
     tenant: str
 
 
-class PreparedChat(NamedTuple):
-    """A prepared call of ``chat_completion``: the request to the engine, and the reader of its
-    answer."""
+class PreparedRequest(NamedTuple):
+    """A request whose prompts are read, ready for ``LLM.submit_prepared``."""
 
-    read: ReadPrompt
+    prompts: Mapping[str, ReadPrompt]
+    """By the request's fields that they come from, which errors name."""
+
     sampling: SamplingParams
-
-    reader: Reader
-    """Reads the answer."""
-
-    explains: bool
     tenant: str
-    keep: KeepRequest | None
-    step: WorkflowStep | None
 
-    calls: Callable[[], Reader] | None
-    """Makes readers of the calls that the answer may have; None if no tools are offered."""
+    explains: bool = False
+    """True if the first choice of each prompt is to explain how it was linked."""
+
+    shows_attention: bool = False
+    """True if the explanation is to have the question's attention."""
+
+    keep: KeepRequest | None = None
+    """The part of the very first choice that is to be kept."""
+
+    step: WorkflowStep | None = None
+
+    calls: Callable[[], Reader] | None = None
+    """Makes readers of the calls that answers may have; None if no tools are offered."""
 
 
 def refuse_tools_in_text(options: ChatOptions) -> None:
@@ -198,14 +203,14 @@ class PromptCalls(ModelCalls):
         texts = self.builder.encoder.token_texts(explanation.token_ids)
         return explanation.with_context_caches(read.ids).with_texts(texts)
 
-    def answer_builder(self, asked: PreparedChat) -> AnswerBuilder:
-        """Return the builder of the answer of a prepared call of ``chat_completion``."""
+    def answer_builder(self, read: ReadPrompt, reader: Reader) -> AnswerBuilder:
+        """Return the builder of the answer to a prompt, whose text ``reader`` reads."""
 
         def complete(answer: Answer) -> Answer:
-            explanation = answer.explanation and self.described(answer.explanation, asked.read)
-            return replace(answer, explanation=explanation, context_caches=asked.read.linked)
+            explanation = answer.explanation and self.described(answer.explanation, read)
+            return replace(answer, explanation=explanation, context_caches=read.linked)
 
-        return AnswerBuilder(asked.reader, complete)
+        return AnswerBuilder(reader, complete)
 
     def chat_prompt(
         self,

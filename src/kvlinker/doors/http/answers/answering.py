@@ -22,7 +22,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.answers import Delta, Timing, Usage
-from kvlinker.doors.http.answers.choices import Choices, PreparedRequest
+from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
@@ -32,6 +32,7 @@ from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
+from kvlinker.service.prompt_calls import PreparedRequest
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
@@ -131,7 +132,6 @@ async def respond(
     answer_format: AnswerFormat,
     *,
     ignored: Sequence[str] = (),
-    tenant: str,
 ) -> Response:
     """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the
     paths of fields that have no effect.
@@ -144,7 +144,7 @@ async def respond(
         answer_format.begin([read.prompt for read in asked.prompts.values()])
         return asked
 
-    choices = await begin_choices(served, request, begin, n=body.choices, tenant=tenant)
+    choices = await begin_choices(served, request, begin, n=body.choices)
     if body.stream:
         events = _chunks(
             served.llm,
@@ -176,14 +176,13 @@ async def begin_choices(
     build: Callable[[], PreparedRequest],
     *,
     n: int,
-    tenant: str,
 ) -> Choices:
     """Build the prompts and queue their choices, in a thread. Raises the errors of both."""
     loop = asyncio.get_running_loop()
     trace = None if served.tracing is None else served.tracing.begin(request.headers)
 
     def begin() -> Choices:
-        return Choices(served.llm, build(), n=n, tenant=tenant, loop=loop, trace=trace)
+        return Choices(served.llm, build(), n=n, loop=loop, trace=trace)
 
     choices = await served.encoding.run(request, begin)
     served.drain.add(choices)

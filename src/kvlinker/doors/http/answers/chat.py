@@ -22,7 +22,6 @@ from kvlinker.doors.http.answers.answering import (
     completion_responses,
     respond,
 )
-from kvlinker.doors.http.answers.choices import PreparedRequest
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import ChatLogprob, logprob_bodies
 from kvlinker.doors.http.edge.access import TenantParam
@@ -51,6 +50,7 @@ from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.request_tools import RequestTools
 from kvlinker.service.answer import finish_reason
+from kvlinker.service.prompt_calls import PreparedRequest
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
@@ -154,6 +154,7 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
         return PreparedRequest(
             {"messages": read},
             llm.sampling_params(**fields),
+            tenant,
             self.explains,
             self.shows_attention,
             self.keep_request(llm, partial(request_tools.reader, read.prompt)),
@@ -266,9 +267,7 @@ async def create_chat_completion(
     with blaming("messages", length=length):
         build = partial(body.asked, served.llm, request_tools, tenant=tenant)
         ignored = body.reasoning_effect(served.llm).ignored
-        return await respond(
-            served, request, body, build, answer_format, ignored=ignored, tenant=tenant
-        )
+        return await respond(served, request, body, build, answer_format, ignored=ignored)
 
 
 class ChatFormat:

@@ -4,44 +4,19 @@ the event loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple
 
 from starlette.types import Receive
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import Delta
-from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
-from kvlinker.prompting.answer_forms.reader import Reader
-from kvlinker.service.context_caches.kept_answers import KeepRequest
-from kvlinker.service.workflows import WorkflowStep
-
-
-class PreparedRequest(NamedTuple):
-    """What a request asks the engine for, as ``LLM.submit`` takes it."""
-
-    prompts: Mapping[str, ReadPrompt]
-    """By the request's fields that they come from, which errors name."""
-
-    sampling: SamplingParams
-
-    explains: bool = False
-    """True if the first choice of each prompt is to tell how it was linked."""
-
-    shows_attention: bool = False
-    keep: KeepRequest | None = None
-    """What is to be kept of the very first choice."""
-
-    step: WorkflowStep | None = None
-
-    calls: Callable[[], Reader] | None = None
-    """Makes readers of calls."""
+from kvlinker.service.prompt_calls import PreparedRequest
 
 
 class Choices:
@@ -56,12 +31,11 @@ class Choices:
         asked: PreparedRequest,
         *,
         n: int,
-        tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
     ) -> None:
-        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what
-        ``LLM.submit`` raises.
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises the
+        errors of ``LLM.submit_prepared``.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -75,25 +49,14 @@ class Choices:
             for number, (field, prompt) in enumerate(asked.prompts.items()):
                 sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
-                    handle = llm.submit(
-                        prompt,
-                        asked.sampling,
-                        sink,
-                        n=n,
-                        explains=asked.explains,
-                        shows_attention=asked.shows_attention,
-                        keep=None if number else asked.keep,
-                        step=asked.step,
-                        calls=asked.calls,
-                        tenant=tenant,
-                    )
+                    handle = llm.submit_prepared(asked, sink, number=number, n=n)
                     self._handles.append(handle)
 
     def __len__(self) -> int:
         return self._count
 
     def cancel(self) -> None:
-        """Free what the engine holds for choices that are not finished. Idempotent."""
+        """Free the slots of choices that are not finished. Idempotent."""
         for handle in self._handles:
             handle.cancel()
 

@@ -28,7 +28,6 @@ from kvlinker.doors.http.answers.answering import (
     finite,
     respond,
 )
-from kvlinker.doors.http.answers.choices import PreparedRequest
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.token_logprobs import token_name
 from kvlinker.doors.http.edge.access import TenantParam
@@ -47,6 +46,7 @@ from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.prompting.answer_forms.reader import PlainReader
+from kvlinker.service.prompt_calls import PreparedRequest
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
@@ -188,10 +188,10 @@ async def create_completion(
         sampling = served.llm.sampling_params(**body.sampling_fields())
         keep = body.keep_request(served.llm, PlainReader)
         return PreparedRequest(
-            built, sampling, body.explains, body.shows_attention, keep, body.workflow_step
+            built, sampling, tenant, body.explains, body.shows_attention, keep, body.workflow_step
         )
 
-    return await respond(served, request, body, build, answer_format, tenant=tenant)
+    return await respond(served, request, body, build, answer_format)
 
 
 class CompletionFormat:

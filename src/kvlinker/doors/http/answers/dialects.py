@@ -24,13 +24,14 @@ from kvlinker.doors.http.answers.answering import (
     server_timing,
 )
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
-from kvlinker.doors.http.answers.choices import Choices, PreparedRequest
+from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
 from kvlinker.doors.http.fields.parts import Part, TextPart
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import ReadPrompt
+from kvlinker.service.prompt_calls import PreparedRequest
 
 
 @dataclass
@@ -207,7 +208,7 @@ async def respond_in_dialect(
         headers = ignored_header(
             [translation.own_path(path) for path in chat.reasoning_effect(served.llm).ignored]
         )
-        choices = await begin_choices(served, request, build, n=1, tenant=tenant)
+        choices = await begin_choices(served, request, build, n=1)
     (read,) = choices.prompts.values()
     if chat.stream:
         return EventStream(choices, _events(choices, reader, answer, read, request), headers)
