@@ -173,7 +173,7 @@ def _in_order(
             seen = seen[~view.hidden[view.first : view.last]]
         at = torch.from_numpy(seen + view.start if view.positions is None else view.positions[seen])
         found, values = (part[:, torch.from_numpy(seen)] for part in segments[view.segment])
-        key[:, at] = found if rotary is None else rotary.shifted(found, view.offset)
+        key[:, at] = found if rotary is None else rotary.shifted(found, view.rotary_start)
         value[:, at] = values
     return key, value
 

@@ -198,7 +198,7 @@ class Scene:
             at = torch.from_numpy(_positions(view)[seen])
             assert not there[at].any(), "a position is there twice"
             there[at] = True
-            offset = torch.full((len(seen),), view.offset)
+            offset = torch.full((len(seen),), view.rotary_start)
             moved = self.rotated(self.segments[view.segment][0][:, seen], offset)
             moved[..., : self.width] /= shape.factor  # which the stored key has already
             key[:, at] = moved

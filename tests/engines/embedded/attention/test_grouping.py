@@ -87,6 +87,7 @@ def test_every_query_sees_what_its_views_show(seed, window, long_runs):
         for row, begin, end in zip(range(view.rows.start, view.rows.stop), low, high, strict=True):
             keys = [key for key in range(begin, end) if view.hidden is None or not view.hidden[key]]
             expected.extend(
-                (row, view.segment, key, int(scene.positions[row]) - view.offset) for key in keys
+                (row, view.segment, key, int(scene.positions[row]) - view.rotary_start)
+                for key in keys
             )
     assert sorted(pair[:3] for pair in found) == sorted(pair[:3] for pair in expected)

@@ -30,7 +30,7 @@ def test_hidden_ends_are_cut_off(mask, first, last, expected):
     trimmed = view.trimmed()
     found = None if trimmed is None else (trimmed.first, trimmed.last, trimmed.hidden is not None)
     assert found == expected
-    assert trimmed is None or (trimmed.start, trimmed.offset, trimmed.rows) == (10, 10, ROWS)
+    assert trimmed is None or (trimmed.start, trimmed.rotary_start, trimmed.rows) == (10, 10, ROWS)
 
 
 @given(

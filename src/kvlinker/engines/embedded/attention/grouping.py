@@ -179,7 +179,7 @@ class _Group:
             mask = np.concatenate(masks)
         rows = np.concatenate([piece.rows for piece in self.pieces])
         distances = np.concatenate(
-            [positions[piece.rows] - piece.view.offset for piece in self.pieces]
+            [positions[piece.rows] - piece.view.rotary_start for piece in self.pieces]
         )
         return AttentionCall(self.pieces[0].view.segment, rows, distances, first, last, mask)
 
@@ -187,7 +187,7 @@ class _Group:
 def _long_run(piece: _Piece, positions: NDArray[np.int64]) -> Iterator[AttentionCall]:
     """Yield the call over the keys before a rising piece's own, if any, and the one over its
     own."""
-    segment, distances = piece.view.segment, positions[piece.rows] - piece.view.offset
+    segment, distances = piece.view.segment, positions[piece.rows] - piece.view.rotary_start
     first, own, last = int(piece.low[0]), int(piece.high[0]) - 1, int(piece.high[-1])
     if first < own:
         yield AttentionCall(segment, piece.rows, distances, first, own)

@@ -176,7 +176,7 @@ class Table:
             hidden = self._address(bits)
         if view.positions is not None:
             positions = self._address(np.ascontiguousarray(view.positions))
-        return view.start, view.offset, view.first, view.last, hidden, positions
+        return view.start, view.rotary_start, view.first, view.last, hidden, positions
 
     def _address(self, array: NDArray[np.generic]) -> int:
         self._held.append(array)

@@ -68,7 +68,7 @@ def _rotated(
     """Return the queries as they ask each of the views: [heads, queries, key_dim] each."""
     if rotary is None:
         return [query.contiguous()] * len(views)
-    distances = np.concatenate([positions - view.offset for view in views])
+    distances = np.concatenate([positions - view.rotary_start for view in views])
     repeated = query.repeat(1, len(views), 1)
     rotated = torch.empty_like(repeated)  # rounded as the attention's own queries are
     rotary.rotate(repeated, *rotary.at(torch.from_numpy(distances).to(query.device)), out=rotated)

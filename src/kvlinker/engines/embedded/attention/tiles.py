@@ -178,7 +178,7 @@ class _Sights:
             if view.hidden is not None:
                 self._hidden.append(np.packbits(view.hidden, bitorder="little"))
                 self._hidden_bytes += len(self._hidden[-1])
-            parts.append(np.stack([positions - view.offset, low, high, bits]))
+            parts.append(np.stack([positions - view.rotary_start, low, high, bits]))
         return np.concatenate(parts, axis=1)
 
 

@@ -36,9 +36,9 @@ class View:
     start: int
     """Position of the segment's key 0 in the sequence, where ``positions`` is None."""
 
-    offset: int
+    rotary_start: int
     """Position from which the keys' rotary embedding counts: the query at p is rotated by p -
-    offset, which may be negative."""
+    rotary_start, which may be negative."""
 
     first: int
     """The segment's first key that may be seen."""
@@ -64,7 +64,14 @@ class View:
         first, last = self.first + int(seen.argmax()), self.last - int(seen[::-1].argmax())
         hidden = None if np.count_nonzero(seen) == last - first else self.hidden
         return View(
-            self.segment, self.rows, self.start, self.offset, first, last, hidden, self.positions
+            self.segment,
+            self.rows,
+            self.start,
+            self.rotary_start,
+            first,
+            last,
+            hidden,
+            self.positions,
         )
 
     def bounds(
@@ -91,7 +98,7 @@ def farthest(view: View, positions: NDArray[np.int64]) -> int:
     """Return the most positions, in either direction, by which one of the view's queries is
     rotated."""
     first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
-    return max(abs(first - view.offset), abs(last - view.offset))
+    return max(abs(first - view.rotary_start), abs(last - view.rotary_start))
 
 
 @dataclass(frozen=True)

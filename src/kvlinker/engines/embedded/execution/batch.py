@@ -31,7 +31,7 @@ class SharedChunk:
     start: int
     """The position of the chunk's token 0 in the sequence."""
 
-    offset: int
+    rotary_start: int
     """The position from which the keys' rotary embedding counts; it is ``start``, but for
     ablations."""
 

@@ -114,7 +114,9 @@ class BatchSegments:
         """Yield the views of one sequence's queries in the layers of an epoch."""
         for chunk, hidden in zip(visible.shared, visible.own.hidden(epoch), strict=True):
             segment = self._chunk_segments[id(chunk.kv)]
-            yield View(segment, rows, chunk.start, chunk.offset, chunk.first, chunk.last, hidden)
+            yield View(
+                segment, rows, chunk.start, chunk.rotary_start, chunk.first, chunk.last, hidden
+            )
         gone = visible.own.gone(epoch, len(visible.positions))
         end = 0
         for span in visible.spans:

@@ -30,7 +30,7 @@ from kvlinker.engines.embedded.requests.request import (
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
-from kvlinker.linking.plan import Placement, Range, ranges
+from kvlinker.linking.plan import Range, ranges
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompting.segments import Prompt
 from kvlinker.store.loading.arriving import KV
@@ -115,7 +115,10 @@ class PromptRequest(Request):
         return TokenSequence(
             prompt.tokens,
             link.plan.runs,
-            shared=[_shared(*entry) for entry in link.placed(kvs)],
+            shared=[
+                SharedChunk(kv, placed.start, placed.rotary_start, placed.first, placed.last)
+                for placed, kv in link.placed(kvs)
+            ],
             path=self._path(link),
             reused=prompt.reused,
             restored=(
@@ -208,10 +211,6 @@ class PromptRequest(Request):
     @abstractmethod
     def _accept(self, logits: Tensor) -> Ending | None:
         """Continue with the last token's ``logits`` [vocabulary]."""
-
-
-def _shared(placement: Placement, kv: KV) -> SharedChunk:
-    return SharedChunk(kv, placement.start, placement.rotary_start, placement.first, placement.last)
 
 
 def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
