@@ -66,7 +66,7 @@ def test_a_long_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch
 
 
 def builder(window: int | None = WINDOW) -> PromptBuilder:
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    template = "{% for each in messages %}{{ each['name'] }}{{ each['content'] }}{% endfor %}"
     return PromptBuilder(
         byte_level(), context=GenerationContext.ALONE, chat_template=template, max_tokens=window
     )

@@ -60,17 +60,32 @@ class Implicits:
 
     def __init__(self) -> None:
         self.entered: list[str] = []
+        self.searches = 0
 
     def encode(self, text: str, salt: str = "") -> Chunk | None:
         return Chunk(tuple(map(ord, text))) if text else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        return {}
+        self.searches += 1
+        texts = {chunk: "".join(map(chr, chunk.tokens)) for chunk in chunks}
+        return {
+            chunk: FoundChunk(chunk, cache(f"cc_{text}", *chunk.tokens), False)
+            for chunk, text in texts.items()
+            if text in self.entered
+        }
 
-    def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
+    def use(
+        self,
+        texts: Mapping[Chunk, MarkedText],
+        known: Mapping[Chunk, FoundChunk],
+        *,
+        tenant: str,
+    ) -> dict[Chunk, FoundChunk]:
         assert tenant == "anna"
-        found = {}
+        found = {chunk: known[chunk] for chunk in texts if chunk in known}
         for chunk, text in texts.items():
+            if chunk in found:
+                continue
             if text.text[0].islower():
                 found[chunk] = FoundChunk(
                     chunk, cache(f"cc_{text.text}", *chunk.tokens), text.text not in self.entered
@@ -208,12 +223,13 @@ def test_the_first_place_of_an_unknown_id_is_named() -> None:
 
 
 def test_chunks_take_the_places_of_marked_texts() -> None:
-    reading, _, _ = reader()
+    reading, _, implicit = reader()
     content = (MarkedText("x"), "and", MarkedText("Y"), MarkedText("", 5.0))
     read = reading.completion(content, ANNA)
     assert read.prompt == (Chunk((120,)), "and", "Y", ""), "what there is no room for is text"
     assert read.linked == (LinkedCache("cc_x", 1, True),)
     assert reading.completion(content, ANNA).linked == (LinkedCache("cc_x", 1, False),)
+    assert implicit.searches == 2, "once for each prompt"
     document = Document(MarkedText("z"), {"title": "Z"})
     read = reading.chat([ChatMessage("user", ("a", MarkedText("x")))], ANNA, [document])
     assert read.prompt[1] == [Document(Chunk((122,)), {"title": "Z"})]
