@@ -97,7 +97,7 @@ def test_a_loop_that_closes_before_it_looks_is_let_go_with_its_calls():
     loop = CountingLoop()
     queue: asyncio.Queue[int] = asyncio.Queue()
     inbox = inbox_of(loop)
-    inbox.put(loop.call_soon, print, "never")  # a call that holds the loop
+    inbox.put(loop.stop)  # a call that holds the loop
     loop.close()
     for number in range(1000):
         inbox.put(queue.put_nowait, number)
@@ -111,7 +111,7 @@ def test_a_loop_that_closes_before_it_looks_is_let_go_with_its_calls():
 def test_a_loop_with_calls_that_nobody_empties_goes_with_those_who_put():
     loop = CountingLoop()
     inbox = inbox_of(loop)
-    inbox.put(loop.call_soon, print, "never")
+    inbox.put(loop.stop)
     loop.close()
     gone = weakref.ref(loop)
     del loop, inbox
