@@ -134,7 +134,7 @@ def test_what_depends_on_far_positions_is_refused(monkeypatch):
     checks = self_test(model)
     assert [check.name for check in checks if not check.passed] == ["far"]
     assert checks[-1].error > 1e-2
-    with pytest.raises(UnsupportedModelError, match=r"further on.*1,952 positions"):
+    with pytest.raises(UnsupportedModelError, match=r"at later positions.*1,952 positions"):
         require_exact(model)
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_knows_places_otherwise_is_refused():
     checks = self_test(model)
     assert [check.passed for check in checks] == [True, True, True, True, False]
     with pytest.raises(
-        UnsupportedModelError, match=r"where the same text stands further on.*The check move"
+        UnsupportedModelError, match=r"the same text at later positions.*The check move"
     ):
         require_exact(model)
 
@@ -218,7 +218,7 @@ def test_a_norm_behind_the_rotary_embedding_is_found_out():
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight += 0.3 * torch.randn_like(weight)
-    with pytest.raises(UnsupportedModelError, match=r"further on\. The check prefill"):
+    with pytest.raises(UnsupportedModelError, match=r"at later positions\. The check prefill"):
         require_exact(model)
 
 

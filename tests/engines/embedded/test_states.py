@@ -129,7 +129,7 @@ def test_without_inputs_convolutions_follow_legolink_of_any_length(bench):
     for policy in ("naive", "legolink-1", "legolink-29", "legolink-49", "legolink-129"):
         check(made.answer(PROMPT, policy, max_tokens=3), frozen(CONVOLUTIONS, PROMPT, policy, 3))
     for policy in ("random-10", "attnlink-9", "query-5"):
-        with pytest.raises(PolicyError, match="only what is seen behind a chunk"):
+        with pytest.raises(PolicyError, match="only their inputs at a chunk's end"):
             made.submit(PROMPT, policy)
 
 

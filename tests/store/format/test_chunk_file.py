@@ -180,7 +180,7 @@ def test_chunks_without_kv_say_how_many_tokens_they_have(path: Path) -> None:
 
 
 def test_a_chunk_has_kv_or_tokens() -> None:
-    with pytest.raises(ValueError, match="says how many tokens"):
+    with pytest.raises(ValueError, match="needs its number of tokens"):
         ChunkKV((), None, chunk_states(whole=True))
 
 
