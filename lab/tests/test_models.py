@@ -26,7 +26,13 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 def test_reasons_that_differ_in_names_and_figures_are_one_row():
     told = "cannot be linked exactly in vLLM. Relative errors over 1e-04: move: 2.0e-01"
     verdicts = [Verdict(name, reason=f"{name}ForCausalLM {told}") for name in ("One", "Two")]
-    assert "| `One`, `Two` | no: the model cannot be linked exactly in vLLM. | |" in table(verdicts)
+    assert "| `One`, `Two` | no: the model cannot be linked exactly in vLLM | |" in table(verdicts)
+
+
+def test_rows_leave_out_what_to_do_and_which_layer_it_was():
+    told = "keeps a state in its layer model.layers.3.mixer; serve it with vLLM alone."
+    verdicts = [Verdict(name, reason=f"{name}ForCausalLM {told}") for name in ("One", "Two")]
+    assert "| `One`, `Two` | no: the model keeps a state in its layer | |" in table(verdicts)
 
 
 def test_each_engine_has_a_table_of_its_own(tmp_path):

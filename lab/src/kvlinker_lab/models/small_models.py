@@ -79,6 +79,7 @@ WIDE: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 64,
     "qk_head_dim": 128,
+    "indexer_head_dim": 32,
     "max_position_embeddings": 2048,
 }
 """The sizes that vLLM's attention on CPUs takes, where they are others."""

@@ -124,10 +124,11 @@ def _parts(page: Path, engine: str) -> tuple[str, str, str]:
 
 
 def _shortened(reason: str) -> str:
-    """Return a reason without what is one class's alone: its name, and figures of one model."""
+    """Return a reason without the names and figures of one model, and without the way out."""
     general = re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the model", reason)
     general = re.sub(r" \(layer [^)]*\)| \([^()]*\d\.\de[-+]\d+\)", "", general)
-    return general.split(" Relative errors over")[0].replace("|", "/")
+    general = re.sub(r" [\w.]*layers\.\d[\w.]*", "", general)
+    return re.split(r"\.? Relative errors over|; serve |: if ", general)[0].replace("|", "/")
 
 
 def _linked(rows: Sequence[str]) -> Iterator[tuple[str, bool]]:
