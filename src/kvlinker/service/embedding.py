@@ -1,4 +1,4 @@
-"""Turns texts into vectors with an embedding model, for /v1/embeddings and for search by meaning.
+"""Turns texts into vectors with an embedding model, for clients and for search by meaning.
 The library ``sentence-transformers`` reads such models, and computes with them."""
 
 from __future__ import annotations

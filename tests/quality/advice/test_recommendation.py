@@ -136,7 +136,7 @@ def test_cheaper_tiers_are_told_with_what_they_add():
     assert recommended([host, disk, tape]) == host
     first, slow, busy = explain_recommendation([host, disk, tape])
     assert first.startswith(
-        "Recommended: host, the cheapest tier whose loading is hidden: 1 ms beside 150 ms"
+        "Recommended: host, the cheapest tier whose loading is hidden: 1 ms during 150 ms"
     )
     assert slow == "- tape is cheaper, and adds 350 ms"
     assert busy.startswith(

@@ -348,10 +348,11 @@ def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gate
 
 def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(gated, monkeypatch):
     """The request ends before the first layers are there, with which it would begin."""
-    complete, completed = PromptLoader._complete, threading.Event()
+    complete, completed, requests = PromptLoader._complete, threading.Event(), []
 
-    def completing(*args):
-        complete(*args)
+    def completing(loader, request, *args):
+        complete(loader, request, *args)
+        requests.append(request)
         completed.set()
 
     monkeypatch.setattr(PromptLoader, "_complete", completing)
@@ -363,7 +364,7 @@ def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(g
     assert outcome.wait().finished.reason == "cancelled"
     tier.let(1)
     assert completed.wait(PATIENCE)
-    (request,) = handle._choices
+    (request,) = requests
     assert (request.link, request.sequence) == (None, None), "they would keep the KV in memory"
     tier.let(10**6)
     tier.wait_until_closed()

@@ -152,10 +152,11 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
-def test_answers_are_the_same(bench, weights, monkeypatch):
+@pytest.mark.parametrize(("weights", "bound"), [("auto", 0.05), ("int8", 0.1), ("int4", 0.2)])
+def test_answers_are_the_same(bench, weights, bound, monkeypatch):
     """Several policies at once, forks, and so few slots that some are preempted. Where two tokens
-    are all but equal, bf16 decides, so that answers are compared as far as they go together."""
+    are all but equal, bf16 decides, so that answers are compared as far as they go together; which
+    requests share a step depends on time, and so does what is rounded."""
     steps, compute = [], CompiledStep.compute
 
     def counted(self, batch):
@@ -188,6 +189,7 @@ def test_answers_are_the_same(bench, weights, monkeypatch):
     for ours, expected in zip(compiled, modules, strict=True):
         pairs = zip(ours.tokens, expected.tokens, strict=True)
         equal = next((place for place, (one, other) in enumerate(pairs) if one != other), 12)
-        assert ours.logprobs[: equal + 1] == pytest.approx(expected.logprobs[: equal + 1], abs=0.05)
+        same = slice(equal + 1)
+        assert ours.logprobs[same] == pytest.approx(expected.logprobs[same], abs=bound)
         compared += equal
     assert compared >= 12 * len(compiled) / 2
