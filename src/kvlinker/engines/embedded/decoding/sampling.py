@@ -72,10 +72,13 @@ def _nucleus(likely: Row, share: float) -> Row:
     ascending = np.sort(candidates)
     point = ((1 - share) * total - outside) / (total - outside)
     least = ascending[at_point(ascending, point)]
-    above, equal = np.flatnonzero(likely > least), np.flatnonzero(likely == least)
-    missing = share * total - float(likely[above].sum(dtype=np.float64))
-    count = max(math.ceil(missing / float(least) - ROUNDING), 0 if len(above) else 1)
-    return _only(likely, np.concatenate((above, equal[:count])))
+    found: Row = likely * (likely >= least)
+    surplus = (float(found.sum(dtype=np.float64)) - share * total) / float(least)
+    if surplus + ROUNDING >= 1:
+        equal = np.flatnonzero(found == least)
+        first = 0 if (found > least).any() else 1
+        found[equal[max(len(equal) - math.floor(surplus + ROUNDING), first) :]] = 0
+    return found
 
 
 def _only(likely: Row, kept: NDArray[np.int64]) -> Row:
