@@ -17,7 +17,7 @@ def test_the_client_of_a_server(tmp_path):
     program, shown = README_EXAMPLES[0]
     with kvlinker_serve([], os.environ | {"KVLINKER_STATE_DIR": str(tmp_path)}) as url:
         assert output_of(program.replace(README_URL, url)) == shown
-        (again,) = re.findall(r"Run again, it ends with `([\d ]+)`", README)
+        (again,) = re.findall(r"A second run ends with `([\d ]+)`", README)
         assert output_of(program.replace(README_URL, url)) == f"{shown.splitlines()[0]}\n{again}\n"
 
 
