@@ -62,12 +62,14 @@ HERMES_TOOLS = (
 )
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%"
-    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% if enable_thinking"
-    " is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{%"
-    " endif %}"
+    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-QWEN3 = HERMES_TOOLS + CHATML
-SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + CHATML
+THINKING = (
+    CHATML + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+QWEN3 = HERMES_TOOLS + THINKING
+SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + THINKING
 LLAMA3 = (
     "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% for"
     " tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}{% for m in"
