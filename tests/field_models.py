@@ -69,7 +69,9 @@ THINKING = (
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 )
 QWEN3 = HERMES_TOOLS + THINKING
-SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + THINKING
+SMOLLM3 = (
+    HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + THINKING
+)
 LLAMA3 = (
     "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% for"
     " tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}{% for m in"

@@ -22,6 +22,7 @@ from kvlinker.engines.embedded.execution.compiled_step import step_function
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.norms import native_norm
+from kvlinker.engines.embedded.model.states.delta_rule import rule_like
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.plain_products import plain_products
 from kvlinker.linking import parse_policy
@@ -233,6 +234,7 @@ def native_anew():
         native_dots,
         native_products,
         native_norm,
+        rule_like,
         step_function,
         plain_products,
     )

@@ -7,11 +7,14 @@ from kvlinker.engines.embedded.attention.kernel_check import require_right
 from kvlinker.engines.embedded.attention.native_dots import NativeDots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.model.norms import FORMS, NativeNorm, native_norm
+from kvlinker.engines.embedded.model.states.delta_rule import delta_rule
 from kvlinker.engines.embedded.model.weights.native_products import NativeProducts
 from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene
 from tests.engines.embedded.attention.test_native_kernel import check
 from tests.engines.embedded.emulated import build, emulated
+from tests.engines.embedded.model.states.test_delta_rule import FUNCTIONS
+from tests.engines.embedded.model.states.test_delta_rule import call as call_of_rule
 from tests.engines.native.test_placing import check as check_placing
 from tests.engines.native.test_placing import columns, rows
 
@@ -75,6 +78,17 @@ def check_norm(form):
     assert native_norm() is not None
     expected = normed * (norm.weight.float() + form.offset)
     torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_delta_rule(function):
+    given, states = call_of_rule(True, tokens=3, rows=21, columns=80, function=function)
+    rule = delta_rule(given, states.shape[1:], torch.device("cpu"))
+    assert rule is not None  # it was compared with the model's function
+    output, _ = rule(given.mixed, given.gates, list(states))
+    expected, _ = given.scan(given.mixed, given.gates, states)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("processor")

@@ -39,11 +39,14 @@ class DeltaRule:
         after = [torch.empty_like(state) for state in before]
         output = torch.empty_like(inputs[2])
         sequences, tokens, heads, rows = inputs[0].shape
-        pointers = ctypes.c_void_p * sequences
+        read, written = (
+            (ctypes.c_void_p * sequences)(*(state.data_ptr() for state in states))
+            for states in (before, after)
+        )
         self._compute(
             _DeltaRule(
-                pointers(*(state.data_ptr() for state in before)),
-                pointers(*(state.data_ptr() for state in after)),
+                read,
+                written,
                 *(each.data_ptr() for each in inputs),
                 output.data_ptr(),
                 sequences,
@@ -87,11 +90,11 @@ def delta_rule(
     fits = not state_shape[-1] % LANES and device.type == "cpu"
     if call.rule.function not in DECAYS or not fits:
         return None
-    return _rule_like(call.rule, call.function, bool(call.arguments.get(NORMED)))
+    return rule_like(call.rule, call.function, bool(call.arguments.get(NORMED)))
 
 
 @cache
-def _rule_like(rule: Rule, function: Callable[..., Any], normed: bool) -> DeltaRule | None:
+def rule_like(rule: Rule, function: Callable[..., Any], normed: bool) -> DeltaRule | None:
     """Return a rule that was compared with the model's function; None if there is none, and the log
     says why."""
 
