@@ -241,7 +241,12 @@ def test_precision_where_only_our_own_code_multiplies_bf16() -> None:
 
 @pytest.mark.usefixtures("without_bf16")
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.bfloat16), ("mixtral-moe", torch.float32)]
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("mixtral-moe", torch.bfloat16),
+        ("llama4-interleaved-nope", torch.float32),
+    ],
 )
 def test_experts_stay_in_fp32_where_pytorch_alone_multiplies_them(
     tmp_path: Path, family: str, dtype: torch.dtype

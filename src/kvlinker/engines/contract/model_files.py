@@ -50,13 +50,13 @@ def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]
     """Read the model, in the dtype and on the device that the settings ask for, and its tokenizer.
 
     With ``own_bf16``, the engine has code of its own for weights in bf16 on CPUs that do not
-    multiply it; experts are PyTorch's to multiply, which is slow there. Raises ModelLoadError when
-    either cannot be loaded.
+    multiply it, and for experts in transformers' common form; others are PyTorch's to multiply,
+    which is slow there. Raises ModelLoadError when either cannot be loaded.
     """
     set_threads(settings.threads)
     device = choose_device(settings.device)
     config = _read(AutoConfig, settings)
-    own_bf16 = own_bf16 and not expert_counts(config)
+    own_bf16 = own_bf16 and (not expert_counts(config) or has_common_experts(config))
     dtype = choose_dtype(settings.dtype, device, settings.weights, own_bf16=own_bf16)
     tokenizer = read_tokenizer(settings)
     model = _read(_model_class(config), settings, dtype=dtype)
@@ -134,6 +134,13 @@ def expert_counts(config: Any) -> set[int]:
         for name, value in values
         if name.startswith(("n_", "num_")) and "expert" in name and isinstance(value, int)
     }
+
+
+def has_common_experts(config: Any) -> bool:
+    """Return whether transformers' model of this configuration has its experts in the form that is
+    common to nearly all families."""
+    mapping = _model_class(config)._model_mapping
+    return type(config) in mapping and mapping[type(config)]._can_set_experts_implementation()
 
 
 def choose_dtype(

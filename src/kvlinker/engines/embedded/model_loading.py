@@ -32,6 +32,7 @@ from kvlinker.engines.embedded.model.weights.arrangement import (
     arrange_weights,
     watch_linears,
 )
+from kvlinker.engines.embedded.model.weights.experts import arrange_experts
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.plain_products import quicken_linears
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
@@ -127,6 +128,8 @@ def quicken_model(
     """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
     native code, and return the program of its pass; or why there is none. By the inputs ``sampled``
     of its layers it is decided which of them are rounded to 8 bits."""
+    if native:
+        arrange_experts(model, weights, sampled)
     arrange_weights(model, linear_calls, weights, sampled, native=native)
     if not native:
         return "native_attention is off"

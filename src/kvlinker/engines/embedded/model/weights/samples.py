@@ -1,4 +1,5 @@
-"""Inputs of a model's linear layers, by which it is chosen how each of them is multiplied."""
+"""Inputs of a model's linear layers and experts, by which it is chosen how each of them is
+multiplied."""
 
 from __future__ import annotations
 
@@ -10,20 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.embedded.model.weights.experts import ExpertsForm
+
 SAMPLED_ROWS = 32
 """The most rows of a layer's inputs that are kept: one in so many of a pass."""
 
 
 @contextmanager
 def sampled_inputs(model: nn.Module) -> Iterator[Mapping[nn.Module, Tensor]]:
-    """Keep inputs [rows, in_features], bf16, of each linear layer of ``model`` that runs in the
-    block: some of its call with the most rows."""
+    """Keep inputs [rows, in_features], bf16, of each linear layer and each module of experts of
+    ``model`` that runs in the block: some of its call with the most rows."""
     sampled: dict[nn.Module, Tensor] = {}
     most: dict[nn.Module, int] = {}
     handles = [
         module.register_forward_pre_hook(partial(_sample, sampled, most))
         for module in model.modules()
-        if type(module) is nn.Linear
+        if type(module) is nn.Linear or ExpertsForm.of(module) is not None
     ]
     try:
         yield sampled
