@@ -3,6 +3,7 @@ which are read once."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -14,10 +15,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from kvlinker.base.errors import ModelLoadError
+from kvlinker.engines.contract import model_files
 from kvlinker.engines.contract.model_files import (
     FINGERPRINTS,
     choose_dtype,
@@ -194,6 +197,17 @@ def test_what_changes_the_model_changes_its_name(folder: Path, changed: str) -> 
         (folder / changed).read_bytes().replace(b"8", b"9").replace(b"\2", b"\3")
     )
     assert name_of(folder) != before
+
+
+def test_names_do_not_depend_on_how_files_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = name_of(folder)
+    (folder.parent / "state" / FINGERPRINTS).unlink()
+    monkeypatch.setattr(model_files, "HASHED_BYTES", 7)
+    assert name_of(folder) == whole
+    known = json.loads((folder.parent / "state" / FINGERPRINTS).read_text()).values()
+    assert blake3(bytes([1]) * 1000).hexdigest() in known
 
 
 def test_weights_are_read_once_until_size_or_time_changes(folder: Path) -> None:

@@ -2,6 +2,8 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.base.errors import UnsupportedModelError
@@ -86,7 +88,7 @@ def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype)
 def test_a_model_computes_in_fp32_what_its_copy_in_fp32_would(family, kept, monkeypatch):
     """With room for no weight, some, and all."""
     monkeypatch.setattr(precision, "CHUNK_BYTES", 4000)  # some rows of a linear layer at a time
-    monkeypatch.setattr("kvlinker.base.machine.available_memory", lambda: 8 * kept)
+    monkeypatch.setattr(precision, "KEPT_BYTES", kept)
     model = tiny_model(family).to(torch.bfloat16)
     tokens = torch.arange(3, 60)[None]
     with torch.inference_mode():
@@ -94,6 +96,33 @@ def test_a_model_computes_in_fp32_what_its_copy_in_fp32_would(family, kept, monk
         with in_fp32(model):
             logits = model(tokens).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_copy_of_the_weights_in_fp32_is_kept(monkeypatch):
+    monkeypatch.setattr(precision, "SMALL", 64)  # as many numbers as a norm has
+    monkeypatch.setattr(precision, "KEPT_BYTES", 40_000)
+    monkeypatch.setattr(precision, "CHUNK_BYTES", 4000)
+    model = tiny_model("llama").to(torch.bfloat16)
+    whole = 4 * sum(each.numel() for each in model.parameters())
+    largest = _LargestInFp32()
+    with torch.no_grad(), in_fp32(model), largest:
+        held = (each.untyped_storage() for each in model.parameters() if type(each) is nn.Parameter)
+        kept = sum(each.nbytes() for each in held)
+        model(torch.arange(3, 13)[None])
+    assert kept < 40_000 + whole / 4  # the embeddings, as they are, and norms
+    assert 0 < largest.numbers <= 1000
+
+
+class _LargestInFp32(TorchDispatchMode):
+    """Finds the most numbers of a tensor in fp32 that something is converted to."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and output.dtype == torch.float32:
+            self.numbers = max(self.numbers, output.numel())
+        return output
 
 
 def test_a_module_that_fails_in_fp32_has_its_own_weights_again():

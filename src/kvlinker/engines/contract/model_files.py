@@ -38,6 +38,9 @@ FINGERPRINTS = "fingerprints.json"
 """The file in the state directory that remembers the hashes of weight files, by path, size and
 time."""
 
+HASHED_BYTES = 16 << 20
+"""The bytes of a file that are hashed at a time: enough for all processors to share the work."""
+
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 """The entries of a model's configuration that change nothing that it computes."""
 
@@ -225,6 +228,16 @@ def model_folder(name: str, *, revision: str | None = None, cache_dir: str | Non
         raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
 
 
+def _hash_of(path: Path) -> str:
+    """Compute a file's BLAKE3 (hex), with HASHED_BYTES of it in memory at a time."""
+    digest = blake3(max_threads=blake3.AUTO)
+    piece = memoryview(bytearray(HASHED_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while taken := file.readinto(piece):
+            digest.update(piece[:taken])
+    return digest.hexdigest()
+
+
 def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
     """Return each file's BLAKE3 (hex), from ``state_dir`` where size and time are as they were."""
     place = state_dir / FINGERPRINTS
@@ -239,7 +252,7 @@ def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
         status = path.stat()
         name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
         if not isinstance(known.get(name), str):
-            known[name] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+            known[name] = _hash_of(path)
             is_new = True
         hashes.append(known[name])
     if is_new:

@@ -25,6 +25,11 @@ from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.model.memory import (
+    drop_unread,
+    dropping_mapped,
+    return_freed,
+)
 from kvlinker.engines.embedded.model.norms import quicken_norms
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.weights.arrangement import (
@@ -88,12 +93,13 @@ def prepare_model(
     Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format
     needs a library that is not installed.
     """
-    with watch_linears(model) as linear_calls:
-        anatomy = anatomy_of(model)
     sampling: AbstractContextManager[Mapping[nn.Module, Tensor]]
     sampling = sampled_inputs(model) if weights == "int8" else nullcontext({})
-    with sampling as sampled:
-        require_exact(model)
+    with dropping_mapped(model):
+        with watch_linears(model) as linear_calls:
+            anatomy = anatomy_of(model)
+        with sampling as sampled:
+            require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
     cost = CostModel(count_weights(model), anatomy.layers)
@@ -101,6 +107,8 @@ def prepare_model(
     if anatomy.recurrences and not state_inputs:
         name = blake3(f"{name} without state inputs".encode()).hexdigest()
     program = quicken_model(model, anatomy, linear_calls, weights, sampled, native=native)
+    drop_unread(model)
+    return_freed()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

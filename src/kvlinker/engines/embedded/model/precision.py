@@ -1,4 +1,4 @@
-"""Computes a model in fp32 with a bounded copy of it in fp32."""
+"""Computes a model in fp32 without a copy of it in fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from kvlinker.base import machine
 from kvlinker.engines.embedded.model.states.known import LIGHTNING_DECAY
 
 CHUNK_BYTES = 4 << 20
@@ -20,8 +19,8 @@ CHUNK_BYTES = 4 << 20
 SMALL = 1 << 16
 """The most numbers of a weight that is small: the weight of a norm, a scale."""
 
-KEPT_SHARE = 1 / 8
-"""The share of available memory that weights in fp32 may take."""
+KEPT_BYTES = 32 << 20
+"""The most bytes of weights that stay in fp32 from pass to pass: all of a small model's."""
 
 _COMPUTING: WeakSet[nn.Module] = WeakSet()
 """The models that compute in fp32 now."""
@@ -31,8 +30,8 @@ _COMPUTING: WeakSet[nn.Module] = WeakSet()
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
 
-    Modules have their weights in fp32 all the time while KEPT_SHARE of memory lasts, and beyond
-    that small ones and convolutions, since others may read them, too. Of the others, linear layers
+    Modules have their weights in fp32 all the time while KEPT_BYTES last, and beyond that small
+    ones and convolutions, since others may read them, too. Of the others, linear layers
     multiply a part of their rows after the other, or give their weight in fp32 to code that reads
     it, embeddings give fp32 out, and large modules have their weights in fp32 for as long as they
     run. Memory rises by what stays, and by the largest part. A model in fp32 is left as it is, and
@@ -44,7 +43,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             return
         _COMPUTING.add(model)
         undo.callback(_COMPUTING.remove, model)
-        room = int(KEPT_SHARE * _available_memory(model))
+        room = KEPT_BYTES
         for module in model.modules():
             if _in_fp32_already(module):
                 continue
@@ -90,14 +89,6 @@ def _make_decay_anew(module: Any) -> None:
     names = ("query_decay", "key_decay", "diagonal_decay")
     tables = dict(zip(names, module.decay_factors(rate), strict=True))
     module._buffers.update(tables | {"slope_rate": rate})
-
-
-def _available_memory(model: nn.Module) -> int:
-    """Return the bytes that are free where the model's weights lie."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return machine.available_memory()
 
 
 def _bytes_in_fp32(module: nn.Module) -> int:

@@ -439,11 +439,9 @@ LOAD_A_MODEL = """
 import gc, sys
 from pathlib import Path
 from kvlinker.settings import load_settings
-from kvlinker.engines.embedded.model import precision
 from kvlinker.engines.embedded.model_loading import load_model
 
 folder, form = sys.argv[1:]
-precision.KEPT_SHARE = 0  # as with a model that takes most of the machine's memory
 
 def load(name):
     return load_model(load_settings(model=f"{folder}/{name}", weights=form, dtype="bfloat16"))
