@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 LIGHT = ("base/types", "prompting", "linking", "doors/client")
@@ -57,3 +58,25 @@ def test_the_router_needs_no_torch() -> None:
     """So that it starts at once, and takes little memory."""
     run = subprocess.run([sys.executable, "-c", ROUTER], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "kvlinker.llm"} & set(run.stdout.split())
+
+
+EMBEDDED = """
+import importlib.util, sys
+import kvlinker.llm, kvlinker.engines.embedded.model_loading
+print(*(name for name in ("scipy", "sklearn", "triton") if name in sys.modules))
+import scipy.special
+from transformers.utils import is_scipy_available
+print(is_scipy_available(), *(name for name, kept in sys.modules.items() if kept is None))
+"""
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_loads_no_library_that_it_does_not_need() -> None:
+    """They take as much memory as a model of 90M parameters."""
+    run = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded, after = run.stdout.splitlines()[-2:]
+    assert set(loaded.split()) <= ({"triton"} if torch.version.cuda else set())
+    assert after.split()[0] == "False"
+    assert not {"scipy", "sklearn", "triton"} & set(after.split())

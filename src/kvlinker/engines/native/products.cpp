@@ -15,6 +15,7 @@ namespace {
 
 constexpr int CACHE_LINE = 64;                   // bytes
 constexpr int ROWS_TOGETHER = 6;
+constexpr int ROWS_WIDENED = 512;                // the most whose inputs are widened at once
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
 constexpr int FETCHED_AHEAD = 4096;              // bytes, where a block is read once
 
@@ -188,10 +189,22 @@ Inputs<Number> inputs_as(const Product& product, std::unique_ptr<float, Free>& m
     }
 }
 
-// Multiplies by weights of 16 bits, or by codes that are widened to as many. They have one group.
+// Multiplies by weights of 16 bits, or by codes that are widened to as many. They have one group. Many rows are multiplied
+// in parts, so that there is memory for the widened inputs of a part alone.
 template <typename Form>
 void multiply(const Product& product) {
     using Step = StepOf<Form>;
+    if (const int64_t parts = round_up(product.rows, ROWS_WIDENED) / ROWS_WIDENED; parts > 1) {
+        for (int64_t index = 0; index < parts; ++index) {
+            const int64_t begin = product.rows * index / parts;
+            Product part = product;
+            part.rows = product.rows * (index + 1) / parts - begin;
+            part.inputs += begin * product.width;
+            part.output += begin * product.outputs;
+            multiply<Form>(part);
+        }
+        return;
+    }
     std::unique_ptr<float, Free> memory;
     const bool widens = product.rows >= Form::WIDENED_FROM;
     Inputs<typename Step::Number> few{};

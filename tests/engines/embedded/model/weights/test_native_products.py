@@ -91,6 +91,17 @@ def test_a_row_in_blocks_is_nearly_the_same_beside_others(kind: type[Matrix]) ->
 
 
 @needs_blocks
+@torch.inference_mode()
+def test_many_rows_are_multiplied_in_parts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (
+        torch.randn(count, 64, generator=generator).bfloat16() for count in (70, 1025)
+    )  # parts of 341, 342 and 342
+    matrix = BlockedMatrix(weight)
+    apart = [matrix.multiply(part, None) for part in (rows[:341], rows[341:683], rows[683:])]
+    assert torch.equal(matrix.multiply(rows, None), torch.cat(apart))
+
+
 @pytest.mark.parametrize("rows", [0, 511, 512, 513])
 @torch.inference_mode()
 def test_no_rows_and_as_many_as_native_code_takes(
