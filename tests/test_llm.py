@@ -378,6 +378,30 @@ def test_bad_input_names_what_is_wrong(make_llm):
         llm.completion([1, "x"])
 
 
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("ttl", {"ttl": float("inf")}),
+        ("ttl", {"ttl": 1e300}),
+        ("metadata.a", {"metadata": {"a": 1}}),
+        ("name", {"name": 5}),
+        ("pinned", {"pinned": "x"}),
+        ("tenant", {"tenant": ""}),
+    ],
+)
+def test_context_caches_that_http_cannot_show_are_refused(make_llm, param, options):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache("a")
+    calls = [lambda: llm.generate_context_cache(["a"], **options)]
+    if param != "tenant":
+        calls.append(lambda: llm.update_cache(cache, **options))
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match="must be") as refused:
+            call()
+        assert refused.value.param == param
+    assert llm.list_caches().items == (cache,)
+
+
 def test_a_model_that_is_not_there_is_named():
     with pytest.raises(ModelLoadError, match="/no/such/model"):
         LLM("/no/such/model")
@@ -490,7 +514,7 @@ def test_context_caches_are_listed_changed_and_deleted_by_metadata(make_llm):
     assert (changed.pinned, changed.name) == (False, "plums")
     assert before + 60 <= changed.expires_at <= time.time() + 60
     assert llm.update_cache(first.id, ttl=None).expires_at is None
-    with pytest.raises(InvalidRequestError, match="ttl is -1"):
+    with pytest.raises(InvalidRequestError, match="'ttl' is -1"):
         llm.update_cache(first, ttl=-1)
     with pytest.raises(QuotaExceededError, match="quota of 3 context caches"):
         llm.generate_context_cache(TEXTS)

@@ -24,6 +24,12 @@ LONGEST_KEY = 64
 LONGEST_VALUE = 512
 """The most characters of a pair's value."""
 
+MAX_TTL = 100 * 365 * 24 * 3600.0
+"""The longest time to live in seconds: a hundred years."""
+
+END_OF_TIME = 253_402_300_799.0
+"""The latest time of expiry in Unix seconds: the last second of the year 9999."""
+
 
 def new_context_cache_id() -> str:
     """Make an id that cannot be guessed: "cc_" and 24 random hexadecimal characters."""

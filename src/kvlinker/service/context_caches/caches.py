@@ -21,6 +21,7 @@ from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas,
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.context_caches.checks import check_fields, check_tenant
 from kvlinker.service.context_caches.creation import Creation, Metadata
 from kvlinker.service.context_caches.maintenance import Maintenance
 from kvlinker.service.context_caches.texts import ChunkTexts
@@ -124,9 +125,11 @@ class ContextCaches:
 
         ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``:
         the caller may write shared ones. Raises InvalidRequestError and ContextLengthError for bad
-        texts, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two are the
-        future's where others took the room meanwhile.
+        texts and fields, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two
+        are the future's where others took the room meanwhile.
         """
+        check_tenant(tenant)
+        check_fields(expires_at=expires_at, name=name, metadata=metadata, pinned=pinned)
         _check_rights(scope, admin)
         return self.creation.begin(
             texts,
@@ -244,9 +247,10 @@ class ContextCaches:
     ) -> ContextCache:
         """Change the given fields; None clears ``expires_at`` or ``name``.
 
-        Raises ContextCacheNotFoundError, PinLimitError, and PermissionDeniedError for a shared one
-        unless ``admin``.
+        Raises InvalidRequestError, ContextCacheNotFoundError, PinLimitError, and
+        PermissionDeniedError for a shared one unless ``admin``.
         """
+        check_fields(expires_at=expires_at, name=name, metadata=metadata, pinned=pinned)
         owner = self._writable(cache_id, tenant, admin)
         updated = self._catalog.update(
             cache_id,

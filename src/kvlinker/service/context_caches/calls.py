@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from kvlinker.base.arguments import names_arguments
-from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import GenerationContext, parse_context
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
+from kvlinker.service.context_caches.checks import check_limit, expiry_of, texts_of
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
@@ -45,12 +44,12 @@ class ContextCacheCalls:
         ``progress`` shows a bar; None: in notebooks. Raises QuotaExceededError and PinLimitError if
         the settings, or the store, have no room for it.
         """
-        texts = (chunks,) if isinstance(chunks, str) else chunks
+        texts = texts_of(chunks)
         with progress_bar(len(texts), progress) as advance:
             created = self.caches.create(
                 texts,
                 tenant=tenant,
-                expires_at=None if ttl is None else _expiry(ttl),
+                expires_at=None if ttl is None else expiry_of(ttl),
                 name=name,
                 metadata=metadata,
                 context=None if context is None else parse_context(context),
@@ -94,7 +93,7 @@ class ContextCacheCalls:
         return self.caches.update(
             _id_of(cache),
             tenant=_tenant_of(cache, tenant),
-            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
+            expires_at=ttl if ttl is None or isinstance(ttl, Unchanged) else expiry_of(ttl),
             name=name,
             metadata=metadata,
             pinned=pinned,
@@ -116,6 +115,7 @@ class ContextCacheCalls:
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
+        check_limit(limit)
         after_id = None if after is None else _id_of(after)
         return self.caches.list(
             tenant=tenant,
@@ -146,6 +146,7 @@ class ContextCacheCalls:
         Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises
         InvalidRequestError for a query without words, and where the settings have search off.
         """
+        check_limit(limit)
         return self.caches.search(
             query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope)
         )
@@ -173,13 +174,3 @@ def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:
         if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE
         else DEFAULT_TENANT
     )
-
-
-def _expiry(ttl: float) -> float:
-    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises
-    InvalidRequestError."""
-    if not ttl > 0:
-        raise InvalidRequestError(
-            f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl"
-        )
-    return time.time() + ttl

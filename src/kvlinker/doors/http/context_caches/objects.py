@@ -14,16 +14,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.context_cache import END_OF_TIME, MAX_TTL, ContextCache
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, is_given
 from kvlinker.doors.http.models import ServedModel
-
-MAX_TTL = 100 * 365 * 24 * 3600.0
-"""The longest time to live in seconds: a hundred years."""
-
-END_OF_TIME = 253_402_300_799.0
-"""The latest time of expiry in Unix seconds: the last second of the year 9999."""
 
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
