@@ -4,6 +4,7 @@ linked."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -177,6 +178,32 @@ class PromptCalls(ModelCalls):
         ``attention``: also return the last token's attention in each layer. Raises the errors of
         ``chat_completion``.
         """
+        explaining, read = self.begin_explain(
+            messages,
+            documents=documents,
+            options=options,
+            prompt=prompt,
+            policy=policy,
+            implicit=implicit,
+            attention=attention,
+            tenant=tenant,
+        )
+        return self.described(explaining.result(), read)
+
+    def begin_explain(
+        self,
+        messages: Messages | None = None,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        attention: bool = False,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[Future[Explanation], ReadPrompt]:
+        """Begin what ``explain`` returns: the explanation to come, and the prompt with which
+        ``described`` completes it. Cancelling the future ends the computation."""
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
@@ -195,7 +222,7 @@ class PromptCalls(ModelCalls):
         request = GenerationRequest(
             read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
         )
-        return self.described(self.engine.explain(request).result(), read)
+        return self.engine.explain(request), read
 
     def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
         """Add the ids of context caches, and the text of each token, to an explanation of a

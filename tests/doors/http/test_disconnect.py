@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,7 +19,8 @@ from tests.engines.embedded.held import Held
 from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
-ENDLESS = {
+WAITING = 45
+ENDLESS: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hi"}],
     "ignore_eos": True,
     "max_tokens": 1500,
@@ -28,13 +29,21 @@ ENDLESS = {
 
 
 @contextmanager
-def asked(served: Served, *, stream: bool = False) -> Iterator[socket.socket]:
-    """A client that has sent a request, and is gone behind the context."""
+def asked(
+    served: Served,
+    *,
+    stream: bool = False,
+    path: str = CHAT,
+    fields: Mapping[str, Any] = ENDLESS,
+    missing: int = 0,
+) -> Iterator[socket.socket]:
+    """A client that has sent a request, but for ``missing`` bytes of its body, and is gone behind
+    the context."""
     address = urlsplit(served.url)
-    body = json.dumps(ENDLESS | {"stream": stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    body = json.dumps({**fields, "stream": True} if stream else fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((address.hostname, address.port)) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        client.sendall(f"{head}Content-Length: {len(body) + missing}\r\n\r\n".encode() + body)
         yield client
 
 
@@ -75,6 +84,34 @@ def test_a_client_that_leaves_before_its_answer_begins_has_no_status(
     engine.wait_until_idle()
     wait_until(lambda: caplog.records)
     assert f"POST {CHAT} - " in caplog.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/context_caches/extract?name=a.txt"])
+def test_a_client_that_leaves_while_sending_is_no_error(
+    faked: Served, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level(logging.INFO, "kvlinker.doors.http.edge.access_log")
+    with asked(faked, path=path, missing=100):
+        pass
+    wait_until(lambda: caplog.records)
+    (line,) = caplog.records
+    assert line.levelname == "INFO"
+    assert f"POST {path.partition('?')[0]} - " in caplog.text
+
+
+def test_explanations_take_no_threads_and_end_with_their_clients(served: Served) -> None:
+    """The engine is held meanwhile; more clients wait than the server has threads."""
+    engine = cast(EmbeddedEngine, served.llm.engine)
+    fields = {"messages": ENDLESS["messages"]}
+    with Held(engine):
+        with ExitStack() as clients:
+            for _ in range(WAITING):
+                clients.enter_context(asked(served, path="/v1/link/explain", fields=fields))
+            wait_until(lambda: served.llm.current_load().waiting + 1 >= WAITING)
+            assert served.get("/status").status_code == 200
+            assert served.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+        wait_until(lambda: len(engine.scheduler._cancelled) == WAITING)
+    served.wait_until_idle()
 
 
 def test_shutdown_frees_the_engine(faked: Served, engine: FakeEngine) -> None:

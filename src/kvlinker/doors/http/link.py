@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from concurrent.futures import Future
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -14,6 +15,7 @@ from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming, error_responses
+from kvlinker.doors.http.edge.leaving import while_there
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NONEMPTY_LIST,
@@ -31,7 +33,7 @@ from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_pro
 from kvlinker.doors.http.fields.sampling import LinkOptions
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
-from kvlinker.llm import Explanation
+from kvlinker.llm import Explanation, ReadPrompt
 
 router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
 
@@ -136,13 +138,19 @@ async def explain_link(
     """Return tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages``
     or a ``prompt``; no answer."""
     served.check_model(body.model)
-    explanation = await served.encoding.run(request, lambda: _explain(served, body, tenant))
-    return JSONResponse(
-        await run_in_threadpool(explanation.to_json) | {"model": served.llm.model_name}
-    )
+    explaining, read = await served.encoding.run(request, lambda: _begin(served, body, tenant))
+    with blaming("prompt" if body.messages is None else "messages"):
+        explanation = await while_there(explaining, request.receive)
+
+    def tell() -> dict[str, Any]:
+        return served.llm.described(explanation, read).to_json()
+
+    return JSONResponse(await run_in_threadpool(tell) | {"model": served.llm.model_name})
 
 
-def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanation:
+def _begin(
+    served: ServedModel, body: ExplainRequest, tenant: str
+) -> tuple[Future[Explanation], ReadPrompt]:
     policy = body.link.policy if body.link else None
     implicit = body.link.implicit if body.link else None
     attention = bool(body.link and body.link.attention)
@@ -150,7 +158,7 @@ def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanat
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         with blaming("messages"):
-            return served.llm.explain(
+            return served.llm.begin_explain(
                 messages,
                 documents=documents,
                 options=TemplateOptions(tools=shown_tools(body.tools)),
@@ -161,6 +169,6 @@ def _explain(served: ServedModel, body: ExplainRequest, tenant: str) -> Explanat
             )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
-        return served.llm.explain(
+        return served.llm.begin_explain(
             prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant
         )

@@ -202,6 +202,7 @@ class Engine(Protocol):
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         """Link the request's prompt like ``generate``, and explain how, without generating.
+        Cancelling the future ends that; it may have an error then.
 
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later
         errors are the future's.

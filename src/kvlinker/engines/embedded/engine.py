@@ -313,7 +313,12 @@ class EmbeddedEngine:
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
-        explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
+        explaining = Explaining(
+            request,
+            layers=len(self._loaded.layers),
+            cost=self._cost,
+            cancel=self._scheduler.cancel,
+        )
         return self._enter(explaining).future
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:

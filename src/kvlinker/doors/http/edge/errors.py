@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import (
@@ -201,7 +202,7 @@ class UnexpectedErrors:
     log.
 
     The framework's own handler raises the error again, whereupon the connection is closed under the
-    client.
+    client. Clients that leave while their bodies are read are no bug: nobody is answered.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -217,6 +218,8 @@ class UnexpectedErrors:
 
         try:
             await self._app(scope, receive, noting)
+        except ClientDisconnect:
+            return
         except Exception:
             if scope["type"] != "http" or started:
                 raise

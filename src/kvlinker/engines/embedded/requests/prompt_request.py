@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -244,14 +245,37 @@ class PromptFuture(PromptRequest, FutureRequest[T]):
         """Return the request's result, now that its prompt is computed."""
 
 
+class _EndedByCancelling(Future[T]):
+    """A future that callers cannot cancel under the engine's hands, but whose request the engine
+    ends then: the future has its error."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._end = end
+
+    def cancel(self) -> bool:
+        self._end()
+        return False
+
+
 class Explaining(PromptFuture[Explanation]):
     """Asks how a prompt is linked. It does not count as a use of its chunks."""
 
     explains = True
 
-    def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        layers: int,
+        cost: CostModel,
+        cancel: Callable[[Sequence[Request]], None],
+    ) -> None:
+        """``cancel`` has the engine end requests."""
         super().__init__(request, layers=layers, max_tokens=1, linked=None)
         self._cost = cost
+        self.future = _EndedByCancelling(partial(cancel, (self,)))
+        self.future.set_running_or_notify_cancel()
 
     def _value(self) -> Explanation:
         return self._explanation(self._cost)

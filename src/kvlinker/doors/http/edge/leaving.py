@@ -1,0 +1,34 @@
+"""Clients that leave while something is computed for them: it ends, too."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+async def while_there(work: Future[T], receive: Receive) -> T:
+    """Return the result of ``work``, for which no thread waits, while the client is there; the
+    request's body must have been read. Cancels it as soon as the client is gone, and raises
+    ClientDisconnect."""
+    working = asyncio.wrap_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        either: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
