@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Shape = Annotated[
     str | None,
     typer.Option(
-        help="Random weights of this shape (tiny, 285m, 285m-hybrid, 8b) in place of --model."
+        help="Random weights of this shape (tiny, 285m, 285m-hybrid, 215m-experts, 8b) in place of"
+        " --model."
     ),
 ]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
 )
 
 from kvlinker.base.errors import InvalidRequestError
@@ -35,6 +36,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "ffn": 2816,
         "state_heads": 8,
     },
+    "215m-experts": {
+        "layers": 4,
+        "hidden": 1024,
+        "heads": 16,
+        "kv_heads": 8,
+        "ffn": 512,
+        "experts": 32,
+        "active_experts": 4,
+    },
     "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336},
 }
 
@@ -49,7 +59,7 @@ def random_model(
     shape: str, *, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "auto"
 ) -> LoadedModel:
     """Make a Llama of the named shape with random weights and a tokenizer of one token per byte,
-    for the engine; of one with ``state_heads``, a hybrid.
+    for the engine; of one with ``state_heads``, a hybrid, and of one with ``experts``, a mixture.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -62,7 +72,8 @@ def random_model(
 
 def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """Make a Llama of the named shape with random weights, always the same, as transformers has it;
-    of one with ``state_heads``, a Qwen3.5 with a gated delta rule in three layers of four.
+    of one with ``state_heads``, a Qwen3.5 with a gated delta rule in three layers of four, and of
+    one with ``experts``, a Qwen3 whose layers all have experts.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -83,16 +94,24 @@ def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) 
         "eos_token_id": 257,
         "tie_word_embeddings": True,
     }
-    config: PreTrainedConfig = (
-        Qwen3_5TextConfig(
+    config: PreTrainedConfig
+    if "state_heads" in size:
+        config = Qwen3_5TextConfig(
             **common,
             head_dim=size["hidden"] // size["heads"],
             linear_num_key_heads=size["state_heads"] // 2,
             linear_num_value_heads=size["state_heads"],
         )
-        if "state_heads" in size
-        else LlamaConfig(**common)
-    )
+    elif "experts" in size:
+        config = Qwen3MoeConfig(
+            **common,
+            head_dim=size["hidden"] // size["heads"],
+            moe_intermediate_size=size["ffn"],
+            num_experts=size["experts"],
+            num_experts_per_tok=size["active_experts"],
+        )
+    else:
+        config = LlamaConfig(**common)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
