@@ -11,6 +11,7 @@ from kvlinker.base.errors import InvalidRequestError, ModelLoadError, PolicyErro
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.states.delta_rule import DeltaRule
 from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
@@ -268,6 +269,25 @@ def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
         check(outcome, (expected.tokens, expected.logprobs))
     assert len({tuple(outcome.tokens) for outcome in together}) == 3
     wait_until(lambda: made.engine.scheduler.idle)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_state_keeps_no_more_in_memory_than_itself(bench, family, monkeypatch):
+    reached = []
+    reach = TokenSequence.reach
+
+    def noted(self, states):
+        reached.extend(states)
+        reach(self, states)
+
+    monkeypatch.setattr(TokenSequence, "reach", noted)
+    assert bench(family).answer(SHORT, "full", max_tokens=3).finished is not None
+    tensors = [
+        tensor for state in reached for each in state.layers for tensor in (each.before, each.state)
+    ]
+    assert len(tensors) > 4
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 64)
 
 
 @pytest.mark.skipif(not HERE, reason="no native code for this CPU")

@@ -174,7 +174,11 @@ class EngineLoop:
             self._scheduler.restart_later(request, result.left[sequence])
         elif sequence.computed:
             logits = result.logits.get(sequence)
-            if logits is not None and sequence.length == sequence.prompt_length:
+            if (
+                logits is not None
+                and sequence.length == sequence.prompt_length
+                and not bool(logits.isnan().any())  # else all that begin alike would fail, too
+            ):
                 self._scheduler.keep(request)
             forks = () if logits is None else request.fork()
             ending = self._advanced(request, logits)
@@ -196,6 +200,8 @@ class EngineLoop:
 
     def _failure(self, request: Request, error: KVLinkerError) -> Ending:
         if request.sequence is not None:
+            # NaN in a slot would reach whoever gets it next, even where it is hidden.
+            self._runner.pool.clear(self._scheduler.slots_of_its_own(request))
             request.sequence.restart()  # so that no other choice takes its KV over
         return partial(request.fail, error)
 

@@ -170,7 +170,8 @@ def _checks(subject: _Subject) -> Iterator[SelfTestCheck]:
         yield SelfTestCheck("pick", meaning, subject.referee.error)
 
     rotaries = {layer.rotary for layer in subject.anatomy.layers if layer.rotary is not None}
-    relative = max((rotary.relative_error(subject.window) for rotary in rotaries), default=0.0)
+    errors = [rotary.relative_error(subject.window) for rotary in rotaries]
+    relative = float(np.max(errors, initial=0.0))
     rounding = subject.window * ANGLE_ROUNDING
     meaning = f"rotary embedding depends on distances alone, over {subject.window:,} positions"
     yield SelfTestCheck("relocate", meaning, relative, TOLERANCE + rounding)

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from kvlinker.base.errors import EngineClosedError, InvalidRequestError
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
@@ -256,19 +256,30 @@ def test_a_mask_that_panics_leaves_the_others():
     worker.close()
 
 
-def test_a_grammar_that_cannot_be_followed_fails_its_answer_alone(monkeypatch):
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (InvalidRequestError("too complex"), "too complex"),
+        (Panic("index out of bounds"), "could not be followed: Panic: index out of bounds"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_fails_its_answer_alone(monkeypatch, error, told):
     guides = GrammarGuides(loaded_model("llama"))
     first, other = (guides.prepare(AnswerGrammar("regex", "[ab]{2}"))() for _ in range(2))
     tokens = [first_allowed(guide) for guide in (first, other)]
 
     def fails():
-        raise InvalidRequestError("too complex")
+        raise error
 
     monkeypatch.setattr(first, "_mask", fails)
     for guide, token in zip((first, other), tokens, strict=True):
         guide.accept(token)
     guides.start()
-    with pytest.raises(InvalidRequestError, match="too complex"):
+    with pytest.raises(KVLinkerError, match=told):
         first.allowed()
     assert other.allowed() is not None
     guides.close()

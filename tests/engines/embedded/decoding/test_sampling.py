@@ -160,7 +160,7 @@ def test_a_seed_repeats_and_another_does_not():
     assert draws(50) != draws(50)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 5])
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 5, np.int64(5)])
 def test_any_whole_number_is_a_seed(seed):
     assert draws(20, seed=seed) == draws(20, seed=seed)
 

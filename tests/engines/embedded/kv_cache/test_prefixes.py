@@ -67,6 +67,17 @@ class FakeSpill:
         raise AssertionError("the tree copies nothing back")
 
 
+def test_a_sharer_all_of_whose_prefixes_are_gone_takes_no_memory():
+    tree = PrefixTree(SlotAllocator(8))
+    for number in range(50):
+        tree.evict(6)
+        spans = tree._allocator.allocate(6)
+        assert spans is not None
+        tree.insert(SequencePath(f"salt {number}", np.arange(6)), np.arange(6), spans)
+        tree._allocator.release(spans)
+    assert list(tree._roots) == ["salt 49"]
+
+
 class TreeMachine(RuleBasedStateMachine):
     """Paths enter and leave; what is found is the longest common beginning of those that are there.
     What is given up is on disk, as long as that keeps it, and still belongs to just that

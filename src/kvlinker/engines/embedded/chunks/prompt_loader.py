@@ -17,6 +17,7 @@ from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
+from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
 from kvlinker.engines.embedded.requests.request import RequestState
@@ -63,6 +64,9 @@ class PromptLoader:
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes
         self._layers = max(1, len(loaded.layers))
+        self._shapes = [
+            (each.kv_heads, each.key_dim, each.value_dim) for each in keeping(loaded.layers)
+        ]
         self._store = store
         self._scheduler = scheduler
         self._builder = builder
@@ -166,16 +170,38 @@ class PromptLoader:
             or_else(
                 kv,
                 partial(self._obtain, request, link, key, chunk),
-                accepts=partial(self._is_enough, link),
+                accepts=partial(self._is_enough, link, key, chunk),
             )
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _is_enough(self, link: Link, kv: KV) -> bool:
-        """Return whether the KV has the scores that the link's policy needs. That of a text without
-        an id may have been stored without scores."""
+    def _is_enough(self, link: Link, key: str, chunk: Chunk, kv: KV) -> bool:
+        """Return whether the KV is the chunk's, and has the scores that the link's policy needs.
+        That of a text without an id may have been stored without scores."""
+        if not self._fits(chunk, kv):
+            logger.error(
+                "The KV stored as chunk %s is of another text or model: it is computed anew. Who"
+                " else writes to this store?",
+                key,
+            )
+            self._store.delete(key)
+            return False
         return kv.scores is not None or not (
             link.policy.needs.scores and self._builder.collects_scores
+        )
+
+    def _fits(self, chunk: Chunk, kv: KV) -> bool:
+        """Return whether the KV has the shape that attention takes for granted, as far as its
+        layers are there."""
+        count = kv.layer_count if isinstance(kv, ArrivingKV) else len(kv.layers)
+        if kv.tokens != len(chunk) or count != len(self._shapes):
+            return False
+        layers = map(kv.layer, range(count))
+        return all(
+            layer.key.shape == (heads, kv.tokens, key_dim)
+            and layer.value.shape == (heads, kv.tokens, value_dim)
+            for layer, (heads, key_dim, value_dim) in zip(layers, self._shapes, strict=True)
+            if layer is not None
         )
 
     def _obtain(
@@ -196,7 +222,8 @@ class PromptLoader:
         def load(there: bool) -> Future[KV | None]:
             return self._store.load([key], Urgency())[0] if there else resolved(None)
 
-        return or_else(then(asked, load), build, accepts=partial(self._is_enough, link))
+        accepts = partial(self._is_enough, link, key, chunk)
+        return or_else(then(asked, load), build, accepts=accepts)
 
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.grammars import AnswerGrammar, json_style
 from kvlinker.engines.contract.grammars import check_enforceable, unenforceable
@@ -147,11 +147,19 @@ class GrammarGuide:
     def allowed(self) -> Mask:
         """Return the tokens that may come next, as soon as they are known.
 
-        Raises InvalidRequestError where the answer has become too complex for the grammar's parser.
+        Raises InvalidRequestError where the answer has become too complex for the grammar's parser,
+        and KVLinkerError where that panics.
         """
         if not self._next.done():
             self._worker.start()  # it may have been put off
-        return self._next.result()
+        try:
+            return self._next.result()
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of llguidance, which concerns this answer alone
+            raise KVLinkerError(
+                f"The grammar could not be followed: {type(error).__name__}: {error}"
+            ) from error
 
     def accept(self, token: int) -> None:
         """Note the token that came, which must be one of those allowed, and have the next mask

@@ -121,7 +121,7 @@ class Sampler:
         if params.repetition_penalty != 1:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
         self._penalises = bool(params.presence_penalty or params.frequency_penalty)
-        seed = None if params.seed is None else params.seed % 2**63
+        seed = None if params.seed is None else int(params.seed) % 2**63
         self._random = None if params.greedy else np.random.default_rng(seed)
 
     def sample(

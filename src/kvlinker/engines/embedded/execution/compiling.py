@@ -94,7 +94,7 @@ def program_error(model: Any, anatomy: Anatomy, program: Program) -> float:
     logits, and of the keys and values that it writes."""
     batch = _batch(model, anatomy)
     found = [_computed(model, anatomy, batch, each) for each in (program, None)]
-    return max(_error(*pair) for pair in zip(*found, strict=True))
+    return float(np.max([_error(*pair) for pair in zip(*found, strict=True)]))  # NaN, if any is
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:

@@ -247,6 +247,8 @@ class _Layer:
                 state = self._recurrence.applied(Effect(*effect), state)
             else:
                 state = self._scanned(part, call, state, begins)
+                if state.untyped_storage().nbytes() > state.nbytes:
+                    state = state.clone()  # without those before it
                 begins = torch.zeros_like(begins)
         return state
 
@@ -277,7 +279,8 @@ class _Layer:
             kept = kind.kv.states[self._number].mixed
             return kept[len(kept) - 1 - window : -1].to(self._entering).T[None]
         assert part.entering is not None
-        return torch.cat([part.before, part.entering], -1)[..., part.entering.shape[-1] :]
+        together = torch.cat([part.before, part.entering], -1)
+        return together[..., part.entering.shape[-1] :].clone()  # without all that entered
 
     def _keep(self, part: _Part) -> None:
         """Have what is convolved of the batch's tokens as their output."""

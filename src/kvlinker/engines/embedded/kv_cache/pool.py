@@ -181,6 +181,13 @@ class KVPool:
             tuple(LayerKV.of_parts([copied(part) for part in each.parts]) for each in self.layers)
         )
 
+    def clear(self, slots: NDArray[np.int64]) -> None:
+        """Write zeros to these slots."""
+        indices = torch.from_numpy(slots).to(self.device)
+        for each in self.layers:
+            for whole in each.parts:
+                whole[:, indices] = 0
+
     def write(self, kv: KV, first: int, last: int, slots: NDArray[np.int64]) -> None:
         """Copy the tokens [first, last) of what ``read`` returned into as many ``slots``."""
         indices = torch.from_numpy(slots)

@@ -377,8 +377,11 @@ class PrefixTree:
 
     def _remove(self, node: PrefixNode) -> None:
         """Take the node out of the tree, with all that stands after it."""
-        assert node.parent is not None
-        del node.parent.children[int(node.items[0])]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[int(node.items[0])]
+        if parent.parent is None and not parent.children:
+            self._roots.pop(parent.tenant, None)
         leaving = [node]
         while leaving:
             gone = leaving.pop()

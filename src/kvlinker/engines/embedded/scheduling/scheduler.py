@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
@@ -242,6 +245,11 @@ class Scheduler(RequestQueues):
         """Keep what a request has computed so far for those that begin alike, while it goes on."""
         with self._lock:
             self._running.slots.keep(sequence_of(request))
+
+    def slots_of_its_own(self, request: Request) -> NDArray[np.int64]:
+        """Return the slots that only this request holds."""
+        with self._lock:
+            return self._running.slots.held_alone(sequence_of(request))
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""

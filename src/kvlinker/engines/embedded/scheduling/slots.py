@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, first_slots, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
@@ -132,7 +133,10 @@ class SequenceSlots:
 
     def keep(self, sequence: TokenSequence) -> None:
         """Keep the sequence's KV so far for later ones that begin alike."""
-        if not self._keeps or sequence.path is None or not sequence.prompt_in_place:
+        if not self._keeps:
+            sequence.marked.clear()  # nobody will go on from these states
+            return
+        if sequence.path is None or not sequence.prompt_in_place:
             return
         path, count = sequence.path_so_far, sequence.computed_length
         assert sequence.spans is not None
@@ -143,6 +147,13 @@ class SequenceSlots:
             states.append(sequence.state)
         self._prefixes.insert(path, own, sequence.spans, states)
         sequence.marked.clear()
+
+    def held_alone(self, sequence: TokenSequence) -> NDArray[np.int64]:
+        """Return the slots that neither another sequence nor a kept prefix holds."""
+        if not sequence.spans:
+            return np.zeros(0, np.int64)
+        alone: NDArray[np.bool_] = self._allocator.users(sequence.spans) == 1
+        return slots_of(sequence.spans)[alone]
 
     def release(self, sequence: TokenSequence) -> None:
         """Take the sequence's slots back."""

@@ -106,6 +106,9 @@ def test_fewer_heads_of_keys_are_left_to_the_model():
     query, key, value = taken.mixed
     taken.scan((query[:, :, :1], key[:, :, :1], value), taken.gates, states)
     assert asked == [1]
+    for name in ("query", "key"):
+        given.arguments[name] = given.arguments[name][:, :, :1]
+    assert delta_rule(given, states.shape[1:], CPU) is None
 
 
 def test_inputs_in_bf16_are_computed_in_fp32():

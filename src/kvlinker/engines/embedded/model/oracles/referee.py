@@ -61,7 +61,7 @@ class Referee(Picks):
         chosen = torch.where(theirs < 0, mine, theirs.clamp(max=scores.shape[-1] - 1))
         best, found = (scores.gather(-1, each) for each in (mine, chosen))
         found = found.sort(dim=-1, descending=True).values
-        self.error = max(self.error, _distance(best, found))
+        self.error = float(np.max([self.error, _distance(best, found)]))  # NaN, if any is
         return chosen
 
 

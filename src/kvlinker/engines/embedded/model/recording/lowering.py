@@ -112,8 +112,8 @@ class _Lowering:
         vocabulary = layout.axes[-1].size
         if layout.row != vocabulary:
             raise UnrecordableError("its logits are a part of what it computes")
-        if any(ids < vocabulary for ids in self._embedded):
-            raise UnrecordableError("its head has more tokens than it can be given")
+        if any(ids < max(vocabulary, *self._embedded) for ids in self._embedded):
+            raise UnrecordableError("its head and its embeddings differ in the tokens they know")
         buffers = [Buffer(*each) for each in self._layouts.made]
         number = layout.memory.number
         operations, shared, numbers = with_shared_buffers(self._operations, buffers, number)

@@ -87,8 +87,9 @@ def delta_rule(
     call: RuleCall, state_shape: Sequence[int], device: torch.device
 ) -> DeltaRule | None:
     """Return what computes this rule; None if native code does not."""
-    fits = not state_shape[-1] % LANES and device.type == "cpu"
-    if call.rule.function not in DECAYS or not fits:
+    if call.rule.function not in DECAYS or state_shape[-1] % LANES or device.type != "cpu":
+        return None
+    if len({each.shape[-2] for each in call.mixed}) > 1:  # fewer heads of keys than of values
         return None
     return rule_like(call.rule, call.function, bool(call.arguments.get(NORMED)))
 
