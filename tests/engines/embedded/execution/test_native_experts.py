@@ -1,8 +1,17 @@
 """Models with experts answer by native code as by their own modules, whoever shares their steps."""
 
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
 import torch
 
+from kvlinker.engines.embedded.execution import compiling
+from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
+from kvlinker.engines.embedded.execution.compiling import program_error
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.model.recording.program import ModuleCall, Program
 from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.embedded.model.weights.native_experts import native_experts
 from kvlinker.engines.embedded.model_loading import prepare_model
@@ -29,6 +38,7 @@ def test_answers_are_the_same(bench, family):
     )
     found = [isinstance(each, PackedExperts) for each in loaded.model.modules()]
     assert sum(found) == len(loaded.layers)
+    assert loaded.computes_steps == "compiled"
     prompt, short = linked_prompt(30, 25, header=5), linked_prompt(20, seed=1)
     policies = ["naive", "legolink-4", "full", "query-10", "cacheblend-20"]
 
@@ -54,3 +64,51 @@ def test_answers_are_the_same(bench, family):
                 if one != other:
                     break
         assert near >= 0.6 * TOKENS * len(batch)
+
+
+@pytest.mark.parametrize("family", ["mixtral-moe", "gpt_oss-sinks"])
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_steps_are_those_of_the_modules(family, weights):
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer(), weights=weights)
+    assert isinstance(loaded.program, Program), loaded.program
+    calls = [each for each in loaded.program.operations if isinstance(each, ModuleCall)]
+    assert len(calls) == len(loaded.layers)
+    assert program_error(loaded.model, loaded.anatomy, loaded.program) <= 5e-3
+
+
+def test_a_step_raises_what_its_experts_raise():
+    loaded = prepare_model(tiny_model("mixtral-moe").bfloat16(), byte_tokenizer())
+    pool = KVPool(loaded.layers, 64, dtype=loaded.dtype, device=loaded.device)
+    assert isinstance(loaded.program, Program), loaded.program
+    runner = Runner(loaded.model, loaded.anatomy, pool, program=loaded.program)
+    own = np.arange(20)
+    visible: dict[object, VisibleKV] = {
+        0: VisibleKV((), (SlotSpan(0, 20),), own, OwnTokens(own, ()))
+    }
+    batch = Batch((Run(own, 0, own + 3, True, owner=0),), visible)
+    expected = runner.step(batch).logits[0]
+    experts = [each for each in loaded.model.modules() if isinstance(each, PackedExperts)][1]
+    handle = experts.register_forward_pre_hook(Mock(side_effect=MemoryError("no memory left")))
+    with pytest.raises(MemoryError, match="no memory left"):
+        runner.step(batch)
+    handle.remove()
+    assert torch.equal(runner.step(batch).logits[0], expected)
+
+
+def test_both_passes_that_are_compared_choose_the_same_experts(monkeypatch):
+    """A router is moved between them so that others would be chosen."""
+    loaded = prepare_model(tiny_model("mixtral-moe").bfloat16(), byte_tokenizer())
+    assert isinstance(loaded.program, Program), loaded.program
+    passes = []
+    compute = compiling._computed
+
+    def computed(model, *args):
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.data.neg_()
+        passes.append(args[-1])
+        return compute(model, *args)
+
+    monkeypatch.setattr(compiling, "_computed", computed)
+    assert program_error(loaded.model, loaded.anatomy, loaded.program) <= 5e-3
+    assert passes == [loaded.program, None]

@@ -33,10 +33,12 @@ from kvlinker.engines.embedded.execution.step_structures import (
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.engines.embedded.model.norms import NormForm
+from kvlinker.engines.embedded.model.recording.module_calls import BoundModule, CallRows
 from kvlinker.engines.embedded.model.recording.program import (
     Calculation,
     HeadsPlace,
     Kind,
+    ModuleCall,
     Place,
     Product,
     Program,
@@ -154,6 +156,7 @@ class CompiledStep:
             threads=torch.get_num_threads(),
         )
         self._compute(step)
+        self._bound.raise_what_failed()
         owners = batch.logit_owners
         logits = self._bound.logits(len(owners))
         return StepResult(dict(zip(owners, logits, strict=True)), {}, {})
@@ -180,6 +183,7 @@ class _Bound:
             torch.empty(rows * buffer.row_bytes, dtype=torch.uint8) for buffer in program.buffers
         ]
         self._held: list[Any] = []
+        self._failed: list[BaseException] = []
         self.layers = (StepAttention * len(layers))()
         self.operations = (StepOperation * len(program.operations))()
         for index, operation in enumerate(program.operations):
@@ -187,6 +191,8 @@ class _Bound:
                 self.operations[index] = self._calculation(operation)
             elif isinstance(operation, Product):
                 self.operations[index] = self._product(operation)
+            elif isinstance(operation, ModuleCall):
+                self.operations[index] = self._module_call(operation)
             else:
                 self.operations[index] = StepOperation(kind=Kind.ATTENTION, layer=operation.layer)
                 self.layers[operation.layer] = self._attention(operation)
@@ -220,6 +226,33 @@ class _Bound:
             argument_rows=begin + NativeProduct.rows.offset,
             argument_threads=begin + NativeProduct.threads.offset,
         )
+
+    def _module_call(self, call: ModuleCall) -> StepOperation:
+        inputs, outputs = (self._rows_at(place) for place in (call.input, call.output))
+        module = BoundModule(call.module, inputs, outputs, self._failed)
+        self._held.append(module)
+        begin = ctypes.addressof(module.rows)
+        return StepOperation(
+            kind=Kind.PRODUCT,
+            behind_gather=call.wanted,
+            function=ctypes.cast(module.function, ctypes.c_void_p).value,
+            argument=begin,
+            argument_rows=begin + CallRows.rows.offset,
+            argument_threads=begin + CallRows.threads.offset,
+        )
+
+    def raise_what_failed(self) -> None:
+        """Raise what a module raised in the step before, if one did."""
+        if self._failed:
+            error, *_ = self._failed
+            self._failed.clear()
+            raise error
+
+    def _rows_at(self, place: Place) -> Tensor:
+        """Return the numbers of all rows at a place in bf16 that has whole rows: [rows, row]."""
+        assert isinstance(place.memory, int), place
+        numbers = self._memory[place.memory].view(torch.bfloat16)
+        return numbers[: self.rows * place.row].view(self.rows, place.row)
 
     def _calculation(self, calculation: Calculation) -> StepOperation:
         operands = {

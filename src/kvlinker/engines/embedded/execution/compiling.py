@@ -4,11 +4,13 @@ before it is used."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
@@ -27,6 +29,7 @@ from kvlinker.engines.embedded.model.obstacles import EXHAUSTED
 from kvlinker.engines.embedded.model.recording.lowering import record_program
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
+from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
@@ -93,8 +96,27 @@ def program_error(model: Any, anatomy: Anatomy, program: Program) -> float:
     """Return the largest relative error of a step by the program from one by the modules: of its
     logits, and of the keys and values that it writes."""
     batch = _batch(model, anatomy)
-    found = [_computed(model, anatomy, batch, each) for each in (program, None)]
+    with _same_experts(model):
+        found = [_computed(model, anatomy, batch, each) for each in (program, None)]
     return float(np.max([_error(*pair) for pair in zip(*found, strict=True)]))  # NaN, if any is
+
+
+@contextmanager
+def _same_experts(model: nn.Module) -> Iterator[None]:
+    """Have later passes in the block compute each row by the experts that the first one chose, with
+    the same weights: where two are all but equal, the last bits of a sum choose between them."""
+    chosen: dict[nn.Module, tuple[Any, ...]] = {}
+
+    def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0], *chosen.setdefault(module, args[1:]))
+
+    experts = [each for each in model.modules() if isinstance(each, PackedExperts)]
+    handles = [each.register_forward_pre_hook(choose) for each in experts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:

@@ -22,6 +22,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
     Calculation,
     Kind,
+    ModuleCall,
     Operation,
     Place,
     Product,
@@ -31,6 +32,7 @@ from kvlinker.engines.embedded.model.recording.program import (
 )
 from kvlinker.engines.embedded.model.recording.trace import (
     ATTENTION,
+    EXPERTS,
     INPUT,
     LINEAR,
     NORM,
@@ -92,6 +94,7 @@ class _Lowering:
             INPUT: self._input,
             NORM: self._norm,
             LINEAR: self._linear,
+            EXPERTS: self._experts,
             ATTENTION: self._attention,
             "aten.embedding.default": self._embedding,
             "aten.index.Tensor": self._wanted_rows,
@@ -289,6 +292,18 @@ class _Lowering:
             self._add(Kind.ADD, output, output, added)
         assert module is not None
         self._held.append(module)
+
+    def _experts(self, one: Node, other: Node) -> None:
+        source, output = self._layout(one, other, "input"), self._output(one, other)
+        if source.wide or output.wide or output.row != output.axes[-1].size:
+            raise UnrecordableError("experts do not compute token after token in bf16")
+        source = self._dense(source)
+        given, into = (
+            Place(layout.name, layout.offset, layout.row, 0, 1, False)
+            for layout in (source, output)
+        )
+        assert one.module is not None
+        self._operations.append(ModuleCall(output.wanted, given, into, one.module))
 
     def _dense(self, source: Layout) -> Layout:
         """Return the layout of the same numbers with nothing in between."""

@@ -139,6 +139,25 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """A module of the model, which computes each row by itself, between operations of native
+    code."""
+
+    wanted: bool
+    input: Place
+    output: Place
+    module: nn.Module
+
+    @property
+    def places(self) -> tuple[Place | HeadsPlace, ...]:
+        return self.output, self.input
+
+    def moved(self, numbers: dict[int, int]) -> ModuleCall:
+        """Return the operation where buffers have other numbers."""
+        return replace(self, input=self.input.moved(numbers), output=self.output.moved(numbers))
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedAttention:
     """Attention of the layer whose turn it is; its keys and values are written first."""
 
@@ -159,7 +178,7 @@ class RecordedAttention:
         return replace(self, query=query, key=key, value=value, output=self.output.moved(numbers))
 
 
-Operation = Calculation | Product | RecordedAttention
+Operation = Calculation | Product | ModuleCall | RecordedAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,9 +24,10 @@ from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.norms import NativeNorm
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
+from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
 
-LINEAR, NORM, ATTENTION, INPUT = "linear", "norm", "attention", "input"
+LINEAR, NORM, EXPERTS, ATTENTION, INPUT = "linear", "norm", "experts", "attention", "input"
 """The names of operations that are not PyTorch's."""
 
 NONZERO = "aten.nonzero.default"
@@ -149,6 +150,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
+        if self._inside:
+            raise UnrecordableError("experts are not in a module of their own")
         self._inside += 1
         try:
             output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).normal_()
@@ -237,6 +240,8 @@ def _leaves(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             return NORM
         if isinstance(module, MatrixLinear | SharedLinear) or type(module) is nn.Linear:
             return LINEAR
+        if any(isinstance(child, PackedExperts) for child in module.children()):
+            return EXPERTS  # with their router
         return None
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -248,8 +253,9 @@ def _leaves(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         if name is None:
             continue
 
-        def leave(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-            recorder.leave(name, module, args[0], output)
+        def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            recorder.leave(name, module, args[0], first)
 
         handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
