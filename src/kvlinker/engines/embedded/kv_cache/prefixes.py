@@ -61,15 +61,12 @@ class PrefixTree:
         self._chunks: dict[int, PathChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
         self._new_names = counting(UNNAMED - 1, -1)
-        self._lengths: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # of prompts that chunks were linked for
-        self._used: OrderedDict[PrefixNode, None] = (
-            OrderedDict()
-        )  # the last used one last, and parents after children
-        self._spilled: dict[
-            PrefixNode, None
-        ] = {}  # all others, parents after children: their KV is on disk, or was
+        # Of prompts that chunks were linked for.
+        self._lengths: OrderedDict[int, None] = OrderedDict()
+        # The last used one last, and parents after children.
+        self._used: OrderedDict[PrefixNode, None] = OrderedDict()
+        # All others, parents after children: their KV is on disk, or was.
+        self._spilled: dict[PrefixNode, None] = {}
         self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
