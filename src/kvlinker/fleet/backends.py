@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
+from kvlinker.doors.client.wire import access_headers
 from kvlinker.fleet.router import Router
 
 MOST_PRELOADED = 1000
@@ -107,7 +108,7 @@ class Backends:
         self._find = find
         self._router = router
         self._client = client
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = access_headers(api_key)
         self.known: dict[str, Backend] = {}
         """All servers, by their replicas' ids."""
 

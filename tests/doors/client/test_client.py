@@ -266,6 +266,30 @@ def test_what_is_no_address(client: Any, url: Any) -> None:
     assert refused.value.param == "base_url"
 
 
+@pytest.mark.parametrize("key", ["ключ", "two\nlines", "two words", "", 5])
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_what_is_no_key_is_refused_without_showing_it(client: Any, key: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="API key must be") as refused:
+        client("http://localhost:8000", api_key=key)
+    assert refused.value.param == "api_key"
+    assert not key or str(key) not in str(refused.value)
+
+
+@pytest.mark.parametrize("cache_id", ["", ".", "..", "../usage", "a/b", "a?b", "\ud800", "é"])
+def test_ids_that_no_server_gives_are_not_found(cache_id: str) -> None:
+    client = Client("http://127.0.0.1:9")
+    for call in (client.read_cache, client.expire_cache, client.update_cache):
+        with pytest.raises(ContextCacheNotFoundError) as caught:
+            call(cache_id)
+        assert caught.value.cache_id == cache_id
+        assert repr(cache_id) in caught.value.message
+
+
+def test_what_is_no_context_cache() -> None:
+    with pytest.raises(InvalidRequestError, match="5 is no context cache"):
+        Client("http://127.0.0.1:9").expire_cache(5)  # type: ignore[arg-type]
+
+
 def answering(status: int, content: bytes, **headers: str) -> Client:
     """A client whose server always gives this answer."""
     client = Client("http://server")

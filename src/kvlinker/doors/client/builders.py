@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from kvlinker.doors.client.wire import access_headers
+
 BUILD = "v1/chunks/build"
 
 logger = logging.getLogger(__name__)
@@ -19,8 +21,7 @@ class BuilderClient:
         """``urls`` returns the addresses of the builders that there are now, who take ``api_key``,
         an admin's."""
         self.urls = urls
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(headers=headers, trust_env=False)
+        self._client = httpx.Client(headers=access_headers(api_key), trust_env=False)
 
     def build(self, url: str, key: str, seconds: float) -> bool:
         """Have a builder compute a chunk into the shared tiers, and return whether it has done so.

@@ -8,14 +8,19 @@ themselves do no input or output. Their signatures and docstrings are those of t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import quote
 
 import httpx
 
-from kvlinker.base.errors import InvalidRequestError, UnknownArgumentError, did_you_mean
+from kvlinker.base.errors import (
+    ContextCacheNotFoundError,
+    InvalidRequestError,
+    UnknownArgumentError,
+    did_you_mean,
+)
 from kvlinker.base.types.texts import CacheContent, Piece, SearchHit
 from kvlinker.doors.client.wire import (
     RemoteAnswer,
@@ -250,11 +255,21 @@ def _part(part: str | HasId | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _id_of(cache: HasId | str) -> str:
-    return cache if isinstance(cache, str) else cache.id
+    cache_id = cache if isinstance(cache, str) else getattr(cache, "id", None)
+    if not isinstance(cache_id, str):
+        raise InvalidRequestError(
+            f"{cache!r} is no context cache, and no id of one.", param="cache"
+        )
+    return cache_id
 
 
 def _cache_path(cache: HasId | str) -> str:
-    return f"{CACHES}/{quote(_id_of(cache), safe='')}"
+    """Return the path of a context cache. Raises ContextCacheNotFoundError for an id that no server
+    gives, and that might name another path."""
+    cache_id = _id_of(cache)
+    if not re.fullmatch(r"[\w-]+", cache_id, re.ASCII):
+        raise ContextCacheNotFoundError(cache_id)
+    return f"{CACHES}/{cache_id}"
 
 
 def _metadata_query(metadata: Mapping[str, str]) -> dict[str, str]:

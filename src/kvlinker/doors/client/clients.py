@@ -14,7 +14,7 @@ from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.client import calls
 from kvlinker.doors.client.calls import HttpCall, Message
-from kvlinker.doors.client.wire import RemoteAnswer, read_texts, transport_errors
+from kvlinker.doors.client.wire import RemoteAnswer, access_headers, read_texts, transport_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Client:
         self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT
     ) -> None:
         self._http = httpx.Client(
-            base_url=_root(base_url), headers=_access(api_key), timeout=timeout
+            base_url=_root(base_url), headers=access_headers(api_key), timeout=timeout
         )
 
     generate_context_cache = _sent(calls.generate_context_cache)
@@ -153,7 +153,7 @@ class AsyncClient:
         self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT
     ) -> None:
         self._http = httpx.AsyncClient(
-            base_url=_root(base_url), headers=_access(api_key), timeout=timeout
+            base_url=_root(base_url), headers=access_headers(api_key), timeout=timeout
         )
 
     generate_context_cache = _sent_async(calls.generate_context_cache)
@@ -251,7 +251,3 @@ def _root(base_url: str) -> str:
             param="base_url",
         )
     return base_url.rstrip("/").removesuffix("/v1")
-
-
-def _access(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

@@ -192,6 +192,20 @@ def transport_errors(address: httpx.URL) -> Iterator[None]:
         ) from error
 
 
+def access_headers(api_key: str | None) -> dict[str, str]:
+    """Return the headers of calls with this key. Raises InvalidRequestError, which does not show
+    it, for one that headers cannot have."""
+    if api_key is None:
+        return {}
+    if not isinstance(api_key, str) or not re.fullmatch("[!-~]+", api_key):
+        raise InvalidRequestError(
+            "The API key must be letters, digits and signs of ASCII, without spaces and line"
+            " breaks, but has others, or none at all. Copy it again, on one line.",
+            param="api_key",
+        )
+    return {"Authorization": f"Bearer {api_key}"}
+
+
 def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError:
     """Make the error of an answer; ``body`` is the request's."""
     try:
