@@ -68,6 +68,29 @@ def test_bodies_of_all_errors(kind: type[KVLinkerError], caplog: pytest.LogCaptu
     assert error_body(error, SCOPE).model_dump()["error"] == body
 
 
+@pytest.mark.parametrize("padding", [0, 20_000])
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ('{"minimum": 1e999}', "minimum"),
+        ('{"properties": {"a": {"enum": [1, -1e999]}}}', "properties.a.enum.1"),
+        ('{"list": {"float": 1e999}}', "list.float"),
+    ],
+)
+def test_places_are_those_of_the_body(keyed: Served, padding: int, schema: str, place: str) -> None:
+    """Also in JSON of any kind, and in long bodies."""
+    message = {"role": "user", "content": "x" * padding}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": "…"}}
+    body = json.dumps({"messages": [message], "response_format": form}, ensure_ascii=False)
+    answer = keyed.http.post(
+        CHAT,
+        content=body.replace('"…"', schema),
+        headers={"Authorization": "Bearer key-alpha", "Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"response_format.json_schema.schema.{place}"
+
+
 def test_every_answer_names_its_request(keyed: Served) -> None:
     headers = {"Authorization": "Bearer key-alpha"}
     answers = [

@@ -48,6 +48,9 @@ _HTTP_CODES = {
     413: "body_too_large",
 }
 
+_JSON_KINDS = frozenset({"list", "dict", "str", "bool", "int", "float", "NoneType"})
+"""The names by which pydantic tells kinds of values apart in JSON of any kind."""
+
 _RETRY_AFTER = {
     "description": "Seconds to wait before trying again.",
     "schema": {"type": "integer"},
@@ -239,7 +242,9 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     """Answer with the first complaint, and the path of its field, such as
     ``messages.0.content.1.id``."""
     assert isinstance(error, RequestValidationError)
-    message, param, code = _describe(error.errors()[0])
+    complaint = error.errors()[0]
+    place = _within(error.body, complaint)
+    message, param, code = _describe({**complaint, "loc": place})
     return _invalid_request(400, message, request.scope, param=param, code=code)
 
 
@@ -323,6 +328,24 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
             subject = "Invalid body" if param is None else f"Invalid {param!r}"
             code = "invalid_type" if kind.endswith("_type") else "invalid_value"
             return f"{subject}: {complaint['msg']}.", param, code
+
+
+def _within(body: Any, complaint: Mapping[str, Any]) -> Sequence[str | int]:
+    """Return the location of a complaint as it is in the body, without the kinds of values that
+    pydantic names in JSON of any kind, as in ``minimum.float``."""
+    source, *parts = complaint["loc"]
+    if source != "body" or not isinstance(body, Mapping):
+        return (source, *parts)
+    found: list[str | int] = [source]
+    value = body
+    for part in parts:
+        is_field = isinstance(value, Mapping) and part in value
+        if is_field or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            value = value[part]
+        elif part in _JSON_KINDS:
+            continue
+        found.append(part)
+    return found
 
 
 def _path(location: Sequence[str | int]) -> str | None:

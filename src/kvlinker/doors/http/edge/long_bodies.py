@@ -76,9 +76,10 @@ class _LongRequest(Request):
 
     def _read(self) -> Any:
         check_json(self._body)
-        value, errors = self._validate(json.loads(self._body.decode("utf-8-sig")))
+        body = json.loads(self._body.decode("utf-8-sig"))
+        value, errors = self._validate(body)
         if errors:
-            raise RequestValidationError(errors)
+            raise RequestValidationError(errors, body=body)
         return value
 
 
