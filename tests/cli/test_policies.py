@@ -72,6 +72,9 @@ def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: 
         (["legolink-4"], "must have one {}"),
         (["legolink-{}", "--values", "0"], "from 1 to 4096"),
         (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["query-{}", "--target", "2"], "--target"),
+        (["query-{}", "--target", "0"], "above 0, at most 1"),
+        (["query-{}", "--target", "nan"], "--target"),
     ],
 )
 def test_bad_calibrations_are_refused(arguments: list[str], message: str) -> None:

@@ -122,6 +122,12 @@ def test_complaints_name_value_origin_and_way_out(options: dict[str, Any], compl
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize("names", [",,", " , ", " "])
+def test_names_that_are_none(names: str) -> None:
+    with pytest.raises(InvalidRequestError, match="has no name: write one"):
+        load_settings(served_model_name=names)
+
+
 def test_policies_are_complained_about_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINKER_POLICY", "leoglink-16")
     with pytest.raises(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvlinker.cli.bench.common import MODEL_OPTIONS
-from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings, load_settings
@@ -174,7 +174,8 @@ def calibrate(
         ),
     ] = "cachecraft-{}",
     target: Annotated[
-        float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")
+        float,
+        typer.Option(min=0, max=1, help="Wanted score, above 0, as a share of full prefill's."),
     ] = 0.95,
     values: Annotated[
         str | None,
@@ -206,6 +207,8 @@ def calibrate(
     from kvlinker.quality.evaluation.datasets import load_dataset
     from kvlinker.quality.evaluation.examiner import Examiner
 
+    if not 0 < target <= 1:
+        raise fail(f"--target {target:g} is no share: write one above 0, at most 1", BAD_USAGE)
     with failures(BAD_USAGE):
         policies = candidates_of(
             policy, trial_values(policy) if values is None else values.split(",")

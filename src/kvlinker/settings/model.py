@@ -93,6 +93,13 @@ class ModelSettings(BaseSettings):
         own = Path(self.model).name if Path(self.model).is_dir() else self.model
         return tuple(dict.fromkeys(filter(None, names))) or (own,)
 
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_something(cls, value: str | None) -> str | None:
+        if value and not value.replace(",", " ").strip():
+            raise ValueError(f"{value!r} has no name: write one, or several with commas")
+        return value
+
     @field_validator("weights")
     @classmethod
     def _weights_fit(cls, value: WeightFormat, info: ValidationInfo) -> WeightFormat:
