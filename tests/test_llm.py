@@ -14,6 +14,7 @@ from kvlinker import LLM, AsyncLLM
 from kvlinker.base.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
+    EngineClosedError,
     InvalidRequestError,
     ModelLoadError,
     PolicyError,
@@ -400,6 +401,36 @@ def test_context_caches_that_http_cannot_show_are_refused(make_llm, param, optio
             call()
         assert refused.value.param == param
     assert llm.list_caches().items == (cache,)
+
+
+def test_calls_without_what_they_need_name_it(make_llm):
+    llm = make_llm()
+    hi = [{"role": "user", "content": "Hi"}]
+    calls = {
+        "chunks": lambda: llm.generate_context_cache(None),
+        "chunks.0": lambda: llm.generate_context_cache([5]),
+        "text": lambda: llm.split(5),
+        "messages": lambda: llm.chat_completion(None),
+        "tools": lambda: llm.chat_completion(hi, tools=5),
+        "documents": lambda: llm.chat_completion(hi, documents=5),
+        "link.policy": lambda: llm.chat_completion(hi, policy=5),
+        "ttl": lambda: llm.chat_completion(hi, keep="answer", ttl=float("inf")),
+        "limit": lambda: llm.list_caches(limit=0),
+    }
+    for param, call in calls.items():
+        with pytest.raises(InvalidRequestError, match="must be") as refused:
+            call()
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="'limit' is -1"):
+        llm.search("x", limit=-1)
+
+
+def test_a_closed_llm_says_so(make_llm):
+    llm = make_llm()
+    llm.close()
+    for call in (llm.generate_context_cache, llm.completion):
+        with pytest.raises(EngineClosedError):
+            call("a")
 
 
 def test_a_model_that_is_not_there_is_named():

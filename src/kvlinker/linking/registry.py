@@ -56,8 +56,15 @@ def parse_policy(text: str) -> Policy:
 
 def as_policy(policy: str | Policy) -> Policy:
     """Return the policy itself, or the one that the text names. Raises PolicyError as
-    ``parse_policy`` does."""
-    return parse_policy(policy) if isinstance(policy, str) else policy
+    ``parse_policy`` does, and for what is neither."""
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise PolicyError(
+            f"'policy' is {policy!r}, but must be a policy, or a name such as 'legolink-4'.",
+            param="link.policy",
+        )
+    return parse_policy(policy)
 
 
 def _parse_one(text: str) -> Policy:

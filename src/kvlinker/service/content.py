@@ -43,6 +43,7 @@ def parse_messages(
 ) -> tuple[ChatMessage[CachedPart], ...]:
     """Parse a conversation; messages that are typed already stay as they are. Raises
     InvalidRequestError."""
+    _require_list("messages", messages, "messages, each with a 'role' and a 'content'")
     return tuple(
         message if isinstance(message, ChatMessage) else _parse_message(index, message)
         for index, message in enumerate(messages)
@@ -76,6 +77,7 @@ def parse_documents(
 ) -> tuple[Document[CachedPart], ...]:
     """Parse documents, each with a ``text`` and other fields that chat templates may show, such as
     ``title``; typed ones stay as they are. Raises InvalidRequestError."""
+    _require_list("documents", documents, "documents, each with a 'text'")
     return tuple(
         document if isinstance(document, Document) else _parse_document(index, document)
         for index, document in enumerate(documents)
@@ -84,6 +86,7 @@ def parse_documents(
 
 def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     """Parse definitions of tools, as OpenAI's API has them. Raises InvalidRequestError."""
+    _require_list("tools", tools, "definitions of tools, as OpenAI's API has them")
     for index, tool in enumerate(tools):
         match tool:
             case {"type": "function", "function": {"name": str(name), **function}} if name:
@@ -96,6 +99,11 @@ def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
             param="tools",
         )
     return tuple({**tool, "function": _given(tool["function"])} for tool in tools)
+
+
+def _require_list(name: str, value: Any, of: str) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidRequestError(f"{name!r} is {value!r}, but must be a list of {of}.", param=name)
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.arguments import names_arguments
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.texts import Piece
@@ -121,6 +122,8 @@ class ModelCalls:
     ) -> tuple[Piece, ...]:
         """Cut a text into chunks as ``split`` does, with the beginning of each and the number of
         its tokens. Raises InvalidRequestError for one that makes more than ``most_pieces``."""
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"'text' is {text!r}, but must be a text.", param="text")
         return split_text(
             text,
             tokenizer=self.builder.encoder,

@@ -20,6 +20,7 @@ from kvlinker.base.types.chunks import GenerationContext, split_salt
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
+from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches.checks import check_fields, check_tenant
 from kvlinker.service.context_caches.creation import Creation, Metadata
@@ -35,6 +36,11 @@ from kvlinker.store import (
     TenantUsage,
     TierUsage,
     Unchanged,
+)
+
+ADMINS_ONLY = (
+    "Shared context caches are written by admins only. Use a key that the server has among its"
+    " admin_keys"
 )
 
 DELETED_AT_ONCE = 1000
@@ -125,9 +131,11 @@ class ContextCaches:
 
         ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``:
         the caller may write shared ones. Raises InvalidRequestError and ContextLengthError for bad
-        texts and fields, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two
-        are the future's where others took the room meanwhile.
+        texts and fields, PermissionDeniedError, EngineClosedError, QuotaExceededError and
+        PinLimitError; the last two are the future's where others took the room meanwhile.
         """
+        if not self._engine.healthy:
+            raise engine_closed()
         check_tenant(tenant)
         check_fields(expires_at=expires_at, name=name, metadata=metadata, pinned=pinned)
         _check_rights(scope, admin)
@@ -343,7 +351,8 @@ class ContextCaches:
     def _writable(self, cache_id: str, tenant: str, admin: bool) -> str:
         """Return the owner of a context cache that the tenant may change."""
         found = self.get(cache_id, tenant=tenant)
-        _check_rights(found.scope, admin)
+        if found.scope is Scope.SHARED and not admin:
+            raise PermissionDeniedError(f"{ADMINS_ONLY}.", param="id")
         return found.tenant
 
     def _usable(self, cache_id: str, found: ContextCache | None) -> ContextCache:
@@ -369,8 +378,4 @@ def _owner(scope: Scope, tenant: str) -> str:
 def _check_rights(scope: Scope, admin: bool) -> None:
     """Check that the caller may write. Raises PermissionDeniedError."""
     if scope is Scope.SHARED and not admin:
-        raise PermissionDeniedError(
-            "Shared context caches are written by admins only. Use a key that the server has among"
-            " its admin_keys, or leave 'scope' out.",
-            param="scope",
-        )
+        raise PermissionDeniedError(f"{ADMINS_ONLY}, or leave 'scope' out.", param="scope")

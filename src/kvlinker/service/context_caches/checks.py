@@ -40,6 +40,12 @@ def texts_of(chunks: str | Sequence[str]) -> Sequence[str]:
 def expiry_of(ttl: float) -> float:
     """Return the time in Unix seconds when a ``ttl`` from now is over. Raises
     InvalidRequestError."""
+    check_ttl(ttl)
+    return time.time() + float(ttl)
+
+
+def check_ttl(ttl: float) -> None:
+    """Check the seconds for which something is to live. Raises InvalidRequestError."""
     if not _is_number(ttl) or not 0 < ttl <= MAX_TTL:
         raise _invalid(
             "ttl",
@@ -47,7 +53,6 @@ def expiry_of(ttl: float) -> float:
             f"a positive number of seconds, at most {MAX_TTL:,.0f}. Leave it out, or give None, for"
             " one that lives until it is deleted",
         )
-    return time.time() + float(ttl)
 
 
 def check_fields(

@@ -24,6 +24,7 @@ from kvlinker.engines.contract.contract import AnswerKV, Finished, GenerationEve
 from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.context_caches import ContextCaches
+from kvlinker.service.context_caches.checks import check_ttl
 
 KeptPart = Literal["answer", "all"]
 """``answer`` is the answer's text, without reasoning and calls; ``all`` is all of it."""
@@ -45,6 +46,8 @@ class KeepRequest:
     @classmethod
     def of(cls, part: str, ttl: float | None, reader: Callable[[], Reader]) -> Self | None:
         """Ask for the part of this name; None for "off". Raises InvalidRequestError for others."""
+        if ttl is not None:
+            check_ttl(ttl)
         if part == "off":
             return None
         if part not in get_args(KeptPart):
