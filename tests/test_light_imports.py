@@ -61,8 +61,8 @@ def test_the_router_needs_no_torch() -> None:
 
 
 EMBEDDED = """
-import importlib.util, sys
-import kvlinker.llm, kvlinker.engines.embedded.model_loading
+import sys
+import kvlinker.cli, kvlinker.llm, kvlinker.engines.embedded.model_loading
 print(*(name for name in ("scipy", "sklearn", "triton") if name in sys.modules))
 import scipy.special
 from transformers.utils import is_scipy_available
@@ -71,7 +71,7 @@ print(is_scipy_available(), *(name for name, kept in sys.modules.items() if kept
 
 
 @pytest.mark.slow
-def test_the_embedded_engine_loads_no_library_that_it_does_not_need() -> None:
+def test_commands_load_no_library_that_the_engine_does_not_need() -> None:
     """They take as much memory as a model of 90M parameters."""
     run = subprocess.run(
         [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=120, check=True
@@ -80,3 +80,12 @@ def test_the_embedded_engine_loads_no_library_that_it_does_not_need() -> None:
     assert set(loaded.split()) <= ({"triton"} if torch.version.cuda else set())
     assert after.split()[0] == "False"
     assert not {"scipy", "sklearn", "triton"} & set(after.split())
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_the_library_has_all_of_transformers() -> None:
+    program = EMBEDDED.replace("kvlinker.cli, ", "")
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.split()[-1] == "True"

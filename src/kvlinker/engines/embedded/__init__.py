@@ -35,7 +35,7 @@ def _import_transformers() -> None:
     """Import transformers without libraries that it imports for what is not used here: SciPy and
     scikit-learn, for losses and assisted generation, and, where PyTorch was built for CPUs alone,
     Triton. They take 170 MB. Other code can import them afterwards; transformers takes them for
-    not installed in this process."""
+    not installed in this process, so this is for kvlinker's own."""
     import torch
 
     built_for = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
@@ -51,4 +51,5 @@ def _import_transformers() -> None:
 
 
 _share_arenas()
-_import_transformers()
+if "kvlinker.cli" in sys.modules:  # else it is somebody else's program
+    _import_transformers()

@@ -56,7 +56,7 @@ def test_modules_drop_their_pages_when_they_have_run(
     monkeypatch.setattr(memory, "_drop", lambda weight: dropped.append(weight.data_ptr()))
     model = weights_of(mapped(tmp_path / "weights", 4), 0, 2)
     model.append(nn.Linear(16, 16))  # in memory of its own
-    addresses = [layer.weight.data_ptr() for layer in model]
+    addresses = [layer.get_parameter("weight").data_ptr() for layer in model]
     with memory.dropping_mapped(model):
         model(torch.zeros(1, 16))
         assert dropped == addresses[:2]
