@@ -132,7 +132,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "sampling_params",
     }
     building |= {"prepare_chat", "request_tools", "described", "fitting"}
-    building |= {"submit_prepared", "answer_builder"}
+    building |= {"submit_prepared", "answer_builder", "begin_explain"}
     at_once = {
         "default_policy",
         "current_load",

@@ -416,6 +416,11 @@ def test_calls_without_what_they_need_name_it(make_llm):
         "link.policy": lambda: llm.chat_completion(hi, policy=5),
         "ttl": lambda: llm.chat_completion(hi, keep="answer", ttl=float("inf")),
         "limit": lambda: llm.list_caches(limit=0),
+        "order": lambda: llm.list_caches(order="up"),
+        "cache": lambda: llm.expire_cache(5),
+        "metadata": lambda: llm.expire_caches(5),
+        "metadata.a": lambda: llm.list_caches(metadata={"a": 1}),
+        "query": lambda: llm.search(5),
     }
     for param, call in calls.items():
         with pytest.raises(InvalidRequestError, match="must be") as refused:

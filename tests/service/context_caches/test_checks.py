@@ -70,7 +70,7 @@ def test_a_tenant_has_a_name(tenant: Any) -> None:
     assert refused.value.param == "tenant"
 
 
-@pytest.mark.parametrize("limit", [0, -1, 1.5, "1", None, True])
+@pytest.mark.parametrize("limit", [0, -1, 2**31, 1.5, "1", None, True])
 def test_a_limit_is_a_positive_number(limit: Any) -> None:
     with pytest.raises(InvalidRequestError, match="'limit' is"):
         check_limit(limit)

@@ -10,7 +10,15 @@ from kvlinker.base.types.chunks import GenerationContext, parse_context
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
-from kvlinker.service.context_caches.checks import check_limit, expiry_of, texts_of
+from kvlinker.service.context_caches.checks import (
+    check_limit,
+    check_order,
+    check_pairs,
+    check_query,
+    expiry_of,
+    id_of,
+    texts_of,
+)
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
@@ -63,7 +71,7 @@ class ContextCacheCalls:
     def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
         """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the
         owner of the ``ContextCache`` that is given. Raises ContextCacheNotFoundError."""
-        self.caches.delete(_id_of(cache), tenant=_tenant_of(cache, tenant), admin=True)
+        self.caches.delete(id_of(cache), tenant=_tenant_of(cache, tenant), admin=True)
 
     def expire_caches(
         self,
@@ -73,6 +81,7 @@ class ContextCacheCalls:
         tenant: str = DEFAULT_TENANT,
     ) -> int:
         """Delete all context caches that have all these pairs of metadata; returns how many."""
+        check_pairs(metadata)
         return self.caches.delete_matching(
             metadata, tenant=tenant, scope=parse_scope(scope), admin=True
         )
@@ -91,7 +100,7 @@ class ContextCacheCalls:
         deleted. ``pinned``: its KV is not evicted. ``tenant``: as in ``expire_cache``. Raises
         ContextCacheNotFoundError and PinLimitError."""
         return self.caches.update(
-            _id_of(cache),
+            id_of(cache),
             tenant=_tenant_of(cache, tenant),
             expires_at=ttl if ttl is None or isinstance(ttl, Unchanged) else expiry_of(ttl),
             name=name,
@@ -116,7 +125,9 @@ class ContextCacheCalls:
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
         check_limit(limit)
-        after_id = None if after is None else _id_of(after)
+        check_order(order)
+        check_pairs(metadata or {})
+        after_id = None if after is None else id_of(after)
         return self.caches.list(
             tenant=tenant,
             limit=limit,
@@ -129,7 +140,7 @@ class ContextCacheCalls:
     def read_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> CacheContent:
         """Read a context cache's text and token ids. ``tenant``: as in ``expire_cache``. Raises
         ContextCacheNotFoundError."""
-        return self.caches.content(_id_of(cache), tenant=_tenant_of(cache, tenant))
+        return self.caches.content(id_of(cache), tenant=_tenant_of(cache, tenant))
 
     def search(
         self,
@@ -146,7 +157,9 @@ class ContextCacheCalls:
         Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises
         InvalidRequestError for a query without words, and where the settings have search off.
         """
+        check_query(query)
         check_limit(limit)
+        check_pairs(metadata or {})
         return self.caches.search(
             query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope)
         )
@@ -156,11 +169,6 @@ class ContextCacheCalls:
     ) -> CachesUsage:
         """Return the number of context caches, the size of their KV, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
-
-
-def _id_of(cache: ContextCache | str) -> str:
-    """Return the id of a context cache that is given by its id or as it was returned."""
-    return cache if isinstance(cache, str) else cache.id
 
 
 def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:

@@ -17,8 +17,11 @@ from kvlinker.base.types.context_cache import (
     MAX_TTL,
     MOST_PAIRS,
     UNCHANGED,
+    ContextCache,
     Unchanged,
 )
+
+_MOST_RESULTS = 2**31 - 1
 
 _SHOWN_CHARACTERS = 80
 """The most characters of a value that an error shows."""
@@ -106,10 +109,34 @@ def check_tenant(tenant: str) -> None:
         raise _invalid("tenant", tenant, "a text that is not empty")
 
 
+def id_of(cache: ContextCache | str) -> str:
+    """Return the id of a context cache that is given by its id or as it was returned. Raises
+    InvalidRequestError for what is neither."""
+    if isinstance(cache, ContextCache):
+        return cache.id
+    if not isinstance(cache, str):
+        raise _invalid("cache", cache, "a context cache, or the id of one")
+    return cache
+
+
+def check_query(query: str) -> None:
+    """Check that a query is a text. Raises InvalidRequestError."""
+    if not isinstance(query, str):
+        raise _invalid("query", query, "a text")
+
+
+def check_order(order: str) -> None:
+    """Check the order of a listing. Raises InvalidRequestError."""
+    if order not in ("asc", "desc"):
+        raise _invalid("order", order, "'asc' or 'desc'")
+
+
 def check_limit(limit: int) -> None:
     """Check the most results that a caller wants. Raises InvalidRequestError."""
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise _invalid("limit", limit, "a positive whole number")
+    if not isinstance(limit, int) or isinstance(limit, bool):
+        raise _invalid("limit", limit, "a whole number")
+    if not 1 <= limit <= _MOST_RESULTS:
+        raise _invalid("limit", limit, f"from 1 to {_MOST_RESULTS:,}")
 
 
 def _is_number(value: Any) -> bool:

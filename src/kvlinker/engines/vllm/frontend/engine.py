@@ -344,10 +344,14 @@ class VLLMEngine:
         return await self._client.prompt_logprobs(tokens, first=first, top=top)
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, and raise every error as a KVLinkerError."""
+        """Await ``work``, and raise every error as a KVLinkerError. Work that a caller cancels ends
+        without one, which nobody would take."""
         try:
             return await work
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.healthy and task is not None and task.cancelling():
+                raise
             raise engine_closed() from None
         except Exception as error:
             raise self._error_of(error) from error
