@@ -323,6 +323,37 @@ def test_what_runs_in_the_background_gives_its_slots_up_to_whoever_needs_them():
     assert small.told == large.told == background.told == ["finished"]
 
 
+@pytest.mark.parametrize("kind", [ChunkWork, BackgroundWork])
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_each_of_many_takes_no_look_at_all_others(kind, how, monkeypatch):
+    looks = []
+    due = kind.due.fget
+
+    def noted(work):
+        looks.append(work)
+        return due(work)
+
+    monkeypatch.setattr(kind, "due", property(noted))
+    simulation = Simulation(200, timing=Timing(), known=True)
+    works = [kind(20) for _ in range(600)]
+    for work in works:
+        simulation.timing.now += 0.001
+        simulation.scheduler.enter(work)
+    assert all(work.seconds_left for work in works)
+    assert len(looks) < 100 * len(works)
+    looks.clear()
+    if how == "cancelled":
+        simulation.scheduler.cancel(works)
+        simulation.step()
+        simulation.scheduler.check_integrity()
+    else:
+        simulation.scheduler.close()
+        simulation.loop.start()
+        simulation.loop.close()
+    assert all(work.told == [how] for work in works)
+    assert len(looks) < 100 * len(works)
+
+
 def test_what_runs_in_the_background_counts_for_no_place():
     simulation = Simulation(1000, max_step_tokens=8, max_running=1)
     background = simulation.enter_background(40)

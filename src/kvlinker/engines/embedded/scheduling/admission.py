@@ -9,6 +9,7 @@ from itertools import chain
 
 from kvlinker.engines.contract.limits import check_room, check_wait
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
+from kvlinker.engines.embedded.scheduling.lines import Lines
 from kvlinker.linking.plan import Range
 
 SIMILAR_SECONDS = 0.5
@@ -63,17 +64,25 @@ class Admission:
         self._max_waiting = max_waiting
         self._slo_ttft = slo_ttft
         self._clock = clock
+        self._lines = Lines()
         self._workflows: OrderedDict[tuple[str, str], tuple[float, float]] = (
             OrderedDict()
         )  # when each began and asked last
 
-    def place(self, request: Request, others: Iterable[Request]) -> None:
-        """Give the request, which arrives now, its turn among the ``others`` that have not
-        ended."""
+    def place(self, request: Request) -> None:
+        """Give the request, which arrives now, its turn among those that are here."""
         request.arrived = self._clock()
         request.began = self._began(request)
         self._predict_prompt(request)
-        self.count_before(request, others)
+        request.backlog = self._lines.seconds_before(request)
+
+    def add(self, request: Request) -> None:
+        """Count the request, which has its turn, among those that are here."""
+        self._lines.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Count the request, which ends, no more."""
+        self._lines.remove(request)
 
     def _began(self, request: Request) -> float:
         """Return when the request's workflow began, but at most ``MOST_AHEAD`` before now."""
@@ -90,53 +99,68 @@ class Admission:
             self._workflows.popitem(last=False)
         return max(began, now - MOST_AHEAD)
 
-    def count_before(self, request: Request, others: Iterable[Request]) -> None:
-        """Count the seconds of those of its tenant that come before the request, whose urgency may
-        have changed."""
-        request.backlog = _seconds_before(request, others)
-
-    def push_back(self, request: Request, others: Iterable[Request], seconds: float) -> None:
+    def push_back(self, request: Request, seconds: float) -> bool:
         """Give those of its tenant that come after the request turns that are later by so many
-        ``seconds``."""
-        for other in _alike(request, others):
-            if _place(other) > _place(request):
-                other.backlog = max(0.0, other.backlog + seconds)
+        ``seconds``; return whether there are any."""
+        return bool(seconds) and self._lines.push_back(request, seconds)
 
-    def predict_anew(self, request: Request, others: Collection[Request]) -> None:
+    def hurry(self, request: Request) -> None:
+        """Make the request urgent, and change the turns of its tenant accordingly."""
+        self._lines.remove(request)
+        self.push_back(request, -request.seconds_left)
+        request.urgent = True
+        request.backlog = self._lines.seconds_before(request)
+        self._lines.add(request)
+        self.push_back(request, request.seconds_left)
+
+    def predict_anew(self, request: Request) -> bool:
         """Predict the seconds of the request's prompt again, now that more is known of it, and
-        change the turns of its tenant accordingly. Work that was done before its turn still
-        counts."""
-        self.push_back(request, others, -request.seconds_left)
-        before = _seconds_before(request, others)
+        change the turns of its tenant accordingly; return whether others' have changed. Work that
+        was done before its turn still counts."""
+        self._lines.remove(request)
+        left = self.push_back(request, -request.seconds_left)
+        before = self._lines.seconds_before(request)
         self._predict_prompt(request)
-        request.backlog = max(0.0, request.backlog + _seconds_before(request, others) - before)
-        self.push_back(request, others, request.seconds_left)
+        after = self._lines.seconds_before(request)
+        request.backlog = max(0.0, request.backlog + after - before)
+        self._lines.add(request)
+        return self.push_back(request, request.seconds_left) or left
 
     def _predict_prompt(self, request: Request) -> None:
-        request.prompt_seconds = request.seconds_left = self.seconds_left(request)
+        request.prompt_seconds = request.seconds_left = self._predict_left(request)
 
-    def seconds_left(self, request: Request) -> float:
+    def _predict_left(self, request: Request) -> float:
         """Predict the seconds of computing the rest of the request's prompt; 0 if nothing was
         measured."""
         left = request.pending
         return (self._predict(left) or 0.0) if left else 0.0
 
-    def check(
-        self, request: Request, others: Collection[Request], *, waiting: int, prompt_share: float
-    ) -> None:
-        """Check that a request for an answer, which has its turn, may wait together with the
-        ``others``.
+    def note_progress(self, request: Request) -> None:
+        """Predict what is left of a request that is here, some of which will now be computed."""
+        self._lines.note_left(request, self._predict_left(request))
+
+    def note_restart(self, request: Request) -> None:
+        """Note that all of the prompt of a request that is here has to be computed again."""
+        self._lines.note_left(request, request.prompt_seconds)
+
+    def check(self, request: Request, *, waiting: int, prompt_share: float) -> None:
+        """Check that a request for an answer, which has its turn, may wait together with those that
+        are here.
 
         ``waiting`` of them count against ``max_waiting``; ``prompt_share`` of the time goes to
         prompts. Raises OverloadedError.
         """
-        if any(other.tenant == request.tenant and other.waits for other in others):
+        if any(other.waits for other in self._lines.answers_of(request.tenant)):
             check_room(waiting, 1, most=self._max_waiting)
         if self._slo_ttft is not None:
-            before = sum(other.seconds_left for other in others if other.turn <= request.turn)
+            before = self._lines.seconds_until(request.turn)
             check_wait(
                 before / prompt_share, request.prompt_seconds / prompt_share, most=self._slo_ttft
             )
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
+        """Check that exactly these ``requests`` are here. Raises AssertionError otherwise."""
+        self._lines.check_integrity(requests)
 
     def candidates(
         self,
@@ -204,26 +228,3 @@ def _first_of_workflow(request: Request, queue: Sequence[Request]) -> Request:
         if other.tenant == request.tenant and other.workflow is not None
     )
     return min((request, *own), key=lambda other: other.began)
-
-
-def _seconds_before(request: Request, others: Iterable[Request]) -> float:
-    """Return the seconds left of those of its tenant that come before the request."""
-    return sum(
-        other.seconds_left for other in _alike(request, others) if _place(other) < _place(request)
-    )
-
-
-def _place(request: Request) -> tuple[float, int]:
-    """Return the request's place among those of its tenant, as a key to compare."""
-    assert request.number is not None
-    return request.due, request.number
-
-
-def _alike(request: Request, others: Iterable[Request]) -> list[Request]:
-    """Return the others that wait in the same line: of the same tenant, kind and urgency."""
-    line = request.tenant, request.kind, request.urgent
-    return [
-        other
-        for other in others
-        if other is not request and (other.tenant, other.kind, other.urgent) == line
-    ]

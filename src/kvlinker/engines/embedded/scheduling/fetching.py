@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Sequence
 
 from kvlinker.engines.embedded.requests.request import Request, RequestState
 from kvlinker.engines.embedded.scheduling.admission import Admission
+from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
 from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
@@ -39,7 +39,7 @@ class FetchQueue:
         self._load = load
         self._hold = hold
         self._is_resident = is_resident
-        self._unfetched: list[Request] = []  # by order
+        self._unfetched = TurnQueue()
         self._fetching: set[Request] = (
             set()
         )  # until their loads report, even if they have ended meanwhile
@@ -57,11 +57,11 @@ class FetchQueue:
 
     def add(self, request: Request) -> None:
         """Have the request's KV fetched in its turn."""
-        insort(self._unfetched, request, key=order_of)
+        self._unfetched.add(request)
 
-    def sort(self) -> None:
-        """Bring requests whose turns have changed into order."""
-        self._unfetched.sort(key=order_of)
+    def disorder(self) -> None:
+        """Note that turns of requests may have changed."""
+        self._unfetched.disorder()
 
     def wait_for_layers(self, request: Request, layers: int) -> None:
         """Keep the request, which left a step, until so many layers of its chunks are there."""
@@ -94,7 +94,7 @@ class FetchQueue:
         """Check that requests are LOADING and in one place, and that none waits for a fetch without
         a reason. ``holding`` is true if any request holds chunks. Raises AssertionError
         otherwise."""
-        assert self._unfetched == sorted(self._unfetched, key=order_of)
+        assert list(self._unfetched) == sorted(self._unfetched, key=order_of)
         assert all(
             request.state is RequestState.LOADING for request in (*self._unfetched, *self._late)
         )
@@ -134,8 +134,3 @@ class FetchQueue:
                 if request.hold is not None:
                     return request
         return None
-
-
-def order_of(request: Request) -> tuple[float, ...]:
-    """Return the request's place among waiting ones of its kind, as a key to sort by."""
-    return request.order

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from itertools import chain
 
 from kvlinker.engines.contract.contract import EngineLoad
 from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
-from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
+from kvlinker.engines.embedded.scheduling.admission import Admission
+from kvlinker.engines.embedded.scheduling.fetching import FetchQueue
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
+from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
 
 
 class RequestQueues:
@@ -17,14 +20,16 @@ class RequestQueues:
 
     def __init__(
         self,
+        admission: Admission,
         fetches: FetchQueue,
-        waiting: dict[ResultKind, list[Request]],
+        waiting: dict[ResultKind, TurnQueue],
         running: RunningRequests,
     ) -> None:
-        """``fetches`` has those that are LOADING, ``waiting`` those that are READY or PREEMPTED, in
-        their order, and ``running`` those that are RUNNING."""
+        """``admission`` knows all that have not ended, ``fetches`` has those that are LOADING,
+        ``waiting`` those that are READY or PREEMPTED, and ``running`` those that are RUNNING."""
         self._lock = threading.Condition()  # the scheduler's one lock: guards everything below
         self._closed = False
+        self._admission = admission
         self._fetches = fetches
         self._waiting = waiting
         self._running = running
@@ -65,7 +70,7 @@ class RequestQueues:
     def idle(self) -> bool:
         """True if there is no request at all."""
         with self._lock:
-            return not self._everything()
+            return not any(True for _ in self._everything())
 
     def is_alone(self, request: Request) -> bool:
         """Return whether there is nothing to compute, now or later, but this request."""
@@ -87,7 +92,7 @@ class RequestQueues:
                     request.sequence is not None and request.sequence.spans is None
                     for request in waiting
                 )
-                assert waiting == sorted(waiting, key=order_of)
+                assert list(waiting) == sorted(waiting, key=order_of)
             everywhere = [*self._running.requests, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert not set(everywhere).intersection(self._fetches.requests)
@@ -95,24 +100,28 @@ class RequestQueues:
                 request.state is not RequestState.FINISHED for request in self._by_identity.values()
             )
             holding = any(request.hold is not None for request in self._everything())
+            self._admission.check_integrity(
+                [
+                    request
+                    for request in self._everything()
+                    if request.state is not RequestState.FINISHED
+                ]
+            )
             self._fetches.check_integrity(
                 self._waiting[ResultKind.ANSWER], holding=holding or self._closed
             )
 
-    def _everything(self) -> frozenset[Request]:
+    def _everything(self) -> Iterator[Request]:
         """Return all requests that are here, and those that have ended while their KV is
         fetched."""
-        return frozenset(
-            (*self._running.requests, *self._fetches.requests, *chain(*self._waiting.values()))
-        )
+        return chain(self._running.requests, self._fetches.requests, *self._waiting.values())
 
     def _count_waiting(self) -> int:
         return self._fetches.waiting + sum(
             request.choice == 0 for request in self._waiting[ResultKind.ANSWER]
         )
 
-    def _sort(self) -> None:
-        """Bring waiting requests, whose turns have changed, into order."""
-        self._fetches.sort()
-        for queue in self._waiting.values():
-            queue.sort(key=order_of)
+    def _disorder(self, kind: ResultKind) -> None:
+        """Note that turns of this kind's waiting requests have changed."""
+        self._fetches.disorder()
+        self._waiting[kind].disorder()

@@ -83,7 +83,7 @@ class RunningRequests:
     def _preempt(self, request: Request) -> None:
         self._move(request, RequestState.PREEMPTED)
         sequence_of(request).restart()
-        request.seconds_left = request.prompt_seconds
+        self._admission.note_restart(request)
         self.preemptions += 1
 
     def admit(self) -> None:

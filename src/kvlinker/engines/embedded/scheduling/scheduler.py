@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar, cast
@@ -17,10 +16,12 @@ from kvlinker.engines.embedded.requests.request import Request, RequestState, Re
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import Step, StepComposer, sequence_of
-from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
+from kvlinker.engines.embedded.scheduling.fetching import FetchQueue
+from kvlinker.engines.embedded.scheduling.lines import latest_first
 from kvlinker.engines.embedded.scheduling.queues import RequestQueues
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
 from kvlinker.store.holds import Hold
@@ -77,13 +78,13 @@ class Scheduler(RequestQueues):
         ``failed`` later; ``hold`` makes room in memory for it before, or returns None if there is
         none now; ``is_resident`` returns whether all of its chunks are in memory. ``max_running``
         is the most requests that hold slots."""
-        waiting: dict[ResultKind, list[Request]] = {kind: [] for kind in ResultKind}
+        waiting = {kind: TurnQueue() for kind in ResultKind}
         super().__init__(
+            admission,
             FetchQueue(admission, load, hold=hold, is_resident=is_resident),
             waiting,
             RunningRequests(slots, admission, waiting, self._move, max_running=max_running),
         )
-        self._admission = admission
         self._composer = composer
         self._arrived = 0
         self._in_step: frozenset[Request] = frozenset()
@@ -108,13 +109,11 @@ class Scheduler(RequestQueues):
                 return cast(R, twin)
             self._arrived += 1
             request.number = self._arrived
-            others = self._everything()
-            self._admission.place(request, others)
+            self._admission.place(request)
             if request.kind is ResultKind.ANSWER:
                 share = self._composer.prompt_share
-                self._admission.check(
-                    request, others, waiting=self._count_waiting(), prompt_share=share
-                )
+                self._admission.check(request, waiting=self._count_waiting(), prompt_share=share)
+            self._admission.add(request)
             self._push_back(request, request.seconds_left)
             if request.identity is not None:
                 self._by_identity[request.identity] = request
@@ -138,9 +137,9 @@ class Scheduler(RequestQueues):
             takes = request.state is RequestState.LOADING
             if takes:
                 expected, request.sequence = request.pending, sequence
-                if tuple(request.pending) != tuple(expected):
-                    self._admission.predict_anew(request, self._everything())
-                    self._sort()
+                differs = tuple(request.pending) != tuple(expected)
+                if differs and self._admission.predict_anew(request):
+                    self._disorder(request.kind)
                 self._move(request, RequestState.READY)
             self._fetch_next()
             return takes
@@ -196,7 +195,8 @@ class Scheduler(RequestQueues):
         """End the requests that were cancelled, and return them, so that their callers can be
         told."""
         with self._lock:
-            ended = [request for request in self._cancelled if self._finish(request)]
+            leaving = latest_first(self._cancelled)
+            ended = [request for request in leaving if self._finish(request)]
             self._cancelled.clear()
             return ended
 
@@ -206,7 +206,7 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._closed = True
             ended = []
-            for request in self._everything():
+            for request in list(self._everything()):
                 try:
                     finished = self._finish(request)
                 except Exception:
@@ -223,7 +223,7 @@ class Scheduler(RequestQueues):
             self._running.admit()
             step = self._composer.compose(self._running.requests)
             for request in step.requests:
-                request.seconds_left = self._admission.seconds_left(request)
+                self._admission.note_progress(request)
             self._in_step = frozenset(step.requests)
             return step if step.batch.runs else None
 
@@ -261,6 +261,7 @@ class Scheduler(RequestQueues):
             )
             choice.prompt_seconds = first.prompt_seconds
             choice.hold = None if first.hold is None else first.hold.share()
+            self._admission.add(choice)
             self._move(choice, RequestState.READY)
 
     def finish(self, request: Request) -> bool:
@@ -326,13 +327,14 @@ class Scheduler(RequestQueues):
         if state is RequestState.RUNNING:
             self._running.add(request)
         elif state in (RequestState.READY, RequestState.PREEMPTED):
-            insort(self._waiting[request.kind], request, key=order_of)
+            self._waiting[request.kind].add(request)
         elif state is RequestState.FINISHED:
             self._by_identity.pop(request.identity, None)
             if request.hold is not None:
                 request.hold.release()
                 request.hold = None
-            if request.seconds_left:
+            self._admission.remove(request)
+            if not self._closed:  # else nobody's turn comes any more
                 self._push_back(request, -request.seconds_left)
         self._fetch_next()
         self._lock.notify_all()
@@ -351,16 +353,14 @@ class Scheduler(RequestQueues):
         """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the
         same identity."""
         if request.urgent and not twin.urgent:
-            self._push_back(twin, -twin.seconds_left)
-            twin.urgent = True
-            self._admission.count_before(twin, self._everything())
-            self._push_back(twin, twin.seconds_left)
+            self._admission.hurry(twin)
+            self._disorder(twin.kind)
 
     def _push_back(self, request: Request, seconds: float) -> None:
         """Have those of its tenant that come after the request wait for so many seconds more, or
         less."""
-        self._admission.push_back(request, self._everything(), seconds)
-        self._sort()
+        if self._admission.push_back(request, seconds):
+            self._disorder(request.kind)
 
     def _layers_came(self, request: Request) -> None:
         """Make a request that left a step ready, if the layers that it waits for have arrived or

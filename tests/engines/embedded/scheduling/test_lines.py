@@ -1,0 +1,88 @@
+"""Lines of requests: what comes before and after each, against counting all of them."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlinker.engines.embedded.scheduling.lines import Lines, latest_first
+from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
+from tests.engines.embedded.fake_runner import BackgroundWork, ChunkWork, Work
+
+KINDS = (Work, ChunkWork, BackgroundWork)
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.sampled_from("xy"),
+        st.booleans(),
+        st.integers(0, 20),  # arrival
+        st.integers(0, 20),  # seconds of its prompt
+    ),
+    min_size=2,
+    max_size=30,
+)
+
+
+def arrived(number, kind, tenant, urgent, arrival, seconds):
+    work = kind(1, urgent=urgent, tenant=tenant)
+    work.number, work.arrived = number, float(arrival)
+    work.prompt_seconds = work.seconds_left = float(seconds)
+    return work
+
+
+def alike(one, other):
+    return (one.kind, one.tenant, one.urgent) == (other.kind, other.tenant, other.urgent)
+
+
+def comes_before(one, other):
+    return alike(one, other) and (one.due, one.number) < (other.due, other.number)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARRIVALS, st.randoms(use_true_random=False))
+def test_lines_count_as_looking_at_all_does(arrivals, random):
+    lines = Lines()
+    here: list[Work] = []
+    for number, arrival in enumerate(arrivals):
+        work = arrived(number, *arrival)
+        before = [other.seconds_left for other in here if comes_before(other, work)]
+        assert abs(lines.seconds_before(work) - sum(before)) < 1e-9
+        backlogs = {
+            other: other.backlog + work.seconds_left * comes_before(work, other) for other in here
+        }
+        lines.add(work)
+        later = any(comes_before(work, other) for other in here)
+        assert lines.push_back(work, work.seconds_left) == later
+        assert all(other.backlog == backlog for other, backlog in backlogs.items())
+        here.append(work)
+        progressing = random.choice(here)
+        lines.note_left(progressing, progressing.seconds_left / 2)
+        if random.random() < 0.3:
+            leaving = here.pop(random.randrange(len(here)))
+            lines.remove(leaving)
+        turn = random.uniform(0, 60)
+        until = sum(other.seconds_left for other in here if other.turn <= turn)
+        assert abs(lines.seconds_until(turn) - until) < 1e-9
+        lines.check_integrity(here)
+        answers = {other for other in here if type(other) is Work and other.tenant == "x"}
+        assert set(lines.answers_of("x")) == answers
+    for work in latest_first(here):
+        lines.remove(work)
+        assert not lines.push_back(work, 1.0), "nobody is left behind it"
+    lines.check_integrity([])
+
+
+def test_a_queue_is_in_order_whenever_somebody_looks():
+    queue = TurnQueue()
+    works = [arrived(number, Work, "", False, number, 0) for number in range(4)]
+    for work in reversed(works[:3]):
+        queue.add(work)
+    assert list(queue) == works[:3]
+    works[0].backlog = 10.0
+    queue.disorder()
+    queue.add(works[3])
+    assert len(queue) == 4
+    assert works[3] in queue
+    assert queue[0] is works[1]
+    assert queue[:] == sorted(works, key=order_of) == [*works[1:], works[0]]
+    queue.remove(works[1])
+    assert queue[0] is works[2]
