@@ -114,6 +114,7 @@ class NumberEncoder:
 class NumberEngine:
     """The engine, as far as context caches need it."""
 
+    healthy = True
     fingerprint = FINGERPRINT
     kv_bytes_per_token = 80
     max_model_len = 1000
