@@ -35,6 +35,17 @@ _RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n\"/]*:", re.MULTILINE)
 _CAUSE_CHARACTERS = 300
 """The most characters of a compiler's message in an error's message."""
 
+_MEANINGS = {
+    "NoExtensionBias": "no text satisfies it.",
+    r"(?i)too many items|row has \d+ items": (
+        "it never ends or is too large. Ask for a simpler form."
+    ),
+    "(?i)too many (states|expressions)|TooComplex": (
+        "it takes too many states to follow. Ask for a simpler form."
+    ),
+}
+"""What the parser's messages mean, by a pattern that they match."""
+
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 
 
@@ -70,6 +81,18 @@ def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
     name = _NAMES.get(grammar.kind, grammar.kind)
     reason = shortened(cause, _CAUSE_CHARACTERS)
     return InvalidRequestError(f"This {name} cannot be enforced: {reason}", param=grammar.param)
+
+
+def unfollowable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
+    """Return the error of a grammar that an answer cannot follow any further. What is told of the
+    parser's state behind the ``cause`` is left out."""
+    name = _NAMES.get(grammar.kind, grammar.kind)
+    cause = cause.partition("<state>")[0].strip()
+    reason = next(
+        (meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, cause)),
+        shortened(cause, _CAUSE_CHARACTERS),
+    )
+    return InvalidRequestError(f"This {name} cannot be followed: {reason}", param=grammar.param)
 
 
 def _check_size(grammar: AnswerGrammar, what: str, count: int, most: int) -> None:

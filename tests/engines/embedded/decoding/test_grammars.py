@@ -5,13 +5,21 @@ import re
 import threading
 from decimal import Decimal
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.decoding.grammars import GrammarGuide, GrammarGuides, MaskWorker
+from kvlinker.engines.embedded.decoding import grammars
+from kvlinker.engines.embedded.decoding.grammars import (
+    MOST_COMPILED,
+    GrammarGuide,
+    GrammarGuides,
+    MaskWorker,
+)
 from kvlinker.linking import parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import Outcome, linked_prompt
@@ -211,13 +219,65 @@ def test_masks_are_computed_beside_the_engines_thread(bench, monkeypatch):
 def test_a_grammar_is_compiled_once_and_a_closed_engine_takes_none():
     guides = GrammarGuides(loaded_model("llama"))
     grammar = AnswerGrammar("regex", "[ab]{5}")
-    for _ in range(3):
-        guides.prepare(grammar)
-    assert guides._compiled.cache_info().misses == 1
-    make = guides.prepare(grammar)
+    guides.prepare(grammar)
+    compiled = guides._compiled[grammar]
+    for number in range(2 * MOST_COMPILED):
+        guides.prepare(AnswerGrammar("regex", "b" * number))
+        make = guides.prepare(grammar)
+    assert guides._compiled[grammar] is compiled
+    assert len(guides._compiled) == MOST_COMPILED
     guides.close()
     with pytest.raises(EngineClosedError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "told"),
+    [
+        ("json", '{"$ref": "#"}', "This JSON schema cannot be followed: no text satisfies it."),
+        ("regex", "[a&&b]", "This regular expression cannot be followed: no text satisfies it."),
+        ("grammar", 'start: start "a"', "This grammar cannot be followed: no text satisfies it."),
+        (
+            "json",
+            json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(500)}}),
+            "This JSON schema cannot be followed: it never ends or is too large. Ask for a simpler"
+            " form.",
+        ),
+    ],
+    ids=["endless schema", "empty regex", "endless rule", "wide schema"],
+)
+def test_who_fails_later_is_told_what_the_matter_is(kind, source, told):
+    guides = GrammarGuides(loaded_model("llama"))
+    grammar = AnswerGrammar(kind, source, param="response_format")
+    with pytest.raises(InvalidRequestError) as caught:
+        follow_at_random(guides.prepare(grammar)(), np.random.default_rng(0))
+    guides.close()
+    assert caught.value.message == told
+    assert caught.value.param == "response_format"
+
+
+def test_a_grammar_whose_lexer_is_exhausted_is_compiled_anew(monkeypatch):
+    """Copies of a matcher share a lexer, and each text makes it another few states."""
+    guides = GrammarGuides(loaded_model("llama"))
+    grammar = AnswerGrammar("regex", "(.|\n)*[aeiou].{30}")
+    limits = LLParserLimits(max_lexer_states=400)
+    monkeypatch.setattr(
+        grammars, "LLMatcher", lambda *args, **options: LLMatcher(*args, **options, limits=limits)
+    )
+    random = np.random.default_rng(0)
+    with pytest.raises(InvalidRequestError, match="too many states"):
+        follow_at_random(guides.prepare(grammar)(), random)
+    guide = guides.prepare(grammar)()
+    for _ in range(2):
+        guide.accept(first_allowed(guide))
+    assert guide.allowed() is not None
+    guides.close()
+
+
+def follow_at_random(guide, random):
+    """Let an answer take one token after the other, any of those allowed."""
+    while (allowed := guide.allowed()) is not None:
+        guide.accept(int(random.choice(np.flatnonzero(allowed))))
 
 
 def first_allowed(guide):

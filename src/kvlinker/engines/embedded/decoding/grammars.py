@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import InvalidRequestError, KVLinkerError
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.grammars import AnswerGrammar, json_style
-from kvlinker.engines.contract.grammars import check_enforceable, unenforceable
+from kvlinker.engines.contract.grammars import check_enforceable, unenforceable, unfollowable
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 
@@ -37,7 +38,8 @@ class GrammarGuides:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._preparing = threading.Lock()
-        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
+        self._keeping = threading.Lock()
+        self._compiled: OrderedDict[AnswerGrammar, LLMatcher] = OrderedDict()  # last used last
         self._worker = MaskWorker()
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
@@ -47,8 +49,12 @@ class GrammarGuides:
         be enforced; and EngineClosedError.
         """
         check_enforceable(grammar)
-        matcher = self._compiled(grammar)
-        return lambda: GrammarGuide(matcher.deep_copy(), self._loaded.vocabulary, self._worker)
+        matcher = self._matcher(grammar)
+        forget = partial(self._forget, grammar, matcher)
+        vocabulary = self._loaded.vocabulary
+        return lambda: GrammarGuide(
+            matcher.deep_copy(), grammar, vocabulary, self._worker, failed=forget
+        )
 
     def start(self) -> None:
         """Have the masks computed that are wanted after the step that begins. For the engine's
@@ -69,6 +75,27 @@ class GrammarGuides:
         return LLTokenizer(
             backend.to_str(), n_vocab=size, eos_token=sorted(self._loaded.eos_token_ids)
         )
+
+    def _matcher(self, grammar: AnswerGrammar) -> LLMatcher:
+        """Return the grammar compiled, which is kept for others that bring it."""
+        with self._keeping:
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+                return matcher
+        matcher = self._compile(grammar)
+        with self._keeping:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _forget(self, grammar: AnswerGrammar, matcher: LLMatcher) -> None:
+        """Keep a matcher no longer that has failed: its copies share its lexer, which takes no more
+        once it has made too many states for one of them."""
+        with self._keeping:
+            if self._compiled.get(grammar) is matcher:
+                del self._compiled[grammar]
 
     def _compile(self, grammar: AnswerGrammar) -> LLMatcher:
         with self._preparing:
@@ -137,11 +164,22 @@ def _compute(together: Iterable[tuple[Future[Mask], Callable[[], Mask]]]) -> Non
 class GrammarGuide:
     """Follows one answer through its grammar. Only the engine's thread uses it, once it is made."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, worker: MaskWorker) -> None:
-        """``worker`` computes the masks."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        grammar: AnswerGrammar,
+        vocabulary: int,
+        worker: MaskWorker,
+        *,
+        failed: Callable[[], None],
+    ) -> None:
+        """``matcher`` follows the ``grammar``. ``worker`` computes the masks; it calls ``failed``
+        once the matcher has come to a state in which it computes none."""
         self._matcher = matcher
+        self._grammar = grammar
         self._vocabulary = vocabulary
         self._worker = worker
+        self._failed = failed
         self._next = worker.submit(self._mask)
 
     def allowed(self) -> Mask:
@@ -179,9 +217,8 @@ class GrammarGuide:
     def _mask(self) -> Mask:
         mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise InvalidRequestError(
-                f"The grammar cannot be followed any further: {self._matcher.get_error()}"
-            )
+            self._failed()
+            raise unfollowable(self._grammar, self._matcher.get_error())
         if self._matcher.is_stopped():
             return None
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
