@@ -99,6 +99,11 @@ def test_a_client_that_leaves_while_sending_is_no_error(
     assert f"POST {path.partition('?')[0]} - " in caplog.text
 
 
+def in_the_engine(served: Served) -> int:
+    load = served.llm.current_load()
+    return load.running + load.waiting
+
+
 def test_explanations_take_no_threads_and_end_with_their_clients(served: Served) -> None:
     """The engine is held meanwhile; more clients wait than the server has threads."""
     engine = cast(EmbeddedEngine, served.llm.engine)
@@ -107,7 +112,7 @@ def test_explanations_take_no_threads_and_end_with_their_clients(served: Served)
         with ExitStack() as clients:
             for _ in range(WAITING):
                 clients.enter_context(asked(served, path="/v1/link/explain", fields=fields))
-            wait_until(lambda: served.llm.current_load().waiting + 1 >= WAITING)
+            wait_until(lambda: in_the_engine(served) == WAITING)
             assert served.get("/status").status_code == 200
             assert served.post("/tokenize", {"prompt": "Hi"}).status_code == 200
         wait_until(lambda: len(engine.scheduler._cancelled) == WAITING)

@@ -90,7 +90,6 @@ def test_a_row_in_blocks_is_nearly_the_same_beside_others(kind: type[Matrix]) ->
     )
 
 
-@needs_blocks
 @torch.inference_mode()
 def test_many_rows_are_multiplied_in_parts() -> None:
     generator = torch.Generator().manual_seed(0)
@@ -102,6 +101,7 @@ def test_many_rows_are_multiplied_in_parts() -> None:
     assert torch.equal(matrix.multiply(rows, None), torch.cat(apart))
 
 
+@needs_blocks
 @pytest.mark.parametrize("rows", [0, 511, 512, 513])
 @torch.inference_mode()
 def test_no_rows_and_as_many_as_native_code_takes(
