@@ -221,13 +221,11 @@ def _matrices(
     """Return the matrices of a module's weight of this name; ``inputs`` has some of each expert."""
     stack: Tensor = getattr(module, name)
     biases = getattr(module, f"{name}_bias").bfloat16().contiguous() if form.biased else None
-    matrices = (
+    matrices = [
         kind(weight.T.contiguous() if form.transposed else weight, inputs(expert))
         for expert, weight in enumerate(stack.unbind())
-    )
-    return ExpertMatrices(
-        list(matrices), None if biases is None else biases.bfloat16().contiguous()
-    )
+    ]
+    return ExpertMatrices(matrices, biases)
 
 
 def _blocked(weight: Tensor, inputs: Tensor | None) -> Matrix:
