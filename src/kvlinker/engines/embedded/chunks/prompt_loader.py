@@ -170,25 +170,16 @@ class PromptLoader:
             or_else(
                 kv,
                 partial(self._obtain, request, link, key, chunk),
-                accepts=partial(self._is_enough, link, key, chunk),
+                accepts=partial(self._is_enough, link, chunk),
             )
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _is_enough(self, link: Link, key: str, chunk: Chunk, kv: KV) -> bool:
+    def _is_enough(self, link: Link, chunk: Chunk, kv: KV) -> bool:
         """Return whether the KV is the chunk's, and has the scores that the link's policy needs.
         That of a text without an id may have been stored without scores."""
-        if not self._fits(chunk, kv):
-            logger.error(
-                "The KV stored as chunk %s is of another text or model: it is computed anew. Who"
-                " else writes to this store?",
-                key,
-            )
-            self._store.delete(key)
-            return False
-        return kv.scores is not None or not (
-            link.policy.needs.scores and self._builder.collects_scores
-        )
+        needs_scores = link.policy.needs.scores and self._builder.collects_scores
+        return self._fits(chunk, kv) and (kv.scores is not None or not needs_scores)
 
     def _fits(self, chunk: Chunk, kv: KV) -> bool:
         """Return whether the KV has the shape that attention takes for granted, as far as its
@@ -222,16 +213,24 @@ class PromptLoader:
         def load(there: bool) -> Future[KV | None]:
             return self._store.load([key], Urgency())[0] if there else resolved(None)
 
-        accepts = partial(self._is_enough, link, key, chunk)
+        accepts = partial(self._is_enough, link, chunk)
         return or_else(then(asked, load), build, accepts=accepts)
 
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
     ) -> Future[KV]:
-        """Have the chunk computed that the store lacks, or has without the scores that are needed.
-        Raises KVLinkerError if the request has ended while the store looked for it."""
+        """Have the chunk computed that the store lacks, has without the scores that are needed, or
+        has in another shape. Raises KVLinkerError if the request has ended while the store looked
+        for it."""
         if isinstance(stored, ArrivingKV):
             stored.give_up()
+        if stored is not None and not self._fits(chunk, stored):
+            logger.error(
+                "The KV stored as chunk %s is of another text or model: it is computed anew. Who"
+                " else writes to this store?",
+                key,
+            )
+            self._store.delete(key)
         _check_wanted(request)
         with_scores = chunk.scored or link.policy.needs.scores
         building = self._builder.build(
