@@ -89,3 +89,13 @@ def test_a_program_that_uses_the_library_has_all_of_transformers() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.split()[-1] == "True"
+
+
+def test_commands_leave_transformers_as_it_is_once_imported() -> None:
+    """vLLM imports it before kvlinker's engine is, and it remembers then what is installed."""
+    first = "from transformers.utils import is_scipy_available; is_scipy_available()"
+    program = EMBEDDED.replace("import sys", f"import sys; {first}")
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.split()[-1] == "True"

@@ -35,7 +35,8 @@ def _import_transformers() -> None:
     """Import transformers without libraries that it imports for what is not used here: SciPy and
     scikit-learn, for losses and assisted generation, and, where PyTorch was built for CPUs alone,
     Triton. They take 170 MB. Other code can import them afterwards; transformers takes them for
-    not installed in this process, so this is for kvlinker's own."""
+    not installed in this process, so this is for kvlinker's own, and only where transformers has
+    not looked for them yet: vLLM imports it first."""
     import torch
 
     built_for = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
@@ -51,5 +52,6 @@ def _import_transformers() -> None:
 
 
 _share_arenas()
-if "kvlinker.cli" in sys.modules:  # else it is somebody else's program
+# Without the command, it is somebody else's program.
+if "kvlinker.cli" in sys.modules and "transformers" not in sys.modules:
     _import_transformers()
