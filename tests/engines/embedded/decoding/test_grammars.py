@@ -256,6 +256,18 @@ def test_who_fails_later_is_told_what_the_matter_is(kind, source, told):
     assert caught.value.param == "response_format"
 
 
+def test_a_first_mask_is_computed_by_the_thread_that_brings_the_grammar(monkeypatch):
+    """It can take seconds, for which the masks of others would wait."""
+    guides = GrammarGuides(loaded_model("llama"))
+    limits = LLParserLimits(max_lexer_states=2)
+    monkeypatch.setattr(
+        grammars, "LLMatcher", lambda *args, **options: LLMatcher(*args, **options, limits=limits)
+    )
+    guides.close()  # from here on, the thread of masks takes nothing
+    with pytest.raises(InvalidRequestError, match="too many states to follow"):
+        guides.prepare(AnswerGrammar("regex", "(.|\n)*[aeiou].{30}"))
+
+
 def test_a_grammar_whose_lexer_is_exhausted_is_compiled_anew(monkeypatch):
     """Copies of a matcher share a lexer, and each text makes it another few states."""
     guides = GrammarGuides(loaded_model("llama"))

@@ -115,6 +115,7 @@ class GrammarGuides:
         matcher = LLMatcher(tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise unenforceable(grammar, matcher.get_error())
+        _check_first_mask(matcher, grammar)
         return matcher
 
 
@@ -195,9 +196,7 @@ class GrammarGuide:
         except Exception:
             raise
         except BaseException as error:  # a panic of llguidance, which concerns this answer alone
-            raise KVLinkerError(
-                f"The grammar could not be followed: {type(error).__name__}: {error}"
-            ) from error
+            raise _panicked(error) from error
 
     def accept(self, token: int) -> None:
         """Note the token that came, which must be one of those allowed, and have the next mask
@@ -223,6 +222,28 @@ class GrammarGuide:
             return None
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
         return bits[: self._vocabulary].view(np.bool_)
+
+
+def _panicked(error: BaseException) -> KVLinkerError:
+    return KVLinkerError(f"The grammar could not be followed: {type(error).__name__}: {error}")
+
+
+def _check_first_mask(matcher: LLMatcher, grammar: AnswerGrammar) -> None:
+    """Have the first mask computed by the caller's thread: it can take seconds, for which all other
+    answers with grammars would wait. The lexer, which copies share, remembers it.
+
+    Raises InvalidRequestError where there is none; and KVLinkerError where the parser panics.
+    """
+    try:
+        matcher.compute_bitmask()
+        copy = matcher.deep_copy()  # which says what became of the lexer
+        copy.compute_bitmask()
+    except Exception:
+        raise
+    except BaseException as error:  # a panic of llguidance
+        raise _panicked(error) from error
+    if copy.is_error():
+        raise unfollowable(grammar, copy.get_error())
 
 
 def _framed(compiled: str, frame: str) -> str:
