@@ -243,6 +243,16 @@ class ChunkStore(Inventory):
         there; return whether it has room for it then."""
         return self._disk is not None and self._disk.make_room(key, nbytes)
 
+    def share(self, key: str) -> None:
+        """Bring a chunk whose file another process has written to the shared tiers that lack it, in
+        the background."""
+        epoch = self._delete_epoch()
+        lacking = [tier for tier in self._tiers if tier.shared and not tier.contains(key)]
+        kv = self._disk.get(key) if lacking and self._disk is not None else None
+        if kv is not None:
+            resident = self._residence.resident(kv)
+            self._promote(key, resident, kv, (self._tiers[0], *lacking), epoch)
+
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see
         ``Tier.delete``). It comes back only by a ``put`` that has not returned before this call.

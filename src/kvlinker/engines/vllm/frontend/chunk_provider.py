@@ -150,6 +150,7 @@ class ChunkProvider:
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes,"
                 " and whether the state directory can be written to."
             )
+        await self._in_executor(self._store.share, key)
         self._refusing = False
 
     async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
