@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
-from kvlinker.store import StoreError
+from kvlinker.store import ChunkKV, LayerKV, StoreError
+from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Sealing
+from tests.store.store_chunks import key_of
 
 
 def test_the_connectors_own_options_are_taken_out():
@@ -54,3 +57,17 @@ def test_a_state_directory_that_cannot_be_used_is_named_with_the_way_out():
         StoreError, match=r"/proc/nope/chunks cannot be used: .* choose another state directory"
     ):
         WorkerChunks(Path("/proc/nope/chunks"), memory_bytes=0, sealing=Sealing(None))
+
+
+def test_workers_write_files_as_the_disks_codec_has_it(tmp_path):
+    layer = LayerKV(torch.ones(2, 512, 32), torch.ones(2, 512, 32))
+    kv = ChunkKV((layer,))
+    sizes = {}
+    for name in ("raw", "int8"):
+        chunks = WorkerChunks(
+            tmp_path / name, memory_bytes=0, sealing=Sealing(None), codec=find_codec(name)
+        )
+        assert chunks.put(key_of(1), kv)
+        assert chunks.get(key_of(1)) is not None
+        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors"))
+    assert sizes["int8"] < sizes["raw"] / 2

@@ -38,6 +38,7 @@ from kvlinker.engines.vllm.scheduler.transfer_scheduler import (
 from kvlinker.engines.vllm.scheduler.window_blocks import WindowBlocks
 from kvlinker.engines.vllm.worker.transfer_worker import TransferWorker, WorkerResults
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
+from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Sealing, load_cipher
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
             Path(settings.state_dir) / "chunks",
             memory_bytes=settings.host_memory if is_worker else 0,
             sealing=Sealing(load_cipher(settings.encryption_key)),
+            codec=find_codec(settings.disk_codec),
             pins=is_worker and torch.cuda.is_available(),
         )
         self._scheduler: TransferScheduler | None = None

@@ -21,6 +21,7 @@ from kvlinker.engines.vllm.frontend.model_facts import (
     sampling_defaults_of,
     tokenizer_of,
 )
+from kvlinker.engines.vllm.options import ConnectorOptions, connector_settings
 from tests.engines.vllm.conftest import HEAD_DIM, vllm_settings_for
 
 
@@ -59,6 +60,18 @@ def test_options_that_change_kv_change_the_fingerprint(settings):
         for each in (settings, changed, settings)
     }
     assert len(names) == 2
+
+
+def test_workers_follow_the_settings_that_are_given_as_options(settings):
+    """They read variables and files themselves, and see no options."""
+    given = {"disk_codec": "int8", "native_attention": False, "chunk_scores": False}
+    config = configure(settings.model_copy(update=given | {"host_memory": 12345}))
+    options = dict(config.kv_transfer_config.kv_connector_extra_config)
+    ConnectorOptions.taken_from(options)
+    workers = connector_settings(options)
+    assert workers.state_dir == settings.state_dir
+    assert {name: getattr(workers, name) for name in given} == given
+    assert workers.host_memory == 12345
 
 
 def test_generation_defaults_are_vllms(settings):

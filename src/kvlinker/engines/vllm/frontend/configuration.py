@@ -21,6 +21,10 @@ CPU_MEMORY_SHARE = 0.4
 """The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most
 machines have free."""
 
+CONNECTORS = ("host_memory", "disk_codec", "chunk_scores", "native_attention")
+"""The settings, besides the state directory, that the connector follows in vLLM's processes. These
+read variables and the file themselves, but know no options."""
+
 RESERVED_OPTIONS = ("model", "dtype", "kv_transfer_config")
 
 
@@ -69,8 +73,7 @@ def configure(settings: Settings) -> Any:
                 "kv_connector_extra_config": connector.model_dump()
                 | {
                     "state_dir": str(settings.state_dir),
-                    "host_memory": settings.host_memory,
-                    "chunk_scores": settings.chunk_scores,
+                    **{name: getattr(settings, name) for name in CONNECTORS},
                 },
             },
             structured_outputs_config=structured,

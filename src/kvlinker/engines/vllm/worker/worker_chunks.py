@@ -12,6 +12,7 @@ from kvlinker.base.events import Events
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.memory.pinned import pinned
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
@@ -25,16 +26,24 @@ class WorkerChunks:
     thread."""
 
     def __init__(
-        self, directory: Path, *, memory_bytes: int, sealing: Sealing, pins: bool = False
+        self,
+        directory: Path,
+        *,
+        memory_bytes: int,
+        sealing: Sealing,
+        codec: Codec = RAW,
+        pins: bool = False,
     ) -> None:
-        """Open the folder. With ``pins``, chunks lie in pinned memory, which devices read without
-        anybody waiting.
+        """Open the folder, in which ``codec`` is how files are written. With ``pins``, chunks lie
+        in pinned memory, which devices read without anybody waiting.
 
         Raises StoreError if it cannot be used.
         """
         self._pins = pins
         self._own: Callable[[ChunkKV], ChunkKV] = lambda kv: kv
-        self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
+        self._disk = DiskTier(
+            directory, _NO_LIMIT, Events(), sealing=sealing, codec=codec, yields=False
+        )
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
         self._memory: dict[str, ChunkKV] = {}
