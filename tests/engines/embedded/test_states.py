@@ -25,7 +25,7 @@ from tests.engines.embedded.conftest import (
 from tests.engines.embedded.execution.test_oracle import computed_layers
 from tests.engines.embedded.frozen_reference import frozen_answer
 from tests.engines.native.native_targets import HERE
-from tests.toy_models import HYBRIDS, STATES_ALONE, tiny_model
+from tests.toy_models import HYBRIDS, STATES_ALONE, loaded_model, tiny_model
 from tests.waiting import wait_until
 
 TOLERANCE = 5e-5
@@ -61,6 +61,10 @@ def frozen(family, prompt, policy, steps=4):
 def without_inputs(family):
     """The model as it runs with ``state_inputs`` off."""
     return prepare_model(tiny_model(family), byte_tokenizer(), state_inputs=False)
+
+
+def in_bf16(family):
+    return prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -137,8 +141,7 @@ def test_without_inputs_convolutions_follow_legolink_of_any_length(bench):
 @pytest.mark.parametrize("family", SOME)
 def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
     """States stay in fp32; what chunks keep is rounded once, as KV is."""
-    rounded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
-    made = bench(model=rounded)
+    made = bench(model=in_bf16(family))
     made.cache(SHORT)
     for policy in ("full", "naive", "legolink-4", "random-30"):
         expected = frozen(family, SHORT, policy, 1)[1]
@@ -310,6 +313,33 @@ def test_decoding_takes_native_steps(bench, monkeypatch):
     made = bench(DELTA, native_attention="off")
     check(made.answer(SHORT, "full", max_tokens=5), expected)
     assert not sizes
+
+
+@pytest.mark.parametrize(
+    ("make", "family"),
+    [
+        *((loaded_model, family) for family in EVERY),
+        *((in_bf16, family) for family in (DELTA, ELEMENTS, MEMORY)),
+        *((without_inputs, family) for family in (DELTA, CONVOLUTIONS, MEMORY)),
+    ],
+)
+def test_what_was_stored_has_the_shape_that_is_looked_for(bench, make, family):
+    """And nothing that lacks a layer, a token or the inner ones has."""
+    loaded = make(family)
+    made = bench(model=loaded)
+    made.cache(PROMPT)
+    for chunk in PROMPT.chunks:
+        key = chunk_key(chunk, fingerprint=loaded.fingerprint, tenant="default")
+        kv = made.store.get(key)
+        assert loaded.are_states_of(len(chunk), kv.states)
+        last = kv.states[-1]
+        others = [replace(last, mixed=last.mixed[1:]), replace(last, mixed=last.mixed[:, 1:])]
+        others += [replace(last, gates=tuple(part[1:] for part in last.gates))] * bool(last.gates)
+        others += [replace(last, inner=()), replace(last, inner=last.inner[:-1])] * bool(last.inner)
+        others += [replace(last, effect=None)] * bool(last.effect)
+        assert not loaded.are_states_of(len(chunk), kv.states[:-1])
+        for other in others:
+            assert not loaded.are_states_of(len(chunk), (*kv.states[:-1], other))
 
 
 def test_answers_are_not_kept(bench):

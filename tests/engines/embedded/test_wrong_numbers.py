@@ -1,11 +1,13 @@
 """Numbers that overflow, and KV that is not what it should be, harm no other request."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV, changed
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
 from tests.toy_models import loaded_model
 
@@ -89,3 +91,40 @@ def test_kv_of_another_shape_is_computed_anew(bench, caplog, change):
     assert found.logprobs == expected.logprobs
     assert key in caplog.text
     assert made.store.get_resident(key).layers[-1].key.shape == kv.layers[-1].key.shape
+
+
+@pytest.mark.parametrize("change", ["layers", "tokens", "inner tokens"])
+@pytest.mark.parametrize("family", ["qwen3_5-states", "mamba2-alone"])
+def test_states_of_another_shape_are_computed_anew(bench, caplog, family, change):
+    """Whoever shared the step failed with them, or they were taken for other tokens'."""
+    caplog.set_level("ERROR")
+    made, prompt = bench(family), linked_prompt(50, 41, header=3)
+    made.cache(prompt)
+    expected = made.answer(prompt, "random-40")
+    key = chunk_key(prompt.chunks[0], fingerprint=made.loaded.fingerprint, tenant="default")
+    kv = made.store.get(key)
+    states = {
+        "layers": kv.states[:-1],
+        "tokens": [
+            replace(each, mixed=each.mixed[:-1], gates=tuple(gate[:-1] for gate in each.gates))
+            for each in kv.states
+        ],
+        "inner tokens": [replace(each, inner=()) for each in kv.states],
+    }[change]
+    made.store.delete(key)
+    made.store.put(key, replace(kv, states=tuple(states)))
+    assert made.answer(prompt, "random-40").logprobs == expected.logprobs
+    assert key in caplog.text
+
+
+def test_an_indexers_data_of_another_shape_are_computed_anew(bench, caplog):
+    caplog.set_level("ERROR")
+    made, prompt = bench("deepseek_v32-picks"), linked_prompt(50, 41, header=3)
+    made.cache(prompt)
+    expected = made.answer(prompt, "naive")
+    key = chunk_key(prompt.chunks[0], fingerprint=made.loaded.fingerprint, tenant="default")
+    kv = made.store.get(key)
+    made.store.delete(key)
+    made.store.put(key, changed(kv, lambda _, layer: LayerKV(layer.key, layer.value)))
+    assert made.answer(prompt, "naive").logprobs == expected.logprobs
+    assert key in caplog.text

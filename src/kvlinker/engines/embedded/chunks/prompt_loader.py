@@ -64,9 +64,8 @@ class PromptLoader:
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes
         self._layers = max(1, len(loaded.layers))
-        self._shapes = [
-            (each.kv_heads, each.key_dim, each.value_dim) for each in keeping(loaded.layers)
-        ]
+        self._shapes = [each.parts for each in keeping(loaded.layers)]
+        self._are_states_of = loaded.are_states_of
         self._store = store
         self._scheduler = scheduler
         self._builder = builder
@@ -182,16 +181,15 @@ class PromptLoader:
         return self._fits(chunk, kv) and (kv.scores is not None or not needs_scores)
 
     def _fits(self, chunk: Chunk, kv: KV) -> bool:
-        """Return whether the KV has the shape that attention takes for granted, as far as its
-        layers are there."""
+        """Return whether the KV has the shape that the forward pass takes for granted, as far as
+        its layers are there."""
         count = kv.layer_count if isinstance(kv, ArrivingKV) else len(kv.layers)
         if kv.tokens != len(chunk) or count != len(self._shapes):
             return False
         layers = map(kv.layer, range(count))
-        return all(
-            layer.key.shape == (heads, kv.tokens, key_dim)
-            and layer.value.shape == (heads, kv.tokens, value_dim)
-            for layer, (heads, key_dim, value_dim) in zip(layers, self._shapes, strict=True)
+        return self._are_states_of(kv.tokens, kv.states) and all(
+            [part.shape for part in layer.parts] == [(heads, kv.tokens, dim) for heads, dim in own]
+            for layer, own in zip(layers, self._shapes, strict=True)
             if layer is not None
         )
 

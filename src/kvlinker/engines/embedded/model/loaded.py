@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,14 @@ from kvlinker.engines.contract.model_files import (
 )
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
 from kvlinker.engines.embedded.model.recording.program import Program
-from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes
+from kvlinker.engines.embedded.model.states.kept_states import (
+    FIRST_TOKENS,
+    chunk_bytes,
+    shape_like,
+)
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
-from kvlinker.store.chunk_kv import LayerKV
+from kvlinker.store.chunk_kv import ChunkState, LayerKV
 
 SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)
 """The evidence that policies may use in a model without attention. It has no variants."""
@@ -112,6 +117,11 @@ class LoadedModel:
         """Count the bytes of what all layers keep of a chunk of so many tokens."""
         states = chunk_bytes(self.anatomy, tokens, self.dtype, keeps_inner=self.keeps_inner)
         return tokens * self.kv_bytes_per_token + states
+
+    def are_states_of(self, tokens: int, states: Sequence[ChunkState]) -> bool:
+        """Return whether ``states`` have the shape of what layers with a state keep of a chunk of
+        so many tokens."""
+        return shape_like(states, self.anatomy, tokens, keeps_inner=self.keeps_inner)
 
     @property
     def state_bytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.engines.embedded.model.states.recurrence import Recurrence
 from kvlinker.store.chunk_kv import ChunkState
 
 FIRST_TOKENS = 32
@@ -70,3 +71,39 @@ def chunk_bytes(anatomy: Anatomy, tokens: int, dtype: torch.dtype, *, keeps_inne
             context = edges.last - edges.context
             total += each.effect_bytes(dtype) + context * each.channels * dtype.itemsize
     return total
+
+
+def shape_like(
+    states: Sequence[ChunkState], anatomy: Anatomy, tokens: int, *, keeps_inner: bool
+) -> bool:
+    """Return whether ``states`` have the shape of what is kept of a chunk of so many tokens."""
+    edges = edges_of(anatomy, tokens, FIRST_TOKENS)
+    return len(states) == len(anatomy.recurrences) and all(
+        _has_shape(state, recurrence, edges, keeps_inner=keeps_inner)
+        for state, recurrence in zip(states, anatomy.recurrences, strict=True)
+    )
+
+
+def _has_shape(
+    state: ChunkState, recurrence: Recurrence, edges: Edges, *, keeps_inner: bool
+) -> bool:
+    first, last, tokens, context = edges
+    inner = last - first
+    kept = [(state.gates, first + tokens - last)]
+    entering = [(state.mixed, first + tokens - context)]
+    if keeps_inner and inner:
+        kept.append((state.inner[1:], inner))
+        entering += [(part, inner) for part in state.inner[:1]]
+    if bool(state.inner) != (keeps_inner and inner > 0):
+        return False
+    if any(part.shape != (rows, recurrence.channels) for part, rows in entering):
+        return False
+    for gates, rows in kept:
+        if any(len(gate) != rows for gate in gates):
+            return False
+        if sum(gate.nbytes for gate in gates) != rows * recurrence.gate_bytes:
+            return False
+    if state.effect is None or recurrence.rule is None:
+        return (state.effect is None) == (recurrence.rule is None or not inner)
+    sizes = tuple(part.numel() for part in state.effect)
+    return inner > 0 and sizes == recurrence.rule.effect_values(recurrence.state_shape)
