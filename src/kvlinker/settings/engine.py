@@ -19,8 +19,10 @@ class EngineSettings(BaseSettings):
     prefix_cache: Literal["on", "off"] = Field(
         default="on", description="Reuse what requests computed in later ones that begin alike."
     )
-    max_step_tokens: int = Field(
-        default=2048, ge=1, description="Most tokens computed in one step."
+    max_step_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens computed in one step; by default 512 on CPUs, and 2048 in vLLM.",
     )
     max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")

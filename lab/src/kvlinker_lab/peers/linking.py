@@ -18,7 +18,7 @@ from kvlinker.quality.bench.harness.measurement import (
     greedy_request,
 )
 from kvlinker.settings import WeightFormat
-from kvlinker_lab.peers.peer import STEP_TOKENS, PeerKind, Task, register
+from kvlinker_lab.peers.peer import PeerKind, Task, register
 from kvlinker_lab.peers.vllm_engine import VLLM, vllm_options
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ def start_kvlinker(
             host_memory=HOST_MEMORY,
             prefix_cache="off",
             max_model_len=task.longest(linking=True),
-            max_step_tokens=STEP_TOKENS,
             max_running=max(task.batches),
             max_variants=0,
             redis_space=0,

@@ -17,7 +17,7 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.measurement import START_TOKENS, Tokens, Workload
 
 STEP_TOKENS = 2048
-"""The most tokens that a peer computes at once while it prefills."""
+"""The most tokens that a peer takes at once while it prefills; kvlinker takes its default."""
 
 
 @dataclass(frozen=True)

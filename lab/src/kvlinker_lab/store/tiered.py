@@ -15,7 +15,7 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import TENANT
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, FirstTokenTime, policy_measurement
+from kvlinker.quality.bench.ttft import SPARE_SLOTS, FirstTokenTime, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker_lab.store.files import read_seconds
@@ -58,9 +58,7 @@ class TieredPrompt:
         options: dict[str, Any] = {f"{tier}_codec": codec} if codec else {}
         if tier == "redis":
             options["redis_url"] = redis_url
-        with subject.llm(
-            kv_slots=len(prompt) + SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS, **options
-        ) as llm:
+        with subject.llm(kv_slots=len(prompt) + SPARE_SLOTS, tier=tier, **options) as llm:
             engine = llm.engine
             assert isinstance(engine, EmbeddedEngine)
             for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:

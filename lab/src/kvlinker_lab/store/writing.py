@@ -14,7 +14,7 @@ from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.quality.bench.harness.measurement import TENANT, Workload
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.ttft import SPARE_SLOTS, STEP_TOKENS, policy_measurement
+from kvlinker.quality.bench.ttft import SPARE_SLOTS, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker_lab.store.rows import store_row
 
@@ -37,7 +37,6 @@ def writing_rows(
     rows: list[Row] = []
     with subject.llm(
         kv_slots=len(prompt) + SPARE_SLOTS,
-        max_step_tokens=STEP_TOKENS,
         disk_space=CHUNKS_ON_DISK * chunk_bytes,
     ) as llm:
         engine = llm.engine

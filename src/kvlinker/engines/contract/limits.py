@@ -19,6 +19,9 @@ from kvlinker.base.errors import (
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.prompting.segments import Prompt
 
+STEP_TOKENS = 2048
+"""The most tokens of a step by default: so many keep a GPU busy."""
+
 RETRY_AFTER_SECONDS = 1
 """The seconds after which a refused request may be sent again."""
 

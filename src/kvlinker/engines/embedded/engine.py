@@ -27,7 +27,7 @@ from kvlinker.engines.contract.contract import (
     Sink,
 )
 from kvlinker.engines.contract.elsewhere import Elsewhere
-from kvlinker.engines.contract.limits import RequestLimits, check_supported
+from kvlinker.engines.contract.limits import STEP_TOKENS, RequestLimits, check_supported
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
@@ -71,6 +71,10 @@ RECORDED_SHARE = 1 / 8
 """The most that answers which are being kept may take, as a share of the chunks' memory; it comes
 beside that."""
 
+CPU_STEP_TOKENS = 512
+"""The most tokens of a step on CPUs by default: more are no faster there, their activations take
+more memory, and who comes meanwhile waits longer."""
+
 LOADERS = 2
 """Threads that begin links and fetch chunks' KV. They never wait for other requests."""
 
@@ -94,6 +98,10 @@ def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
             f" kv_slots{' or max_running' if states else ''}."
         )
     return affordable
+
+
+def _step_tokens(loaded: LoadedModel) -> int:
+    return CPU_STEP_TOKENS if loaded.device.type == "cpu" else STEP_TOKENS
 
 
 class EmbeddedEngine:
@@ -180,7 +188,7 @@ class EmbeddedEngine:
             ),
             composer=StepComposer(
                 throughput,
-                max_step_tokens=settings.max_step_tokens,
+                max_step_tokens=settings.max_step_tokens or _step_tokens(loaded),
                 seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
             ),
             max_running=settings.max_running,

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from kvlinker.engines.embedded.model.loaded import LoadedModel
 
 SPARE_SLOTS = 1024
-STEP_TOKENS = 2048
 PARTS = ("load", "select", "attention", "matmul", "rest")
 COLUMNS = (
     "policy",
@@ -190,9 +189,7 @@ def run_ttft(
     rate = matmul_rate(loaded.dtype, loaded.device)
     rows: list[Row] = []
     longest = max(workload.tokens for workload in workloads)
-    with subject.llm(
-        kv_slots=longest + 2 * SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS
-    ) as llm:
+    with subject.llm(kv_slots=longest + 2 * SPARE_SLOTS, tier=tier) as llm:
         engine = llm.engine
         assert isinstance(engine, EmbeddedEngine)
         forget = partial(_forget_files, llm.settings.state_dir) if tier == "disk" else None

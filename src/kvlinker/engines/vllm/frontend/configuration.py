@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
+from kvlinker.engines.contract.limits import STEP_TOKENS
 from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.engines.vllm.frontend.grammars import GUIDANCE
@@ -50,7 +51,7 @@ def configure(settings: Settings) -> Any:
             )
     defaults: dict[str, Any] = {
         "max_model_len": settings.max_model_len,
-        "max_num_batched_tokens": settings.max_step_tokens,
+        "max_num_batched_tokens": settings.max_step_tokens or STEP_TOKENS,
         "max_num_seqs": settings.max_running,
         "trust_remote_code": settings.trust_remote_code,
         "max_logprobs": MOST_LOGPROBS,
