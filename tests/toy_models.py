@@ -268,8 +268,7 @@ STATES_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv-alone": ("rwkv", {"context_length": 2048, "rescale_every": 2}),
     "xlstm-alone": (
         "xlstm",
-        {"num_heads": 4, "embedding_dim": 64, "num_blocks": 3, "chunk_size": 16}
-        | {"qk_dim_factor": 1.0},
+        {"num_heads": 4, "embedding_dim": 64, "num_blocks": 3, "chunk_size": 16},
     ),
 }
 """The families all of whose layers keep states."""

@@ -191,7 +191,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": EXPERIMENTAL},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32]},
     "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
-    "xlstm": {"num_heads": 4, "embedding_dim": 64, "qk_dim_factor": 1.0},
+    "xlstm": {"num_heads": 4, "embedding_dim": 64},
     "youtu": LATENT,
     "zamba": {
         "attention_hidden_size": 128,

@@ -62,29 +62,17 @@ def anatomy_of(model: Any) -> Anatomy:
     transformers_logging.set_verbosity_error()
     prepare(model)
     scale_queries_alike(model)
-    device = model.get_input_embeddings().weight.device
-    positions = torch.arange(LOOKED_AT, device=device)[None]
     tracer = _Tracer(model, context_window(model))
     try:
-        with (
-            _watched(model, tracer),
-            attention_of(model, ATTENTION_NAME),
-            intercepted(tracer),
-            torch.inference_mode(),
-        ):
-            ids = positions % model.config.get_text_config().vocab_size
-            output = model(
-                input_ids=ids,
-                attention_mask=all_visible(LOOKED_AT, device) if has_indexer(model) else None,
-                position_ids=positions,
-                use_cache=True,
-            )
-            states = states_held(output)
+        states = _looked_at(model, tracer, with_cache=True)
     except EXHAUSTED:
         raise
     except Exception as error:  # whatever the model's code raises
-        otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
-        raise refusal(model, obstacle_of(model, otherwise)) from error
+        again = _without_cache(model)
+        if again is None:
+            otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
+            raise refusal(model, obstacle_of(model, otherwise)) from error
+        tracer, states = again, 0
     if tensors_held(tracer.recurrences) not in (None, states):
         raise refusal(model, obstacle_of(model, Obstacle.STATE))
     if has_indexer(model) and all(layer.picker is None for layer in tracer.layers):
@@ -107,6 +95,40 @@ def anatomy_of(model: Any) -> Anatomy:
         tracer.blocks,
         mingles=not with_attention.isdisjoint(tracer.with_state),
     )
+
+
+def _looked_at(model: Any, tracer: _Tracer, *, with_cache: bool) -> int:
+    """Have ``tracer`` watch a forward pass; returns the number of states that the model's own cache
+    holds after it."""
+    device = model.get_input_embeddings().weight.device
+    positions = torch.arange(LOOKED_AT, device=device)[None]
+    with (
+        _watched(model, tracer),
+        attention_of(model, ATTENTION_NAME),
+        intercepted(tracer),
+        torch.inference_mode(),
+    ):
+        output = model(
+            input_ids=positions % model.config.get_text_config().vocab_size,
+            attention_mask=all_visible(LOOKED_AT, device) if has_indexer(model) else None,
+            position_ids=positions,
+            use_cache=with_cache,
+        )
+    return states_held(output)
+
+
+def _without_cache(model: Any) -> _Tracer | None:
+    """Return what watched a forward pass without the model's own cache, where that has nothing to
+    say about states: an xLSTM's cannot hold keys that are narrower than values, as most have them.
+    None if the cache is needed, or the model fails without it, too."""
+    tracer = _Tracer(model, context_window(model))
+    try:
+        _looked_at(model, tracer, with_cache=False)
+    except EXHAUSTED:
+        raise
+    except Exception:  # whatever the model's code raises
+        return None
+    return tracer if tensors_held(tracer.recurrences) is None else None
 
 
 class _Tracer:

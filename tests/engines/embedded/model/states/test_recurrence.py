@@ -32,7 +32,7 @@ RULES = {
     "falcon_mamba-alone": (3, 0, (1, 96, 12)),
     "mamba2-alone": (3, 0, (8, 16, 12)),
     "rwkv-alone": (6, 0, (1, 64, 3)),
-    "xlstm-alone": (3, 0, (4, 16, 18)),
+    "xlstm-alone": (3, 0, (4, 8, 18)),
 }
 """How many layers or parts of them keep a state, how many have attention, and a state's shape."""
 
