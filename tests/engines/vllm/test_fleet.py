@@ -57,6 +57,7 @@ def test_engines_share_a_machine_without_gpus(fleet: RunningFleet) -> None:
 
 
 def test_a_replica_whose_engine_is_killed_is_replaced(fleet: RunningFleet) -> None:
+    wait_until(lambda: len(fleet.ready()) == 2 and len(engines(fleet)) == 2, START_SECONDS)
     ids = fleet.cache(*TEXTS)
     killed, left = engines(fleet)
     with ThreadPoolExecutor(8) as clients:
