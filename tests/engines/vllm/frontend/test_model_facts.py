@@ -124,6 +124,8 @@ def test_what_vllm_does_not_take_is_one_line(settings):
         configure(with_options(settings, dtype="float16"))
     with pytest.raises(InvalidRequestError, match="no_such_option"):
         configure(with_options(settings, no_such_option=1))
+    with pytest.raises(InvalidRequestError, match="in the place of kvlinker's"):
+        configure(with_options(settings, kv_offloading_size=1))
     with pytest.raises(ModelLoadError, match="No model at") as caught:
         configure(settings.model_copy(update={"model": "/nowhere"}))
     assert "\n" not in caught.value.message

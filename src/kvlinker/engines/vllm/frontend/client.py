@@ -218,12 +218,21 @@ class OwnClient(VLLMClient):
             raise
         super().__init__(client, loop, PlanSigner.of(settings.state_dir))
         began = time.monotonic()
-        self.run(self._warm_up()).result()
+        try:
+            self.run(self._warm_up()).result()
+        except Exception as error:  # vLLM raises whatever it meets
+            self.close()
+            raise ModelLoadError(
+                f"vLLM does not answer with {settings.model!r}: {' '.join(str(error).split())}"
+            ) from error
         logger.info("vLLM has answered its first request (%.1f s).", time.monotonic() - began)
 
     async def _warm_up(self) -> None:
         """Send a first request, so that vLLM compiles its kernels before users wait for them."""
-        sampling = SamplingParams(temperature=0, logprobs=1, ignore_eos=True)
+        may_have_logprobs = self._client.vllm_config.model_config.max_logprobs != 0
+        sampling = SamplingParams(
+            temperature=0, logprobs=1 if may_have_logprobs else None, ignore_eos=True
+        )
         async for _ in self.stream("kvlinker-warm-up", (0, 0), sampling, max_tokens=2):
             pass
 

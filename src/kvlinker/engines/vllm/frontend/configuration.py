@@ -26,7 +26,15 @@ CONNECTORS = ("host_memory", "disk_codec", "chunk_scores", "native_attention")
 """The settings, besides the state directory, that the connector follows in vLLM's processes. These
 read variables and the file themselves, but know no options."""
 
-RESERVED_OPTIONS = ("model", "dtype", "kv_transfer_config")
+_OWN = "kvlinker sets it itself"
+RESERVED_OPTIONS: Mapping[str, str] = {
+    "model": _OWN,
+    "dtype": _OWN,
+    "kv_transfer_config": _OWN,
+    "kv_offloading_size": "it puts another connector in the place of kvlinker's, whose own tiers"
+    " keep KV",
+}
+"""The options of vLLM's that may not be given, and why."""
 
 
 def configure(settings: Settings) -> Any:
@@ -44,11 +52,9 @@ def configure(settings: Settings) -> Any:
     options = dict(settings.vllm_options)
     connector = ConnectorOptions.taken_from(options)
     require_tested_version(allow_untested=connector.allow_untested)
-    for name in RESERVED_OPTIONS:
+    for name, reason in RESERVED_OPTIONS.items():
         if name in options:
-            raise InvalidRequestError(
-                f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name
-            )
+            raise InvalidRequestError(f"vllm_options may not set {name!r}: {reason}.", param=name)
     defaults: dict[str, Any] = {
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": settings.max_step_tokens or STEP_TOKENS,
