@@ -1,9 +1,6 @@
-import multiprocessing
 import re
-import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -198,31 +195,3 @@ def test_models_of_more_than_text_get_embeddings(multimodal, raw):
     BoundModel._call(bound, torch.arange(3), torch.arange(3))  # type: ignore[arg-type]
     assert (model.inputs["inputs_embeds"] is not None) == multimodal
     assert (model.inputs["input_ids"] is not None) == (raw or not multimodal)
-
-
-def test_vllms_engine_core_ends_with_a_server_that_is_killed():
-    spawning = multiprocessing.get_context("spawn")
-    told = spawning.Queue()
-    server = spawning.Process(target=serve, args=(told,))
-    server.start()
-    core = psutil.Process(told.get(timeout=180))
-    server.kill()
-    server.join()
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(core.pid) and core.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def serve(told):
-    core = multiprocessing.get_context("spawn").Process(
-        target=compute, args=(told,), name="EngineCore"
-    )
-    core.start()
-    core.join()
-
-
-def compute(told):
-    adapter.end_with_parent()
-    told.put(multiprocessing.current_process().pid)
-    time.sleep(120)

@@ -22,12 +22,12 @@ from kvlinker.engines.vllm.adapter import (
     SupportsHMA,
     bind_caller,
     cache_groups,
-    end_with_parent,
     forget_prefix,
     require_linkable,
     require_tested_version,
 )
 from kvlinker.engines.vllm.options import REFUSAL_FILE, ConnectorOptions, connector_settings
+from kvlinker.engines.vllm.plugin import end_with_parent
 from kvlinker.engines.vllm.protocol.signature import PlanSigner
 from kvlinker.engines.vllm.protocol.steps import StepReport, StepTransfers
 from kvlinker.engines.vllm.scheduler.transfer_scheduler import (

@@ -22,7 +22,6 @@ from kvlinker.engines.vllm.adapter.bound_model import BoundModel, VirtualSequenc
 from kvlinker.engines.vllm.adapter.cache_groups import CacheGroup, cache_groups
 from kvlinker.engines.vllm.adapter.configurations import (
     TESTED,
-    end_with_parent,
     require_linkable,
     require_tested_version,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "VirtualSequences",
     "bind_caller",
     "cache_groups",
-    "end_with_parent",
     "forget_prefix",
     "load_chat_template",
     "require_linkable",

@@ -1,12 +1,7 @@
-"""Says with which versions and configurations of vLLM kvlinker links, and ends vLLM's processes
-with their server."""
+"""Says with which versions and configurations of vLLM kvlinker links."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,9 +25,6 @@ instead."""
 NGRAM = "ngram"
 """The method of speculative decoding that goes with linking: its drafts come from the text itself,
 and have no KV."""
-
-ENGINE_CORE = "EngineCore"
-"""The prefix of the names of the engine's own processes."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
@@ -124,20 +116,3 @@ def movable_length(config: Any) -> int | None:
     if getattr(config, "attn_temperature_tuning", False):
         bounds.append(int(config.floor_scale) - 1)
     return min((bound for bound in bounds if bound), default=None)
-
-
-def end_with_parent() -> None:
-    """Have vLLM's engine core and its workers end when the server that started them has gone.
-
-    After ``kill -9`` the engine core would otherwise go on, and keep its memory from the next
-    server. Does nothing in other processes.
-    """
-    server = multiprocessing.parent_process()
-    if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
-        return
-
-    def watch() -> None:
-        server.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="kvlinker-parent", daemon=True).start()
