@@ -35,7 +35,8 @@ settings.load_profile("kvlinker")
 
 
 SHARD = os.environ.get("SHARD", "1/1")
-"""Which part of the test files is run, of how many; each file is in one of them."""
+"""Which part of the test files is run, of how many; each file is in one of them, and tests marked
+``every_shard`` are in all."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,7 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that share what is made once for their module run in one worker of pytest-xdist, one
     after another, in any order: it is made once indeed."""
     part, parts = map(int, SHARD.split("/"))
-    others = {item for item in items if crc32(_file(item).encode()) % parts != part - 1}
+    others = {
+        item
+        for item in items
+        if crc32(_file(item).encode()) % parts != part - 1
+        and item.get_closest_marker("every_shard") is None
+    }
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
     for item in items:

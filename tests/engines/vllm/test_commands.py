@@ -1,8 +1,5 @@
-"""vLLM's own server serves the client that the README shows, which prints what it prints with the
-embedded engine.
-
-So does ``kvlinker serve``, in ``test_kills``.
-"""
+"""Both servers with vLLM serve the client that the README shows, which prints what it prints with
+the embedded engine."""
 
 import pytest
 
@@ -10,6 +7,7 @@ pytest.importorskip("vllm")
 
 from kvlinker.settings import load_settings
 from tests.engines.vllm.own_server import vllm_serving
+from tests.engines.vllm.test_kills import restarting_server
 from tests.programs import README_EXAMPLES, README_URL, output_of
 
 
@@ -20,3 +18,13 @@ def test_vllms_own_server(tmp_path):
         load_settings().model, tmp_path / "log", {"state_dir": str(tmp_path / "state")}
     ) as url:
         assert output_of(program.replace(README_URL, url)) == shown
+
+
+@pytest.mark.every_shard
+@pytest.mark.slow
+def test_kvlinkers_server(tmp_path):
+    """Whatever part of the tests is run: nothing else starts vLLM as the command does."""
+    program, shown = README_EXAMPLES[0]
+    with restarting_server(tmp_path) as (url, _):
+        assert output_of(program.replace(README_URL, url)) == shown
+    assert "Traceback" not in (tmp_path / "log").read_text()
