@@ -1,13 +1,16 @@
 """What the connector is told, and what it says of options that it cannot take."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.vllm.frontend.source import VLLMSource
 from kvlinker.engines.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
+from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, LayerKV, StoreError
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Sealing
@@ -71,3 +74,17 @@ def test_workers_write_files_as_the_disks_codec_has_it(tmp_path):
         assert chunks.get(key_of(1)) is not None
         sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors"))
     assert sizes["int8"] < sizes["raw"] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"disk_space": 0}, "disk_space is 0"),
+        ({"keep_answers": "answer"}, "leave keep_answers off"),
+    ],
+)
+def test_settings_that_vllm_cannot_follow_are_refused_before_it_starts(options, told, tmp_path):
+    source: Any = VLLMSource.__new__(VLLMSource)
+    settings = load_settings(state_dir=tmp_path, **options)
+    with pytest.raises(InvalidRequestError, match=told):
+        source.make(None, None, None, settings, None)

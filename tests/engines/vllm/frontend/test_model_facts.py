@@ -74,6 +74,12 @@ def test_workers_follow_the_settings_that_are_given_as_options(settings):
     assert workers.host_memory == 12345
 
 
+def test_prefixes_are_kept_unless_the_setting_says_otherwise(settings):
+    for prefix_cache, kept in (("on", True), ("off", False)):
+        config = configure(settings.model_copy(update={"prefix_cache": prefix_cache}))
+        assert config.cache_config.enable_prefix_caching is kept
+
+
 def test_generation_defaults_are_vllms(settings):
     (Path(settings.model) / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "top_k": 7})

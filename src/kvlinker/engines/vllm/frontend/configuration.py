@@ -62,6 +62,8 @@ def configure(settings: Settings) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "max_logprobs": MOST_LOGPROBS,
     }
+    if settings.prefix_cache == "off":
+        defaults["enable_prefix_caching"] = False
     if not torch.cuda.is_available():
         defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     check_model(settings)

@@ -52,13 +52,19 @@ class VLLMSource:
     ) -> Engine:
         """Make the engine.
 
-        Raises InvalidRequestError for a store without a disk, ModelLoadError if the model's files
-        are not found, and the errors of ``start``.
+        Raises InvalidRequestError for a store without a disk, and for answers to keep,
+        ModelLoadError if the model's files are not found, and the errors of ``start``.
         """
         if not settings.disk_space:
             raise InvalidRequestError(
                 "disk_space is 0, but vLLM's processes take chunks from the disk. Give it some.",
                 param="disk_space",
+            )
+        if settings.keep_answers != "off":
+            raise InvalidRequestError(
+                f"keep_answers is {settings.keep_answers}, but the KV of answers stays in vLLM:"
+                " leave keep_answers off with this engine.",
+                param="keep_answers",
             )
         client = self._start()
         try:
