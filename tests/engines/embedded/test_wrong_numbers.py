@@ -11,8 +11,8 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV, changed
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
 from tests.toy_models import loaded_model
 
-BAD = 77
-"""A token whose numbers overflow."""
+BAD = 2
+"""A token whose numbers overflow, which no random text has."""
 
 
 @pytest.fixture
@@ -35,15 +35,10 @@ def with_last_but_one(prompt, token):
     return prompt
 
 
-def without(prompt):
-    prompt.tokens[prompt.tokens == BAD] = BAD + 1
-    return prompt
-
-
 def test_what_fails_spoils_no_beginning_that_others_share(bench, overflowing):
     made = bench(model=overflowing, prefix_cache="on")
-    prompt = without(linked_prompt(fresh=90))
-    failed = made.answer(with_last_but_one(without(linked_prompt(fresh=90)), BAD), "full")
+    prompt = linked_prompt(fresh=90)
+    failed = made.answer(with_last_but_one(linked_prompt(fresh=90), BAD), "full")
     assert "not all finite" in str(failed.failed)
     alike = made.answer(prompt, "full")
     assert alike.finished is not None
@@ -54,12 +49,31 @@ def test_what_fails_spoils_no_beginning_that_others_share(bench, overflowing):
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_fails_leaves_no_nan_in_slots(bench, overflowing, n):
     made = bench(model=overflowing, prefix_cache="on")
-    spoilt = with_last_but_one(without(linked_prompt(fresh=150)), BAD)
+    spoilt = with_last_but_one(linked_prompt(fresh=150), BAD)
     outcomes, _ = made.submit_choices(spoilt, n, "full")
     assert all("not all finite" in str(outcome.wait().failed) for outcome in outcomes)
     made.settle()
     for layer in made.engine._runner.pool.layers:
         assert all(bool(part.isfinite().all()) for part in layer.parts)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_who_shares_a_step_with_what_fails_goes_on(bench, overflowing, order):
+    """Of the requests in a step, some attend to more segments than others."""
+    made = bench(model=overflowing, max_step_tokens=512)
+    healthy = linked_prompt(40, 21, header=3, seed=5), linked_prompt(30, seed=6)
+    spoilt = with_last_but_one(linked_prompt(fresh=20, seed=8), BAD)
+    prompts = [healthy[0], healthy[1], spoilt]
+    for prompt in healthy:
+        made.cache(prompt)
+    expected = [made.answer(prompt, "legolink-4").logprobs for prompt in healthy]
+    with made.held():
+        outcomes = {index: made.submit(prompts[index])[0] for index in order}
+    assert "not all finite" in str(outcomes[2].wait().failed)
+    for index in (0, 1):
+        found = outcomes[index].wait()
+        assert found.failed is None
+        torch.testing.assert_close(found.logprobs, expected[index], atol=2e-5, rtol=0)
 
 
 def test_a_chunk_that_overflows_is_not_stored(bench, overflowing):

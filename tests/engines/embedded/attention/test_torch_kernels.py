@@ -131,3 +131,15 @@ def test_merging_two_halves_is_attention_over_the_whole():
     sources = torch.stack([torch.arange(5), torch.arange(5, 10)], dim=1)
     merged = merge([part(slice(0, 11)), part(slice(11, 30))], sources, None)
     torch.testing.assert_close(merged, torch.softmax(scores, -1) @ value)
+
+
+def test_what_is_not_finite_reaches_no_other_query():
+    """Not even as nothing of it, where a query has fewer parts than others, or none."""
+    outputs = torch.ones(2, 4, 8)
+    outputs[:, 3] = float("nan")
+    lse = torch.zeros(2, 4)
+    lse[:, 3] = float("nan")
+    sources = torch.tensor([[0, 1], [2, -1], [-1, -1], [1, 3]])
+    merged = merge([(outputs, lse)], sources, None)
+    assert torch.equal(merged[:, :3], torch.tensor([1.0, 1.0, 0.0])[:, None].expand(2, 3, 8))
+    assert merged[:, 3].isnan().all()

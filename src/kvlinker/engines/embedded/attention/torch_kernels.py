@@ -168,16 +168,22 @@ def merge(partials: Sequence[Partial], sources: Tensor | None, sinks: Tensor | N
             else output * torch.sigmoid(lse - sinks.float()[:, None])[..., None]
         )
     outputs = torch.cat([output for output, _ in partials], dim=1)
+    none = sources < 0
     lse = torch.cat([lse for _, lse in partials], dim=1)[:, sources].masked_fill_(
-        sources < 0, float("-inf")
+        none, float("-inf")
     )
     total = torch.logsumexp(lse, dim=-1)  # of [heads, queries, most]
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])
     weights = torch.exp(lse - total.masked_fill_(total == float("-inf"), 0.0)[..., None])
-    merged = outputs[:, sources[:, 0]] * weights[..., :1]
+
+    def weighted(source: int) -> Tensor:
+        found = outputs[:, sources[:, source]] * weights[..., source : source + 1]
+        return found.masked_fill_(none[:, source, None], 0.0)  # another query's, which may be NaN
+
+    merged = weighted(0)
     for source in range(1, sources.shape[1]):
-        merged += outputs[:, sources[:, source]] * weights[..., source : source + 1]
+        merged += weighted(source)
     return merged
 
 
