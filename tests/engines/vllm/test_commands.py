@@ -27,4 +27,4 @@ def test_kvlinkers_server(tmp_path):
     program, shown = README_EXAMPLES[0]
     with restarting_server(tmp_path) as (url, _):
         assert output_of(program.replace(README_URL, url)) == shown
-    assert "Traceback" not in (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text()
