@@ -156,22 +156,27 @@ class AnswerKeeper:
 
     def _find(self, tokens: NDArray[np.int64], said: AnswerParts) -> tuple[int, int] | None:
         """Return which of the sampled tokens are the answer's text; None if these are not tokens of
-        their own."""
+        their own: a stop string began within one, or they have special tokens between them."""
+        if not said.content:
+            return 0, 0
+        texts = self._encoder.token_texts(tokens.tolist())
+        whole = "".join(texts)
         try:
             content: Sequence[int] = self._encoder.encode_data(said.content, param="content")
         except InvalidRequestError:
             content = ()
-        if content and (start := _position(tokens, np.asarray(content, dtype=np.int64))) >= 0:
-            return start, start + len(content)
-        if said.reasoning or said.calls:
-            return None if said.content else (0, 0)
-        return 0, len(tokens)
+        behind = whole.find(said.reasoning) + len(said.reasoning)  # calls may quote the text
+        ends = np.cumsum([0, *map(len, texts)])
+        for start in _positions(tokens, np.asarray(content, dtype=np.int64)):
+            if ends[start] >= behind:
+                return start, start + len(content)
+        return (0, len(tokens)) if whole.strip() == said.content.strip() else None
 
 
-def _position(tokens: NDArray[np.int64], part: NDArray[np.int64]) -> int:
-    """Return where ``part`` begins last in ``tokens``; -1 if it does not."""
-    if len(part) > len(tokens):
-        return -1
+def _positions(tokens: NDArray[np.int64], part: NDArray[np.int64]) -> Sequence[int]:
+    """Return where ``part`` begins in ``tokens``, ascending; nowhere if it is empty."""
+    if not 0 < len(part) <= len(tokens):
+        return ()
     windows = np.lib.stride_tricks.sliding_window_view(tokens, len(part))
-    found = np.flatnonzero((windows == part).all(axis=1))
-    return int(found[-1]) if found.size else -1
+    found: list[int] = np.flatnonzero((windows == part).all(axis=1)).tolist()
+    return found
