@@ -69,6 +69,15 @@ def test_tools_are_learned_by_name_and_tenant() -> None:
     assert scene.expected[-1] == (1, FIRST_SECONDS), "the longest of several tools"
 
 
+def test_a_call_that_comes_back_the_next_day_is_soon_forgotten() -> None:
+    scene = Scene()
+    for seconds in (2.0,) * 20 + (86_400.0,) + (2.0,) * 20:
+        scene.ask(1, 2, says="search")
+        scene.now += seconds
+        scene.ask(1, 2, 3, says="")
+    assert scene.waits.expected("one", "search") < 10
+
+
 def test_other_conversations_tell_nothing() -> None:
     scene = Scene()
     scene.ask(1, 2, says="search")

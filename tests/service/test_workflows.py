@@ -101,6 +101,16 @@ def test_successors_are_learned_and_told_as_long_as_it_pays() -> None:
     assert not scene.brought.keys, "what followed changes too often"
 
 
+def test_pauses_are_no_pace() -> None:
+    """A workflow of that name ran yesterday; its next run is no slower for it."""
+    scene = Scene()
+    scene.ask("a", flow="f")
+    scene.now += 86_400
+    scene.ask("a", NextUse(("B",), steps=1), NextUse(("C",), steps=3), flow="f")
+    assert scene.uses.due("b") == scene.now + FIRST_PACE
+    assert scene.uses.due("c") == scene.now + 3 * FIRST_PACE
+
+
 def test_workflows_learn_apart() -> None:
     scene = Scene()
     for _ in range(4):

@@ -119,7 +119,8 @@ class ToolWaits:
             logger.exception("A conversation is not kept for its tools")
 
     def _came_back(self, request: GenerationRequest) -> None:
-        """Learn from a request that goes on where tools were out."""
+        """Learn from a request that goes on where tools were out. What took longer than anything is
+        kept counts as that long, so that one call does not outweigh many."""
         now = self._clock()
         with self._lock:
             lengths = {
@@ -134,7 +135,8 @@ class ToolWaits:
                 if out is None:
                     continue
                 for tool in out.tools:
-                    key, seconds = (request.tenant, tool), now - out.since
+                    key = request.tenant, tool
+                    seconds = min(now - out.since, self._longest)
                     if key in self._times:
                         self._times[key].note(seconds)
                     else:

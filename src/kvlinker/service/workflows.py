@@ -40,6 +40,10 @@ SOON_SECONDS = 30.0
 FIRST_PACE = 1.0
 """The seconds from one request of a workflow to the next, before any were measured."""
 
+LONGEST_INTERVAL = 600.0
+"""The most seconds between two requests that follow each other; after more, a workflow, or what a
+tenant does, begins anew, and the pause says nothing of its pace."""
+
 WEIGHT = 0.3
 """The weight of the last interval in a workflow's pace, and of the last prediction in the hit
 rate."""
@@ -163,7 +167,7 @@ class _Line:
 
     def keep_pace(self, now: float) -> None:
         """Take note of a request that begins now."""
-        if self.last is not None:
+        if self.last is not None and now - self.last <= LONGEST_INTERVAL:
             self.pace += WEIGHT * (now - self.last - self.pace)
         self.last = now
 

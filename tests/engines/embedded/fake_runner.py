@@ -75,7 +75,9 @@ class Work(Request):
         self.lost, self.started = 0, 0
         self.unforked: list[Work] = []
         if n > 1:
-            self.unforked = [Work(length, output, tenant=tenant) for _ in range(n - 1)]
+            self.unforked = [
+                Work(length, output, tenant=tenant, workflow=workflow) for _ in range(n - 1)
+            ]
             for choice, work in enumerate(self.all_choices()):
                 work.choice, work.choices = choice, self.all_choices()
 

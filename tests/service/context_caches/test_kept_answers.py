@@ -56,10 +56,12 @@ def keep(
         for each in sampled
         for token in ([each] if isinstance(each, int) else ENCODER.encode_data(each))
     ]
-    made, told, flag = Made(), [], Flag()
+    made, flag = Made(), Flag()
+    told: list[KeptAnswer] = []
 
     def take(_: int, event: GenerationEvent) -> None:
         if isinstance(event, Finished):
+            assert event.kept is not None
             told.append(event.kept)
             flag.set()
 

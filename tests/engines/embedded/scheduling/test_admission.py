@@ -346,3 +346,38 @@ def test_a_workflow_is_ahead_by_a_bounded_time():
     assert simulation.add(20, workflow="a").began == simulation.timing.now
     assert plain.began == plain.arrived
     assert running.began == running.arrived
+
+
+def test_who_lets_its_workflow_go_first_waits_in_its_place():
+    """Else a tenant's whole workflow would come in the place of one request, before others."""
+    simulation = measured(max_running=3)
+    simulation.add(20, 50_000, workflow="a")
+    simulation.add(20, 50_000, tenant="other")
+    simulation.add(20, 20)
+    for _ in range(3):
+        simulation.step()
+    simulation.timing.now += 1
+    plain = simulation.enter(20)
+    own, others = [], []
+    for _ in range(7):
+        simulation.timing.now += 0.01
+        others.append(simulation.enter(20, tenant="other"))
+        own.append(simulation.enter(20, workflow="a"))
+    waiting, order = [plain, *own, *others], []
+    for _ in range(200):
+        simulation.load_all()
+        simulation.step()
+        order += [work for work in waiting if work.started and work not in order]
+    assert len(order) == len(waiting)
+    assert order.index(own[0]) < order.index(plain)
+    ahead = [sum(work in own for work in order[: order.index(other)]) for other in others]
+    assert all(before <= place + 2 for place, before in enumerate(ahead)), ahead
+    simulation.scheduler.check_integrity()
+
+
+def test_choices_belong_to_the_workflow_from_its_beginning():
+    simulation = measured(max_running=1)
+    simulation.timing.now += 1
+    first = simulation.add(20, 5, n=3, workflow="a")
+    simulation.step()
+    assert {work.began for work in first.choices} == {first.arrived}

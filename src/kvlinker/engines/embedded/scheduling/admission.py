@@ -41,7 +41,7 @@ class Admission:
     steps were measured, turns are arrivals.
 
     Where a tenant's request has its turn, the one of its workflow that began first goes, so that
-    workflows come one after the other rather than all at once.
+    workflows come one after the other rather than all at once; the two exchange their turns.
 
     A tenant of whom nothing is computed comes before tenants of whom something is, and is never
     refused for the length of a queue in which it has nothing.
@@ -187,6 +187,18 @@ class Admission:
         preferred = next((request for request in similar if prefers(request)), queue[0])
         found = (_first_of_workflow(request, queue) for request in (preferred, queue[0]))
         return list(dict.fromkeys(found))
+
+    def pass_on(self, admitted: Request, queue: Sequence[Request]) -> bool:
+        """Where the request went in the place of one of its tenant that is before it in the
+        ``queue``, give that one its place, so that the tenant is ahead of no other; return whether
+        that was so."""
+        own = (other for other in queue if other.tenant == admitted.tenant)
+        passed = next(own, admitted)
+        ahead = admitted.turn - passed.turn
+        if admitted.workflow is None or admitted.began >= passed.began or ahead <= 0:
+            return False
+        passed.backlog += ahead
+        return True
 
     def next_answers(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
         """Return the answers of a ``queue`` that may get slots next, best first, in addition to the

@@ -10,6 +10,7 @@ from kvlinker.engines.embedded.requests.request import Request, RequestState, Re
 from kvlinker.engines.embedded.scheduling.admission import Admission, giving_way
 from kvlinker.engines.embedded.scheduling.composition import sequence_of
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue
 
 
 class RunningRequests:
@@ -28,7 +29,7 @@ class RunningRequests:
         self,
         slots: SequenceSlots,
         admission: Admission,
-        waiting: Mapping[ResultKind, Sequence[Request]],
+        waiting: Mapping[ResultKind, TurnQueue],
         move: Callable[[Request, RequestState], None],
         *,
         max_running: int,
@@ -127,7 +128,14 @@ class RunningRequests:
     def _admit_next(self, queue: Sequence[Request]) -> bool:
         """Admit one of the answers; False if none of those that may be next fits."""
         candidates = self._admission.next_answers(queue, self.requests)
-        return any(map(self._admit_one, candidates)) or self._make_way(candidates[0])
+        admitted = next(filter(self._admit_one, candidates), None)
+        if admitted is None and self._make_way(candidates[0]):
+            admitted = candidates[0]
+        if admitted is None:
+            return False
+        if self._admission.pass_on(admitted, queue):
+            self._waiting[ResultKind.ANSWER].disorder()
+        return True
 
     def _make_way(self, request: Request) -> bool:
         """Admit a request, if its tenant has nothing running, to slots of the tenant that has the

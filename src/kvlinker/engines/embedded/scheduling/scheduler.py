@@ -254,11 +254,8 @@ class Scheduler(RequestQueues):
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
         with self._lock:
-            choice.number, choice.arrived, choice.backlog = (
-                first.number,
-                first.arrived,
-                first.backlog,
-            )
+            choice.number, choice.arrived = first.number, first.arrived
+            choice.began, choice.backlog = first.began, first.backlog
             choice.prompt_seconds = first.prompt_seconds
             choice.hold = None if first.hold is None else first.hold.share()
             self._admission.add(choice)
