@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
@@ -308,6 +308,10 @@ class PromptCalls(ModelCalls):
     ) -> ReadOptions:
         """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy
         that is unknown or lacks its certificate."""
+        if order not in get_args(Order):
+            raise InvalidRequestError(
+                f"'order' is {order!r}, but must be 'given' or 'any'.", param="order"
+            )
         named = None if policy is None else as_policy(policy)
         if named is not None:
             self.policy_manager.check(named)

@@ -13,6 +13,7 @@ from kvlinker.base.errors import (
     ContextCacheModelError,
     ContextCacheNotFoundError,
     InvalidRequestError,
+    shortened,
 )
 from kvlinker.base.events import Events, SuccessorsForetold
 from kvlinker.engines.contract.contract import Finished, GenerationEvent, Sink
@@ -57,6 +58,9 @@ last used ones stay."""
 LEAST_HIT_RATE = 0.5
 """The least share of foretold chunks that must follow, else they are not brought to memory."""
 
+SHOWN = 80
+"""The most characters of a value that an error shows."""
+
 LEARNED = "\0"
 """Stands before the name of a plan that was learned: no workflow has it in its name."""
 
@@ -82,9 +86,13 @@ class NextUse:
             ("steps", self.steps, MOST_STEPS),
             ("seconds", self.seconds, MOST_SECONDS),
         ):
-            if given is not None and not 0 <= given <= most:
+            whole = name == "steps"
+            kind = int if whole else int | float
+            fits = isinstance(given, kind) and not isinstance(given, bool) and 0 <= given <= most
+            if given is not None and not fits:
                 raise InvalidRequestError(
-                    f"'{name}' of 'next' is {given}, but must be from 0 to {most:,.0f}.",
+                    f"'{name}' of 'next' is {shortened(repr(given), SHOWN)}, but must be from 0 to"
+                    f" {most:,.0f}{', and whole' if whole else ''}.",
                     param="next",
                 )
 
@@ -111,9 +119,11 @@ class WorkflowStep:
     next: tuple[NextUse, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= LONGEST_WORKFLOW or "\0" in self.name:
+        named = isinstance(self.name, str) and 0 < len(self.name) <= LONGEST_WORKFLOW
+        if not named or "\0" in self.name:
             raise InvalidRequestError(
-                f"A workflow's name has 1 to {LONGEST_WORKFLOW} characters, none of them null.",
+                f"A workflow's name is a text, and has 1 to {LONGEST_WORKFLOW} characters, none of"
+                " them null.",
                 param="workflow",
             )
         uses = self.next or ()
@@ -134,14 +144,7 @@ class WorkflowStep:
                 raise InvalidRequestError("'next' needs a 'workflow'.", param="next")
             return None
         try:
-            uses = (
-                None
-                if following is None
-                else tuple(
-                    NextUse(tuple(use["ids"]), use.get("steps"), use.get("seconds"))
-                    for use in following
-                )
-            )
+            uses = None if following is None else tuple(map(_next_use, following))
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRequestError(
                 "'next' is a list such as [{'ids': ['cc_…'], 'steps': 1}].", param="next"
@@ -279,6 +282,16 @@ class Workflows:
         line.chunks = tuple(sorted(keys))
         line.foretold = learned.successors.get(line.chunks, ())
         return line.foretold if learned.hit_rate >= LEAST_HIT_RATE else ()
+
+
+def _next_use(use: Mapping[str, Any]) -> NextUse:
+    """Parse one use. Raises TypeError or KeyError for what is none, and InvalidRequestError."""
+    ids = use["ids"]
+    if isinstance(ids, str) or not all(isinstance(each, str) for each in ids):
+        raise TypeError("ids are a list of texts")
+    if use.keys() - {"ids", "steps", "seconds"}:
+        raise KeyError("only these three")
+    return NextUse(tuple(ids), use.get("steps"), use.get("seconds"))
 
 
 def _bound(table: OrderedDict[K, V], newest: K, most: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 from tests.waiting import wait_until
@@ -171,3 +172,10 @@ def test_the_library_takes_it(served: Served) -> None:
     )
     assert answer.usage.output_tokens == 1
     assert llm.store.next_uses.due(text.chunk_key) < float("inf")
+
+
+def test_the_library_refuses_an_order_that_is_none(served: Served) -> None:
+    message = [{"role": "user", "content": "x"}]
+    order: Any = "any order"
+    with pytest.raises(InvalidRequestError, match="'order' is 'any order'"):
+        served.llm.chat_completion(message, max_tokens=1, order=order)
