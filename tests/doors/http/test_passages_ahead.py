@@ -61,3 +61,31 @@ def test_nothing_is_driven_out_for_it(served: Served, monkeypatch: pytest.Monkey
     monkeypatch.undo()
     ask(served, document("b"))
     wait_until(lambda: len(caches(served)) == 1)
+
+
+def test_what_was_asked_for_stays_in_a_tenants_quota(tmp_path: Path) -> None:
+    settings = tiny_settings(
+        tmp_path, tenant_quota_caches=2, implicit="auto", implicit_ahead="on", implicit_caches=1000
+    )
+    with serving(LLM.from_model(tiny_model(), settings), settings) as server:
+        marked = [
+            {"type": "text", "text": document(name), "cache_control": {"type": "ephemeral"}}
+            for name in "xy"
+        ]
+        body = {"messages": [{"role": "user", "content": marked}], "max_tokens": 1}
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        before = {cache["id"] for cache in caches(server)}
+        assert len(before) == 2
+        ask(server, document("a"), document("b"))
+        passages = server.llm._content._ahead
+        assert passages
+        passages._waiting.join()
+        assert {cache["id"] for cache in caches(server)} == before
+
+
+def test_what_was_created_by_name_leaves_room_for_it(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, implicit="auto", implicit_ahead="on", implicit_caches=4)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as server:
+        named = server.cache("One.", "Two.", "Three.", "Four.")
+        ask(server, document("a"))
+        wait_until(lambda: len(caches(server)) == len(named) + 1)

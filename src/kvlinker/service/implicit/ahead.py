@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.base.types.messages import MarkedText, TextSource
+from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.store import Catalog, ChunkStore
@@ -23,8 +24,9 @@ MEMORY_SHARE = 0.8
 """The share of memory that may be full when one more passage is computed: nothing is evicted for a
 passage that may not be repeated."""
 
-CACHES_SHARE = 0.5
-"""The share of its implicit context caches that a tenant may have when one more is computed."""
+QUOTA_SHARE = 0.5
+"""The share of its implicit context caches, and of its quota, that a tenant may have when one more
+is computed."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +51,16 @@ class PassagesAhead:
         store: ChunkStore,
         *,
         most_caches: int,
+        quotas: Quotas = NO_QUOTAS,
     ) -> None:
-        """``most_caches``: the implicit context caches that a tenant may have."""
+        """``most_caches``: the implicit context caches that a tenant may have; ``quotas``: what it
+        may have in all."""
         self._implicit = implicit
         self._engine = engine
         self._catalog = catalog
         self._store = store
-        self._most_caches = int(most_caches * CACHES_SHARE)
+        self._most_caches = most_caches * QUOTA_SHARE
+        self._quotas = quotas
         self._waiting: Queue[_Passage] = Queue(MOST_WAITING)
         self._closed = Flag()
         self._starting = Lock()
@@ -104,10 +109,20 @@ class PassagesAhead:
         if (
             chunk is None
             or memory.used_bytes > MEMORY_SHARE * memory.budget_bytes
-            or self._catalog.usage(tenant).caches >= self._most_caches
+            or not self._has_room(tenant, self._engine.kv_bytes(len(chunk)))
             or self._implicit.find([chunk], tenant=tenant)
         ):
             return
         self._engine.cache_chunk(chunk, tenant=tenant, idle=True).result()
         text = MarkedText(passage.text, source=TextSource.RECOGNITION)
         self._implicit.use({chunk: text}, {}, tenant=tenant)
+
+    def _has_room(self, tenant: str, nbytes: int) -> bool:
+        """Return whether the tenant may have a chunk of so many bytes without losing others: what
+        it has asked for is worth more."""
+        quota, has = self._quotas.of(tenant), self._catalog.usage(tenant)
+        return (
+            self._catalog.implicit.count(tenant) < self._most_caches
+            and (quota.caches is None or has.caches < QUOTA_SHARE * quota.caches)
+            and (quota.bytes is None or has.bytes + nbytes <= QUOTA_SHARE * quota.bytes)
+        )

@@ -103,7 +103,9 @@ class ContentReader:
         ahead = None
         if settings.implicit_ahead == "on" and settings.engine == "embedded":
             most = settings.implicit_caches
-            ahead = PassagesAhead(implicit, engine, catalog, store, most_caches=most)
+            ahead = PassagesAhead(
+                implicit, engine, catalog, store, most_caches=most, quotas=settings.quotas
+            )
         return cls(
             builder,
             caches,

@@ -173,6 +173,15 @@ class ImplicitIndex:
                 {"now": now},
             )
 
+    def count(self, tenant: str) -> int:
+        """Return how many implicit context caches the tenant has, with expired ones that remain."""
+        ((count,),) = self._database.query(
+            "SELECT count(*) FROM context_caches WHERE tenant = :tenant AND implicit_ttl IS NOT"
+            " NULL",
+            {"tenant": tenant},
+        )
+        return int(count)
+
     def total(self) -> tuple[int, int]:
         """Return how many implicit context caches there are, of all tenants, and the bytes of their
         chunks' KV as computed."""
