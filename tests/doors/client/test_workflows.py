@@ -44,6 +44,17 @@ def test_hints_look_a_few_steps_ahead() -> None:
     assert len(flow.link("0")["next"]) == MOST_STEPS
 
 
+def test_hints_name_no_more_than_servers_take() -> None:
+    """A long run adds each of its answers; its requests are not refused for that."""
+    flow = Workflow("long", {"a": ["b"], "b": ["c"], "c": ["d"]})
+    flow.uses("b", *(f"cc_b{number}" for number in range(600)))
+    flow.uses("c", *(f"cc_c{number}" for number in range(600)))
+    flow.uses("d", "cc_d")
+    near, far = flow.link("a")["next"]
+    assert len(near["ids"]) == 600
+    assert far == {"ids": [f"cc_c{number}" for number in range(200, 600)], "steps": 2}
+
+
 def test_unknown_agents_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no agent 'x', but 'a', 'b'"):
         Workflow("f", {"a": ["b"]}).uses("x", "cc_1")

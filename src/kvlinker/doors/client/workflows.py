@@ -11,6 +11,9 @@ from kvlinker.doors.client.calls import HasId
 MOST_STEPS = 8
 """How many requests ahead hints look."""
 
+MOST_IDS = 1000
+"""The most context caches that a request may name; of more, the nearest ones are."""
+
 
 class Workflow:
     """A small graph of agents: whose turn follows whose, and the context caches in the prompt of
@@ -38,11 +41,14 @@ class Workflow:
     def link(self, agent: str, **options: Any) -> dict[str, Any]:
         """Return the field ``link`` of a request of this agent: with the ``options``, such as
         ``keep="answer"``, and the context caches that later agents use, by the number of hand-overs
-        until then."""
-        ahead = []
+        until then. Beyond 1,000 of them, the ones that are furthest or were added first are left
+        out."""
+        ahead, room = [], MOST_IDS
         for steps, agents in enumerate(self._behind(agent), 1):
-            if ids := dict.fromkeys(id for each in agents for id in self._caches[each]):
-                ahead.append({"ids": list(ids), "steps": steps})
+            ids = list(dict.fromkeys(id for each in agents for id in self._caches[each]))[-room:]
+            if ids and room:
+                ahead.append({"ids": ids, "steps": steps})
+                room -= len(ids)
         return {**options, "workflow": self.name, "next": ahead}
 
     def _behind(self, agent: str) -> Iterable[list[str]]:
