@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,59 @@ def test_what_one_tenant_expects_evicts_no_more_of_anothers(
     budget = sum(sizes.values())
     plain, hinting = (set(gone(index_of(each, sizes, budget), nbytes)) for each in (None, uses))
     assert {key for key in hinting if owners[key] == "two"} <= plain
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["expect", "used", "later"]),
+        st.sampled_from(["one", "two"]),
+        st.sampled_from("pqr"),
+        st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 100), max_size=4),
+    ),
+    max_size=20,
+)
+
+
+@given(steps=STEPS)
+def test_the_soonest_use_of_any_plan_counts(
+    steps: list[tuple[str, str, str, dict[str, int]]],
+) -> None:
+    owners = dict.fromkeys("abc", "one") | dict.fromkeys("def", "two")
+    uses, clock = known(owners)
+    plans: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for what, owner, plan, seconds in steps:
+        if what == "expect":
+            uses.expect(owner, plan, seconds)
+            plans[owner, plan] = {
+                key: (clock.now + ahead, clock.now + ahead + max(ahead, LEAST_GRACE))
+                for key, ahead in seconds.items()
+                if owners[key] == owner
+            }
+        elif what == "used":
+            uses.used(owner, plan, seconds.keys())
+            for key in seconds:
+                plans.get((owner, plan), {}).pop(key, None)
+        else:
+            clock.now += 25
+        for key in owners:
+            dues = [found[key] for found in plans.values() if key in found]
+            live = [at for at, until in dues if until > clock.now]
+            assert uses.due(key) == min(live, default=math.inf)
+
+
+def test_many_plans_of_one_chunk_are_compared_once() -> None:
+    """Evictions ask for a thousand chunks at a time, under the lock of their tier."""
+
+    class Counting(dict[str, Any]):
+        reads = 0
+
+        def values(self) -> Any:
+            self.reads += 1
+            return super().values()
+
+    uses, _ = known({"a": "one", "b": "one"})
+    for number in range(next_uses.MOST_PLANS):
+        uses.expect("one", str(number), {"a": 50 + number, "b": 10})
+    plans = uses._uses["a"].plans = Counting(uses._uses["a"].plans)
+    assert {uses.due("a") for _ in range(100)} == {50}
+    assert plans.reads == 1

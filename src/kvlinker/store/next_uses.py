@@ -38,6 +38,34 @@ class _Due(NamedTuple):
     until: float
 
 
+class _Uses:
+    """The expected uses of one chunk, by plan. The first of them is looked for again only once it
+    is over, or another is: evictions ask for many chunks at a time."""
+
+    __slots__ = ("_first", "plans")
+
+    def __init__(self) -> None:
+        self.plans: dict[str, _Due] = {}
+        self._first: _Due | None = None
+
+    def expect(self, plan: str, due: _Due) -> None:
+        """Expect a use under this plan."""
+        self.plans[plan] = due
+        self._first = None
+
+    def forget(self, plan: str) -> None:
+        """Expect no use under this plan."""
+        self.plans.pop(plan, None)
+        self._first = None
+
+    def due(self, now: float) -> float:
+        """Return when the next use is expected; infinity if none is."""
+        if self._first is None or self._first.until <= now:
+            live = (due for due in self.plans.values() if due.until > now)
+            self._first = min(live, default=_Due(math.inf, math.inf))
+        return self._first.at
+
+
 class NextUses:
     """Knows which chunks are expected to be used, and when. Expectations never cost another owner
     anything: where a chunk would be evicted that its owner needs soon, another one of the same
@@ -48,7 +76,9 @@ class NextUses:
         self._clock = clock
         self._lock = threading.Lock()
         self._owners: OrderedDict[str, str] = OrderedDict()  # by chunk key
-        self._plans: OrderedDict[str, OrderedDict[str, dict[str, _Due]]] = OrderedDict()
+        # The keys that an owner's plans expect.
+        self._plans: OrderedDict[str, OrderedDict[str, set[str]]] = OrderedDict()
+        self._uses: dict[str, _Uses] = {}  # by chunk key
 
     def listen(self, event: Event) -> None:
         """Take note of chunks' owners; ``Events.subscribe`` takes this."""
@@ -67,23 +97,24 @@ class NextUses:
             plans = self._plans.setdefault(owner, OrderedDict())
             self._plans.move_to_end(owner)
             if len(self._plans) > MOST_OWNERS:
-                self._plans.popitem(last=False)
-            plans[plan] = {
-                key: _Due(now + ahead, now + ahead + max(ahead, LEAST_GRACE))
-                for key, ahead in seconds.items()
-                if self._owners.get(key) == owner
-            }
-            plans.move_to_end(plan)
+                for other, keys in self._plans.popitem(last=False)[1].items():
+                    self._forget(other, keys)
+            self._forget(plan, plans.pop(plan, ()))
+            plans[plan] = {key for key in seconds if self._owners.get(key) == owner}
+            for key in plans[plan]:
+                at = now + seconds[key]
+                due = _Due(at, at + max(seconds[key], LEAST_GRACE))
+                self._uses.setdefault(key, _Uses()).expect(plan, due)
             if len(plans) > MOST_PLANS:
-                plans.popitem(last=False)
+                self._forget(*plans.popitem(last=False))
 
     def used(self, owner: str, plan: str, keys: Set[str]) -> None:
         """Expect these chunks no more under this plan: it uses them now."""
         with self._lock:
             plans = self._plans.get(owner)
-            expected = plans.get(plan, {}) if plans else {}
-            for key in keys & expected.keys():
-                del expected[key]
+            expected = plans.get(plan, set()) if plans else set[str]()
+            self._forget(plan, keys & expected)
+            expected -= keys
 
     def due(self, key: str) -> float:
         """Return when the chunk is expected to be used next, by the clock; infinity if no use is
@@ -118,9 +149,16 @@ class NextUses:
         return sorted(later, key=lambda each: -dues[each])
 
     def _due(self, key: str, now: float) -> float:
-        plans = self._plans.get(self._owners.get(key, ""))
-        dues = (plan[key] for plan in plans.values() if key in plan) if plans else ()
-        return min((due.at for due in dues if due.until > now), default=math.inf)
+        uses = self._uses.get(key) if key in self._owners else None
+        return math.inf if uses is None else uses.due(now)
+
+    def _forget(self, plan: str, keys: Iterable[str]) -> None:
+        """Expect no uses of these chunks under this plan; the lock is held."""
+        for key in keys:
+            uses = self._uses[key]
+            uses.forget(plan)
+            if not uses.plans:
+                del self._uses[key]
 
 
 def needed_last(candidates: Iterable[T], due: Callable[[T], float]) -> T:
