@@ -206,6 +206,21 @@ def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
     assert text["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_options_of_linking_hold_or_are_refused(http: httpx.Client) -> None:
+    story, dogs = cached(http, STORY, "A dog and a small text. " * 4)
+    fields = {"return_token_ids": True, "max_tokens": 1}
+    first = ask(http, story, dogs, PART, link={"order": "any"}, **fields)
+    for order, same in (("any", True), ("given", False)):
+        again = ask(http, dogs, story, PART, link={"order": order}, **fields)
+        assert (again["prompt_token_ids"] == first["prompt_token_ids"]) == same
+    uses: dict[str, Any] = {"workflow": "w", "next": [{"ids": [dogs["id"]], "steps": 1}]}
+    ask(http, story, PART, link=uses)
+    uses["next"][0]["ids"] = ["cc_unknown"]
+    for link, param in (({"keep": "answer"}, "link.keep"), (uses, "link.next.0.ids.0")):
+        refused = http.post(CHAT, json=asked(story, PART, link=link))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
 def test_forms_hold_for_linked_requests(http: httpx.Client) -> None:
     marked = {"type": "text", "text": STORY, "cache_control": {"type": "ephemeral"}}
     schema = {

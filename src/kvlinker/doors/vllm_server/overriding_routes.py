@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -136,6 +137,7 @@ class OverridingRoutes:
                 policy=link.policy,
                 implicit=link.implicit,
                 salt=body.cache_salt,
+                order=link.order or "given",
                 tenant=tenant,
             )
 
@@ -171,6 +173,7 @@ class OverridingRoutes:
                 policy=link.policy,
                 implicit=link.implicit,
                 salt=body.cache_salt,
+                order=link.order or "given",
                 tenant=tenant,
             )
 
@@ -220,8 +223,13 @@ class OverridingRoutes:
             n=n,
             salt=read.salt,
             explains=bool(link.explain),
+            keeps_answer=link.keep in ("answer", "all"),
         )
-        return await asyncio.wrap_future(self._engine.prepare(request))
+        workflows, step = self._llm.workflows, link.step
+        expected = await run_in_threadpool(workflows.expected, step, tenant=tenant) if step else ()
+        prepared = await asyncio.wrap_future(self._engine.prepare(request))
+        await run_in_threadpool(workflows.begin, step, expected, read.keys, tenant=tenant)
+        return prepared
 
     def _linked(
         self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str
