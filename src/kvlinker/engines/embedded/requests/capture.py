@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.embedded.execution.capturing import Capture, Kept
@@ -89,7 +88,7 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
         assert self.sequence.capture is not None
         computed = self.sequence.capture.finish()
         for kv in computed:
-            _require_finite(kv)
+            require_finite(kv)
         if self._later:
             (self._behind,) = computed
             self.sequence.begin_again(*self._later.pop(0))
@@ -102,20 +101,6 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
     @abstractmethod
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
         """Store the computed KV, and return the future's result. Called in the engine's thread."""
-
-
-def _require_finite(kv: ChunkKV) -> None:
-    """Raise KVLinkerError if numbers of the KV overflowed: whoever links it would fail."""
-    kept = [(f"layer {index}", layer.parts) for index, layer in enumerate(kv.layers)]
-    kept += [(f"state {index}", state.tensors) for index, state in enumerate(kv.states)]
-    for name, parts in kept:
-        for part in parts:
-            if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
-                raise KVLinkerError(
-                    f"The chunk's KV is not all finite: {name} holds NaN or infinity. Compare the"
-                    " model with its own forward pass by `kvlinker check`, or serve it with dtype"
-                    " 'float32'."
-                )
 
 
 class ChunkRequest(CaptureRequest):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.vllm.adapter import BoundModel
 from kvlinker.engines.vllm.protocol.steps import (
@@ -289,7 +290,9 @@ class TransferWorker:
     def _write(self, kvs: Mapping[str, ChunkKV], behind: Mapping[str, ChunkKV]) -> bool:
         """Store captured chunks by key, in the writer's thread, and measure the sensitivity of
         those that were captured ``behind`` another text, too. Returns whether the disk took all of
-        them."""
+        them. Raises KVLinkerError for numbers that are not finite."""
+        for kv in (*kvs.values(), *behind.values()):
+            require_finite(kv)
         measured = {
             key: with_sensitivity(kv, behind[key]) if key in behind else kv
             for key, kv in kvs.items()
