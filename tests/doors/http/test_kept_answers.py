@@ -234,6 +234,17 @@ def test_quotas_and_tenants(tmp_path: Path) -> None:
         assert served.get("/v1/context_caches", headers=two).json()["data"] == []
 
 
+def test_what_is_over_quota_drives_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_settings(tmp_path, policy="naive", tenant_quota_bytes="1kB")
+    with serving(LLM.from_model(loaded_model("llama"), settings), settings) as served:
+        stored: list[str] = []
+        monkeypatch.setattr(served.llm.store, "put", lambda key, kv: stored.append(key))
+        assert "quota" in kept(served)["reason"]
+        assert not stored
+
+
 def test_it_outlasts_the_server_and_the_loss_of_its_kv(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, policy="naive")
     with serving(LLM.from_model(loaded_model("llama"), settings), settings) as served:

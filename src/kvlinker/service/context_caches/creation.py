@@ -10,7 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from kvlinker.base.errors import ContextLengthError, InvalidRequestError, WayOut
+from kvlinker.base.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    QuotaExceededError,
+    WayOut,
+)
 from kvlinker.base.events import ChunkNamed, Events, ImplicitEvicted
 from kvlinker.base.futures import gather
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key, salted
@@ -165,6 +170,11 @@ class Creation:
             implicit_ttl=ttl,
         )
         keys = [record.chunk_key]
+        if self._limits.quotas.of(owner) != UNLIMITED and self._catalog.unheld(keys):
+            try:  # before its KV drives out others', in vain
+                self._catalog.check_room([record], self._limits, now=now)
+            except QuotaExceededError:
+                return None
         self._deletions.spare(keys)
         try:
             self._store.put(record.chunk_key, kv)
