@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,6 +68,7 @@ def start_kvlinker(
 ) -> Iterator[KVLinkerPeer]:
     """Load the task's model in an engine of kvlinker, with its weights in a format, and with a
     store of its own."""
+    import_module("kvlinker.cli")  # the process is kvlinker's own, as that of its command
     from kvlinker.llm import LLM
     from kvlinker.settings import load_settings
 
