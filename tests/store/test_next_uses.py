@@ -125,7 +125,7 @@ def test_what_one_tenant_expects_evicts_no_more_of_anothers(
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["expect", "used", "later"]),
+        st.sampled_from(["expect", "used", "named", "later"]),
         st.sampled_from(["one", "two"]),
         st.sampled_from("pqr"),
         st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 100), max_size=4),
@@ -153,6 +153,13 @@ def test_the_soonest_use_of_any_plan_counts(
             uses.used(owner, plan, seconds.keys())
             for key in seconds:
                 plans.get((owner, plan), {}).pop(key, None)
+        elif what == "named":
+            for key in seconds:
+                uses.listen(ChunkNamed(key, (), owner))
+                if owners[key] != owner:
+                    for found in plans.values():
+                        found.pop(key, None)
+                owners[key] = owner
         else:
             clock.now += 25
         for key in owners:
@@ -177,3 +184,19 @@ def test_many_plans_of_one_chunk_are_compared_once() -> None:
     plans = uses._uses["a"].plans = Counting(uses._uses["a"].plans)
     assert {uses.due("a") for _ in range(100)} == {50}
     assert plans.reads == 1
+
+
+def test_a_chunk_that_is_another_owners_is_expected_by_that_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_uses, "MOST_OWNED", 2)
+    uses, _ = known({"a": "one", "b": "one"})
+    uses.expect("one", "flow", {"a": 1, "b": 2})
+    uses.listen(ChunkNamed("a", (), "two"))
+    uses.expect("two", "flow", {"a": 3})
+    uses.used("one", "flow", {"a", "b"})
+    assert [uses.due(key) for key in "ab"] == [3, math.inf]
+    for key in "cd":  # the last of which are remembered
+        uses.listen(ChunkNamed(key, (), "one"))
+    assert uses.due("a") == math.inf
+    uses.expect("two", "flow", {})

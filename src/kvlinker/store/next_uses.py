@@ -84,10 +84,12 @@ class NextUses:
         """Take note of chunks' owners; ``Events.subscribe`` takes this."""
         if isinstance(event, ChunkNamed):
             with self._lock:
+                before = self._owners.pop(event.chunk_key, event.owner)
+                if before != event.owner:
+                    self._disown(event.chunk_key, before)
                 self._owners[event.chunk_key] = event.owner
-                self._owners.move_to_end(event.chunk_key)
                 if len(self._owners) > MOST_OWNED:
-                    self._owners.popitem(last=False)
+                    self._disown(*self._owners.popitem(last=False))
 
     def expect(self, owner: str, plan: str, seconds: Mapping[str, float]) -> None:
         """Expect uses of the owner's chunks in so many ``seconds``, by key, in place of all that
@@ -149,8 +151,14 @@ class NextUses:
         return sorted(later, key=lambda each: -dues[each])
 
     def _due(self, key: str, now: float) -> float:
-        uses = self._uses.get(key) if key in self._owners else None
+        uses = self._uses.get(key)
         return math.inf if uses is None else uses.due(now)
+
+    def _disown(self, key: str, owner: str) -> None:
+        """Expect no uses of a chunk by who was its owner; the lock is held."""
+        if self._uses.pop(key, None) is not None:
+            for keys in self._plans[owner].values():
+                keys.discard(key)
 
     def _forget(self, plan: str, keys: Iterable[str]) -> None:
         """Expect no uses of these chunks under this plan; the lock is held."""
