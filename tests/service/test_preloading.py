@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -42,18 +43,18 @@ def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
     llm.store.delete(keys[0])
     assert not any(brought(llm, keys))
     unknown = "0" * 64
-    assert llm.preloading.begin([*keys, unknown, *keys], 60.0) == len(keys) + 1
+    assert llm.preloading.begin([*keys, unknown, *keys], 60.0, tenant="default") == len(keys) + 1
     wait_until(lambda: llm.preloading.pending == 0)
     wait_until(lambda: all(brought(llm, keys)))
     assert not llm.store.is_resident(unknown)
-    assert llm.preloading.begin(keys, 60.0) == 0
+    assert llm.preloading.begin(keys, 60.0, tenant="default") == 0
 
 
 def test_nothing_is_brought_when_memory_is_full(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     full = TierUsage("host", 95, 100, 1)
     monkeypatch.setattr(llm.store, "usage", lambda: (full,))
     keys = keys_of(llm)
-    llm.preloading.begin(keys, 60.0)
+    llm.preloading.begin(keys, 60.0, tenant="default")
     wait_until(lambda: llm.preloading.pending == 0)
     assert not any(brought(llm, keys))
 
@@ -61,7 +62,7 @@ def test_nothing_is_brought_when_memory_is_full(llm: LLM, monkeypatch: pytest.Mo
 def test_what_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     never: Future[Any] = Future()
     monkeypatch.setattr(llm.store, "load", lambda keys, *_, **__: [never for _ in keys])
-    assert llm.preloading.begin(keys_of(llm), 0.01) > 0
+    assert llm.preloading.begin(keys_of(llm), 0.01, tenant="default") > 0
     wait_until(lambda: llm.preloading.pending == 0)
 
 
@@ -70,8 +71,8 @@ def test_what_found_no_room_beside_a_request_is_brought_when_that_has_ended(
 ) -> None:
     first, second, *_ = keys = keys_of(llm)
     monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
-    llm.preloading.begin([first], 60.0, replaces=True)
-    llm.preloading.begin([second], 60.0)
+    llm.preloading.begin([first], 60.0, tenant="default", replaces=True)
+    llm.preloading.begin([second], 60.0, tenant="default")
     wait_until(lambda: llm.preloading.pending == 0)
     assert not any(brought(llm, keys))
     monkeypatch.undo()
@@ -86,10 +87,36 @@ def test_what_found_no_room_is_not_tried_for_ever(
 ) -> None:
     first, *_ = keys_of(llm)
     monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
-    llm.preloading.begin([first], 0.5, replaces=True)
+    llm.preloading.begin([first], 0.5, tenant="default", replaces=True)
     wait_until(lambda: llm.preloading.pending == 0)
     monkeypatch.undo()
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 1.0)
     llm.preloading.retry()
     assert llm.preloading.pending == 0
     assert not llm.store.is_resident(first)
+
+
+def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who announces thousands of chunks neither leaves another's out, nor lets them wait."""
+    monkeypatch.setattr("kvlinker.service.preloading.MOST_PENDING", 40)
+    batches: list[list[str]] = []
+    began, goes_on = Event(), Event()
+
+    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
+        batches.append(list(keys))
+        began.set()
+        assert goes_on.wait(30)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return [nothing for _ in keys]
+
+    monkeypatch.setattr(llm.store, "load", load)
+    begin = llm.preloading.begin
+    begin([f"{number:064x}" for number in range(100)], 60.0, tenant="one")
+    assert began.wait(30)
+    others = [f"{number:064x}" for number in range(100, 103)]
+    assert begin(others, 60.0, tenant="two") == 3
+    goes_on.set()
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert set(others) <= set(batches[1])
+    assert sum(map(len, batches)) == 43

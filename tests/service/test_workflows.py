@@ -38,7 +38,7 @@ class Brought:
     def __init__(self) -> None:
         self.keys: list[str] = []
 
-    def begin(self, keys: Sequence[str], seconds: float, *, replaces: bool) -> int:
+    def begin(self, keys: Sequence[str], seconds: float, *, tenant: str, replaces: bool) -> int:
         self.keys += keys
         return len(keys)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.9
 """The share of memory that may be full when one more chunk is brought there."""
 
 MOST_PENDING = 10_000
-"""The most chunks that may wait to be brought to memory."""
+"""The most chunks of a tenant that may wait to be brought to memory."""
 
 SCORE_BYTES = 16
 """The most bytes of a token's scores, in addition to its KV."""
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 class _Wanted(NamedTuple):
     """A chunk that waits to be brought to memory, until a ``deadline``."""
+
+    tenant: str
+    """Who wants it."""
 
     deadline: float
 
@@ -50,7 +53,8 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
-        self._waiting: dict[str, _Wanted] = {}  # by chunk key, first ones first
+        # By tenant and chunk key, first ones first.
+        self._waiting: dict[str, dict[str, _Wanted]] = {}
         self._lacking: dict[str, _Wanted] = {}  # those for which requests had left no room
         self._pending = 0
         self._retries = 0
@@ -62,14 +66,17 @@ class Preloading:
         """How many chunks are still to be brought to memory."""
         return self._pending
 
-    def begin(self, keys: Sequence[str], seconds: float, *, replaces: bool = False) -> int:
-        """Bring chunks to memory, the first ones first and after those of calls before, for so many
-        seconds and as long as memory has room, or chunks of the same owner that are needed later
-        give it up (``replaces``); returns how many are still to be brought there. Beyond
-        ``MOST_PENDING``, chunks are left out."""
-        wanted = _Wanted(time.monotonic() + seconds, replaces)
+    def begin(
+        self, keys: Sequence[str], seconds: float, *, tenant: str, replaces: bool = False
+    ) -> int:
+        """Bring chunks to memory, the first ones first and after those of the tenant's calls
+        before, for so many seconds and as long as memory has room, or chunks of the same owner that
+        are needed later give it up (``replaces``); returns how many the tenant still waits for.
+        Tenants take turns. Beyond ``MOST_PENDING``, chunks are left out."""
+        wanted = _Wanted(tenant, time.monotonic() + seconds, replaces)
         with self._lock:
-            return self._enter(dict.fromkeys(keys, wanted))
+            self._enter(dict.fromkeys(keys, wanted))
+            return len(self._waiting.get(tenant, ()))
 
     def retry(self) -> None:
         """Bring those chunks to memory, as far as their time is not over, that were to replace
@@ -80,18 +87,18 @@ class Preloading:
             now = time.monotonic()
             self._enter({key: each for key, each in lacking.items() if each.deadline > now})
 
-    def _enter(self, wanted: Mapping[str, _Wanted]) -> int:
-        """Have these chunks wait, and return how many do; the lock is held."""
+    def _enter(self, wanted: Mapping[str, _Wanted]) -> None:
+        """Have these chunks wait; the lock is held."""
         if self._closed.is_set():
-            return 0
+            return
         for key, each in wanted.items():
-            if len(self._waiting) < MOST_PENDING and not self._store.is_resident(key):
-                self._waiting.setdefault(key, each)
-        self._pending = len(self._waiting)
-        if self._waiting and self._thread is None:
+            queue = self._waiting.setdefault(each.tenant, {})
+            if len(queue) < MOST_PENDING and not self._store.is_resident(key):
+                queue.setdefault(key, each)
+        self._pending = sum(map(len, self._waiting.values()))
+        if self._pending and self._thread is None:
             self._thread = threading.Thread(target=self._bring, daemon=True)
             self._thread.start()
-        return self._pending
 
     def close(self) -> None:
         """Read no more, and wait for the reads under way. Idempotent."""
@@ -124,17 +131,21 @@ class Preloading:
         with self._lock:
             full = not self._has_room()
             self._waiting = {
-                key: each
-                for key, each in self._waiting.items()
-                if each.deadline > now and (each.replaces or not full)
+                tenant: {
+                    key: each
+                    for key, each in queue.items()
+                    if each.deadline > now and (each.replaces or not full)
+                }
+                for tenant, queue in self._waiting.items()
             }
-            if self._closed.is_set() or not self._waiting:
+            self._pending = sum(map(len, self._waiting.values()))
+            if self._closed.is_set() or not self._pending:
                 self._end()
                 return {}
-            batch = dict(islice(self._waiting.items(), AT_ONCE))
-            self._pending = len(self._waiting)
-            for key in batch:
-                del self._waiting[key]
+            in_turn = chain.from_iterable(zip_longest(*(q.items() for q in self._waiting.values())))
+            batch = dict(islice(filter(None, in_turn), AT_ONCE))
+            for key, each in batch.items():
+                del self._waiting[each.tenant][key]
             return batch
 
     def _end(self) -> None:
@@ -167,10 +178,11 @@ class Preloading:
         """Keep those of a batch for another try for which others were to go, and could not; try
         again at once where a request has ended since there were so many ``retries``."""
         with self._lock:
-            again = self._waiting if retries != self._retries else self._lacking
-            for key, each in batch.items():
-                if key in lacking and each.replaces and len(again) < MOST_PENDING:
-                    again[key] = each
+            again = {key: batch[key] for key in batch if key in lacking and batch[key].replaces}
+            if retries != self._retries:
+                self._enter(again)
+            elif len(self._lacking) < MOST_PENDING:
+                self._lacking.update(again)
 
     def _with_room(self, keys: Sequence[str]) -> list[str]:
         """Return those of the chunks that there is room for, or that others of their owners, which

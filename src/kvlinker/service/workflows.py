@@ -254,7 +254,7 @@ class Workflows:
                 self._next_uses.expect(tenant, LEARNED + name, seconds)
         if soon:
             first = sorted(soon, key=lambda key: seconds[key])
-            self._preloading.begin(first, SOON_SECONDS, replaces=True)
+            self._preloading.begin(first, SOON_SECONDS, tenant=tenant, replaces=True)
 
     def watch(self, sink: Sink) -> Sink:
         """Return a sink for the events of a workflow's request, which passes them on: its end

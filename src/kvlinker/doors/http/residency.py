@@ -132,4 +132,5 @@ def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) ->
     those of which nothing is known are left out. For admins: chunks of all tenants are meant."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may preload chunks.")
-    return PreloadAnswer(pending=served.llm.preloading.begin(body.chunks, body.seconds))
+    begin = served.llm.preloading.begin
+    return PreloadAnswer(pending=begin(body.chunks, body.seconds, tenant=caller.tenant))

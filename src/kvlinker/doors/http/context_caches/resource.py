@@ -135,7 +135,7 @@ async def prefetch_context_caches(
             page = caches.list(tenant=tenant, limit=MOST_PREFETCHED, metadata=body.metadata)
             found = tuple(cache for cache in page.items if caches.is_usable(cache))
         keys = [cache.chunk_key for cache in found]
-        pending = served.llm.preloading.begin(keys, body.by)
+        pending = served.llm.preloading.begin(keys, body.by, tenant=tenant)
         return PrefetchAnswer(ids=[cache.id for cache in found], pending=pending)
 
     return await run_in_threadpool(begin)
