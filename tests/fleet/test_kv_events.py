@@ -114,6 +114,13 @@ def test_other_media_groups_and_unknown_parents_name_nothing() -> None:
     assert not set(names(*tokens)) & set(names(*tokens, salt="pepper"))
 
 
+@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"token_ids": [1 << 63]}])
+def test_numbers_that_blocks_cannot_have_are_no_events(wrong: dict[str, Any]) -> None:
+    event = msgspec.structs.replace(stored(*range(BLOCK)), **wrong)
+    with pytest.raises(msgspec.DecodeError):
+        BlockChains().take(batch(event))
+
+
 class PlainServer(ThreadingHTTPServer):
     """Answers as a plain vLLM server does, whose tokens are a text's characters."""
 
@@ -171,6 +178,11 @@ class Publisher:
         self._socket.send_multipart([b"", self._number.to_bytes(8), batch(*events)])
         self._number += 1
 
+    def publish_nonsense(self) -> None:
+        self._socket.send(b"a message of another kind")
+        self._socket.send_multipart([b"", self._number.to_bytes(8), b"no batch"])
+        self._number += 1
+
     def lose(self) -> None:
         self._number += 1
 
@@ -204,6 +216,7 @@ def test_requests_go_to_the_vllm_server_that_has_their_beginning(tmp_path: Path)
 
         told = "Once upon a time. " * 50
         whole = told[: len(told) // BLOCK * BLOCK]
+        publishers[2].publish_nonsense()
         publishers[2].publish(stored(*map(ord, whole)))
         wait_until(lambda: always_at(2, told))
         publishers[0].publish(stored(*map(ord, "Another tale, "[:12] * 50)))

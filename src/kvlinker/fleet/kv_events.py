@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,6 +27,9 @@ TOKENIZE_SECONDS = 2.0
 IN_MEMORY = (None, "GPU")
 """The media of blocks that a request takes without loading."""
 
+FRAMES = 3
+"""The parts of a message of vLLM's: a topic, the message's number, and a batch of events."""
+
 _TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "chat_template")
 _TOKENIZED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 
@@ -34,14 +37,16 @@ logger = logging.getLogger(__name__)
 
 BlockHash = bytes | int
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
 
 class BlockStored(msgspec.Struct, tag=True):
     """Blocks that follow each other are in memory from now on."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
+    token_ids: list[TokenId]
+    block_size: Annotated[int, msgspec.Meta(gt=0)]
     medium: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
@@ -198,7 +203,11 @@ class KVEvents:
     async def _follow(self, socket: zmq.asyncio.Socket, url: str) -> None:
         chains, replica, expected = self._chains[url], urlsplit(url).netloc, 0
         while True:
-            _, number, payload = await socket.recv_multipart()
+            frames = await socket.recv_multipart()
+            if len(frames) != FRAMES:
+                logger.warning("Replica %s: a message of %d parts", replica, len(frames))
+                continue
+            _, number, payload = frames
             changes = []
             if int.from_bytes(number) != expected:  # the server was restarted, or some are lost
                 changes.append(chains.clear())
