@@ -120,3 +120,18 @@ def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: llm.preloading.pending == 0)
     assert set(others) <= set(batches[1])
     assert sum(map(len, batches)) == 43
+
+
+def test_chunks_that_found_no_room_are_kept_for_each_tenant(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tenant's do not leave out another's."""
+    monkeypatch.setattr("kvlinker.service.preloading.MOST_PENDING", 2)
+    first, second, third, *_ = keys_of(llm)
+    monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
+    for tenant, keys in (("one", [first, second]), ("two", [third])):
+        llm.preloading.begin(keys, 60.0, tenant=tenant, replaces=True)
+        wait_until(lambda: llm.preloading.pending == 0)
+    monkeypatch.undo()
+    llm.preloading.retry()
+    wait_until(lambda: all(brought(llm, [first, second, third])))

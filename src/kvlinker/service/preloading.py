@@ -44,6 +44,18 @@ class _Wanted(NamedTuple):
     """True if chunks of its owner that are needed later may go for it."""
 
 
+_Lines = dict[str, dict[str, _Wanted]]
+"""Chunks by tenant and key, first ones first."""
+
+
+def _line_up(lines: _Lines, wanted: Mapping[str, _Wanted]) -> None:
+    """Put chunks at the ends of their tenants' lines, as far as there is room."""
+    for key, each in wanted.items():
+        line = lines.setdefault(each.tenant, {})
+        if len(line) < MOST_PENDING:
+            line.setdefault(key, each)
+
+
 class Preloading:
     """Loads chunks from slower tiers, or computes them again, in a thread of its own. Methods may
     be called from any thread."""
@@ -53,9 +65,8 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
-        # By tenant and chunk key, first ones first.
-        self._waiting: dict[str, dict[str, _Wanted]] = {}
-        self._lacking: dict[str, _Wanted] = {}  # those for which requests had left no room
+        self._waiting: _Lines = {}
+        self._lacking: _Lines = {}  # those for which requests had left no room
         self._pending = 0
         self._retries = 0
         self._thread: threading.Thread | None = None
@@ -85,16 +96,15 @@ class Preloading:
             self._retries += 1
             lacking, self._lacking = self._lacking, {}
             now = time.monotonic()
-            self._enter({key: each for key, each in lacking.items() if each.deadline > now})
+            for line in lacking.values():
+                self._enter({key: each for key, each in line.items() if each.deadline > now})
 
     def _enter(self, wanted: Mapping[str, _Wanted]) -> None:
         """Have these chunks wait; the lock is held."""
         if self._closed.is_set():
             return
-        for key, each in wanted.items():
-            queue = self._waiting.setdefault(each.tenant, {})
-            if len(queue) < MOST_PENDING and not self._store.is_resident(key):
-                queue.setdefault(key, each)
+        lacking = {key: wanted[key] for key in wanted if not self._store.is_resident(key)}
+        _line_up(self._waiting, lacking)
         self._pending = sum(map(len, self._waiting.values()))
         if self._pending and self._thread is None:
             self._thread = threading.Thread(target=self._bring, daemon=True)
@@ -133,16 +143,16 @@ class Preloading:
             self._waiting = {
                 tenant: {
                     key: each
-                    for key, each in queue.items()
+                    for key, each in line.items()
                     if each.deadline > now and (each.replaces or not full)
                 }
-                for tenant, queue in self._waiting.items()
+                for tenant, line in self._waiting.items()
             }
             self._pending = sum(map(len, self._waiting.values()))
             if self._closed.is_set() or not self._pending:
                 self._end()
                 return {}
-            in_turn = chain.from_iterable(zip_longest(*(q.items() for q in self._waiting.values())))
+            in_turn = chain.from_iterable(zip_longest(*map(dict.items, self._waiting.values())))
             batch = dict(islice(filter(None, in_turn), AT_ONCE))
             for key, each in batch.items():
                 del self._waiting[each.tenant][key]
@@ -181,8 +191,8 @@ class Preloading:
             again = {key: batch[key] for key in batch if key in lacking and batch[key].replaces}
             if retries != self._retries:
                 self._enter(again)
-            elif len(self._lacking) < MOST_PENDING:
-                self._lacking.update(again)
+            else:
+                _line_up(self._lacking, again)
 
     def _with_room(self, keys: Sequence[str]) -> list[str]:
         """Return those of the chunks that there is room for, or that others of their owners, which
