@@ -22,7 +22,9 @@ class EngineSettings(BaseSettings):
     max_step_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens computed in one step; by default 512 on CPUs, and 2048 in vLLM.",
+        description=(
+            "Most tokens computed in one step; by default 512 on CPUs, 2048 on GPUs and in vLLM."
+        ),
     )
     max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")

@@ -22,7 +22,7 @@ CPU_MEMORY_SHARE = 0.4
 """The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most
 machines have free."""
 
-CONNECTORS = ("host_memory", "disk_codec", "chunk_scores", "native_attention")
+CONNECTOR_SETTINGS = ("host_memory", "disk_codec", "chunk_scores", "native_attention")
 """The settings, besides the state directory, that the connector follows in vLLM's processes. These
 read variables and the file themselves, but know no options."""
 
@@ -82,7 +82,7 @@ def configure(settings: Settings) -> Any:
                 "kv_connector_extra_config": connector.model_dump()
                 | {
                     "state_dir": str(settings.state_dir),
-                    **{name: getattr(settings, name) for name in CONNECTORS},
+                    **{name: getattr(settings, name) for name in CONNECTOR_SETTINGS},
                 },
             },
             structured_outputs_config=structured,
