@@ -14,6 +14,7 @@ from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ContextCache
 from tests.doors.http.serving import tiny_model, tiny_settings
+from tests.redis_server import free_port
 
 runner = CliRunner()
 
@@ -138,6 +139,14 @@ def test_check_drops_damaged_files(state: Path, stored: tuple[ContextCache, ...]
     assert "1 without KV" in result.stdout
     assert not damaged.exists()
     assert caches(state, "check").exit_code == 0
+
+
+def test_check_tells_of_a_tier_that_does_not_answer(
+    state: Path, stored: tuple[ContextCache, ...]
+) -> None:
+    result = caches(state, "check", "--redis-url", f"redis://127.0.0.1:{free_port()}")
+    assert result.exit_code == 1
+    assert "redis: 0 checked, 0 damaged; it does not answer" in result.stdout
 
 
 def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) -> None:

@@ -159,9 +159,11 @@ def check_caches(
         faults = catalog.check(repair=repair)
         for fault in faults:
             typer.echo(f"catalog: {fault}; {'repaired' if repair else '--repair repairs it'}")
-        damaged = 0
+        damaged, unreachable = 0, False
         for tier in store.check():
-            typer.echo(f"{tier.name}: {tier.checked} checked, {len(tier.damaged)} damaged")
+            silent = "" if tier.reachable else "; it does not answer, so not all was checked"
+            typer.echo(f"{tier.name}: {tier.checked} checked, {len(tier.damaged)} damaged{silent}")
+            unreachable |= not tier.reachable
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
@@ -182,7 +184,7 @@ def check_caches(
             f"{len(held)} chunks in the catalog: {absent} without KV (computed again when used)"
         )
         typer.echo(f"{len(orphans)} orphans")
-        if faults or damaged or orphans:
+        if faults or damaged or orphans or unreachable:
             raise typer.Exit(FAILURE)
 
 

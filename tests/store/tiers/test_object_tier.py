@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -192,6 +193,27 @@ def test_a_file_system_that_hangs_costs_one_timeout(
     goes_on.set()
     wait_until(lambda: tier.get(key_of(2)) is not None)
     file.write_bytes(b"")  # lets the reader go
+    tier.close()
+
+
+def test_a_check_waits_for_a_long_list(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large bucket takes longer to list than a request would wait."""
+    medium = ObjectMedium(f"file://{tmp_path}", PLENTY, timeout=PATIENCE)
+    tier = BlobTier("object", medium, recorder.events, answer_seconds=0.2)
+    tier.put(key_of(1), KV[1])
+    find = medium._find
+    monkeypatch.setattr(medium, "_find", lambda: time.sleep(0.5) or find())
+    checked = tier.check()
+    assert (checked.checked, checked.reachable) == (1, True)
+
+    def gone() -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(medium, "_find", gone)
+    checked = tier.check()
+    assert (checked.checked, checked.reachable) == (0, False)
     tier.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlinker.base.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
 from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.store.tiers import object_tier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 NUMBERS = st.integers(0, 5)
@@ -174,6 +176,27 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     expected = tuple(key_of(number) for number in (0, 1, 3, 4, 5, 2))
     assert tier.keys() == expected
     assert DiskTier(tmp_path, 1 << 20, events).keys() == expected
+
+
+@pytest.mark.parametrize("kind", ["disk", "object"])
+def test_a_check_has_few_chunks_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
+    """A tier may hold more than memory does."""
+    events = Recorder().events
+    tier = (
+        DiskTier(tmp_path, 1 << 30, events)
+        if kind == "disk"
+        else object_tier(f"file://{tmp_path}", 1 << 30, events)
+    )
+    kv = chunk_kv(1, tokens=10_000)
+    for number in range(12):
+        tier.put(key_of(number), kv)
+    tracemalloc.start()  # which NumPy tells of its memory
+    try:
+        assert tier.check().checked == 12
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kv.nbytes < peak < 5 * kv.nbytes
 
 
 def test_a_budget_can_be_used_to_the_last_byte() -> None:

@@ -34,6 +34,20 @@ class TierCheck:
     """The number of copies that were read."""
     damaged: tuple[ChunkDamaged, ...]
     """The copies that were damaged and are gone now."""
+    reachable: bool = True
+    """False if the tier does not answer, so that copies were not read."""
+
+    @classmethod
+    def of(cls, name: str, results: Iterable[object]) -> TierCheck:
+        """Count the results of reading copies one after another. What is not damage is let go of at
+        once: a tier may hold more than memory does."""
+        checked = 0
+        damaged = []
+        for result in results:
+            checked += 1
+            if isinstance(result, ChunkDamaged):
+                damaged.append(result)
+        return cls(name, checked, tuple(damaged))
 
 
 class Tier(Protocol):

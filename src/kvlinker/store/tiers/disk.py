@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from kvlinker.base.errors import StoreError
@@ -222,11 +223,9 @@ class DiskTier:
         )
         for damage in displaced:
             self._events.publish(damage)
-        results = [self._read(key) for key, _ in list(self._folder.files()) if self.contains(key)]
-        damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
-        return TierCheck(
-            self.name, checked=len(results) + len(displaced), damaged=displaced + damaged
-        )
+        keys = [key for key, _ in self._folder.files()]
+        read = (self._read(key) for key in keys if self.contains(key))
+        return TierCheck.of(self.name, chain(displaced, read))
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""

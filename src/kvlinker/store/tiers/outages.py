@@ -106,16 +106,24 @@ class GuardedMedium:
         """False during an outage."""
         return self._up
 
-    def ask(self, call: Callable[[], T], otherwise: T, *, nbytes: int = 0) -> T:
+    def ask(
+        self,
+        call: Callable[[], T],
+        otherwise: T,
+        *,
+        nbytes: int = 0,
+        seconds: float | None = None,
+    ) -> T:
         """Return the call's result, or ``otherwise`` where the blob is gone, or the medium is down,
         fails or refuses.
 
-        ``nbytes`` is the size of the transfer. Raises BlobDamaged.
+        ``nbytes`` is the size of the transfer; ``seconds`` is the time limit of a call that takes
+        longer by its nature. Raises BlobDamaged.
         """
         if not self._up:
             return otherwise
         try:
-            return self.call(call, nbytes=nbytes)
+            return self.call(call, nbytes=nbytes, seconds=seconds)
         except BlobDamaged:
             raise
         except BlobGone:
@@ -126,10 +134,11 @@ class GuardedMedium:
             self._note_failure(error)
         return otherwise
 
-    def call(self, call: Callable[[], T], *, nbytes: int = 0) -> T:
+    def call(self, call: Callable[[], T], *, nbytes: int = 0, seconds: float | None = None) -> T:
         """Return the call's result, whether the medium is up or not. Raises TimeoutError, and what
         the call raises."""
-        return self._deadline.call(call, self._answer_seconds + nbytes / _SLOWEST_BYTES_PER_SECOND)
+        limit = self._answer_seconds if seconds is None else seconds
+        return self._deadline.call(call, limit + nbytes / _SLOWEST_BYTES_PER_SECOND)
 
     def note_transfer(self, *, written: bool = False) -> None:
         """Note that a chunk was read or written: the next outage begins with a short pause

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
+
+AUDIT_SECONDS = 600.0
+"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for."""
 
 _NOTHING_WRITTEN = WriteOutcome(stored=False)
 
@@ -190,11 +194,10 @@ class BlobTier:
             return {key: size for key, size in sizes.items() if key not in self._tombstoned}
 
     def check(self) -> TierCheck:
-        self._guard.ask(self._medium.audit, None)
-        sizes = {key: self._size(self._medium.stat, key) for key in self.keys()}
-        results = [self._read(key, nbytes) for key, nbytes in sizes.items() if nbytes is not None]
-        damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
-        return TierCheck(self.name, checked=len(results), damaged=damaged)
+        self._guard.ask(self._medium.audit, None, seconds=AUDIT_SECONDS)
+        sizes = ((key, self._size(self._medium.stat, key)) for key in self.keys())
+        read = (self._read(key, nbytes) for key, nbytes in sizes if nbytes is not None)
+        return replace(TierCheck.of(self.name, read), reachable=self._guard.up)
 
     def clear(self) -> None:
         """Remove everything in this place, and the place itself: only for samples."""
