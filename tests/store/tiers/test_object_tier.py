@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -204,7 +205,12 @@ def test_a_check_waits_for_a_long_list(
     tier = BlobTier("object", medium, recorder.events, answer_seconds=0.2)
     tier.put(key_of(1), KV[1])
     find = medium._find
-    monkeypatch.setattr(medium, "_find", lambda: time.sleep(0.5) or find())
+
+    def slowly() -> dict[str, Any]:
+        time.sleep(0.5)
+        return find()
+
+    monkeypatch.setattr(medium, "_find", slowly)
     checked = tier.check()
     assert (checked.checked, checked.reachable) == (1, True)
 
