@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -307,10 +308,10 @@ def test_builders_alone_answer_nothing(tmp_path: Path, settings: Settings) -> No
 
 
 HEALTHY = b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'
-BEGUN = (
+HEADERS = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    b"6\r\ndata: \r\n"
 )
+BEGUN = HEADERS + b"6\r\ndata: \r\n"
 ENDING = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 35\r\nx-kvlinker-refused: yes\r\n\r\n"
     b'{"error": {"code":"engine_closed"}}'
@@ -341,7 +342,7 @@ def failing(answer: bytes, asked_for: list[bytes] | None = None) -> Iterator[str
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-@pytest.mark.parametrize("answer", [b"", ENDING], ids=["cut", "draining"])
+@pytest.mark.parametrize("answer", [b"", ENDING, HEADERS], ids=["cut", "draining", "headers"])
 def test_what_has_no_first_byte_is_tried_elsewhere(
     servers: list[Served], settings: Settings, answer: bytes, path: str
 ) -> None:
@@ -357,6 +358,14 @@ def test_what_is_refused_before_it_began_is_tried_elsewhere(
         for number in range(6):
             made = client.post("/v1/context_caches", json={"chunks": [f"Text {number}."]})
             assert replica(made) == urlsplit(servers[0].url).netloc
+
+
+def test_an_encoded_answer_is_passed_on_as_it_is(settings: Settings) -> None:
+    """A proxy before a server may compress whatever the router asks for."""
+    body = gzip.compress(b'{"choices": []}')
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
+    with failing(head.encode() + body) as server, routing(settings, server) as client:
+        assert client.post(CHAT, json=asked()).json() == {"choices": []}
 
 
 def test_a_request_that_ends_servers_does_not_end_all(settings: Settings) -> None:

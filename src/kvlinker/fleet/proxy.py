@@ -8,8 +8,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -186,8 +186,11 @@ class Proxy:
         try:
             async with backend.unless_silent():
                 answer = await self._client.send(sent, stream=True)
-                if not _is_stream(answer):  # one that breaks off is as good as none
-                    await answer.aread()
+                pieces = answer.aiter_raw()
+                if _is_stream(answer):
+                    begun = await anext(pieces, b"")
+                else:  # one that breaks off is as good as none
+                    begun = b"".join([piece async for piece in pieces])
         except (httpx.ConnectError, httpx.ConnectTimeout):
             await self._backends.ask(decision.replica)
             return False
@@ -201,24 +204,32 @@ class Proxy:
                 await _refuse(error, request, send)
                 return True
             return False
-        if not _is_stream(answer) and _may_be_tried_elsewhere(answer, request):
+        if not _is_stream(answer) and _may_be_tried_elsewhere(answer, begun, request):
             await self._backends.ask(decision.replica)
             return False
         self._router.began(decision, time.monotonic() - began)
         note_replica(request.scope, decision.reason)
         creates = request.method == "POST" and request.url.path == _CREATION and not builds
         if creates and not _is_stream(answer):
-            ids = await run_in_threadpool(_ids, answer.content)
+            ids = await run_in_threadpool(_ids, begun)
             self._router.note_made(decision.replica, ids, time.monotonic())
         if REQUEST_ID_HEADER in answer.headers:
             take_request_id(request.scope, answer.headers[REQUEST_ID_HEADER])
-        await _answer(backend, answer, request.scope, send)
+        async with aclosing(answer):
+            await _answer(backend, answer, begun, pieces, request.scope, send)
         return True
 
 
-async def _answer(backend: Backend, answer: httpx.Response, scope: Scope, send: Send) -> None:
-    """Pass on an answer as it comes: a stream, and an error event where its replica is lost half
-    way; or the whole of what has been read already."""
+async def _answer(
+    backend: Backend,
+    answer: httpx.Response,
+    begun: bytes,
+    rest: AsyncIterator[bytes],
+    scope: Scope,
+    send: Send,
+) -> None:
+    """Pass on an answer of which ``begun`` was read, and the ``rest`` as it comes, and an error
+    event where the replica of a stream is lost half way."""
     headers = [
         *_kept(answer.headers.raw, _NOT_ANSWERED),
         (REPLICA_HEADER.encode(), backend.id.encode()),
@@ -229,19 +240,15 @@ async def _answer(backend: Backend, answer: httpx.Response, scope: Scope, send: 
         "headers": headers,
     }
     await send(start)
-    if answer.is_stream_consumed:
-        await send({"type": "http.response.body", "body": answer.content})
-        return
+    last = b""
     try:
         async with backend.unless_silent():
-            async for piece in answer.aiter_raw():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        last = b""
+            while begun:
+                await send({"type": "http.response.body", "body": begun, "more_body": True})
+                begun = await anext(rest, b"")
     except (httpx.HTTPError, TimeoutError):
         logger.warning("A replica was lost in the middle of a stream.")
         last = _last_event(scope)
-    finally:
-        await answer.aclose()
     await send({"type": "http.response.body", "body": last})
 
 
@@ -282,14 +289,14 @@ def _is_stream(answer: httpx.Response) -> bool:
     return kind.startswith("text/event-stream")
 
 
-def _may_be_tried_elsewhere(answer: httpx.Response, request: Request) -> bool:
+def _may_be_tried_elsewhere(answer: httpx.Response, body: bytes, request: Request) -> bool:
     """Return whether a server refuses what another one may take: it ends, and has not begun with
     it, or with nothing that could not be begun twice."""
     if answer.status_code != EngineClosedError.status:
         return False
     if REFUSED_HEADER in answer.headers:
         return True
-    ends = b"catalog_unavailable" not in answer.content
+    ends = b"catalog_unavailable" not in body
     return ends and request.url.path in _GENERATING
 
 
