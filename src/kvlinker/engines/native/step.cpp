@@ -8,10 +8,11 @@
 
 namespace {
 
+constexpr int64_t BLOCK = 64;             // rows of a weight in blocks; model/weights/blocks.py lays them out
 constexpr int64_t FEW_NUMBERS = 1 << 14;  // that one thread computes
 
 enum Kind : int64_t { COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, RSQRT, SQUARE,
-                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION, ROOT };
+                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION, ROOT, GATHER_BLOCKS };
 
 // Numbers of each token: [tokens, outer, inner]. Strides count numbers; that of `inner` is 1, or 0 where all are one.
 struct Operand {
@@ -223,6 +224,17 @@ void gather(const Operation& operation, int64_t rows, const int64_t* chosen) {
         std::memcpy(operation.output.at(row, 0), operation.one.at(chosen[row], 0), bytes);
 }
 
+// Rows of a weight in bf16 that lies in blocks of pairs: [blocks, inner / 2, BLOCK, 2].
+void gather_blocks(const Operation& operation, int64_t rows, const int64_t* chosen) {
+    constexpr int64_t PAIR = 2 * sizeof(bf16);
+    const int64_t pairs = operation.inner / 2;
+    for (int64_t row = 0; row < rows; ++row) {
+        const char* from = operation.one.data + (chosen[row] / BLOCK * pairs * BLOCK + chosen[row] % BLOCK) * PAIR;
+        char* to = operation.output.at(row, 0);
+        for (int64_t pair = 0; pair < pairs; ++pair, to += PAIR, from += BLOCK * PAIR) std::memcpy(to, from, PAIR);
+    }
+}
+
 void attend(const Step& step, int64_t layer) {
     Attention attention = step.layers[layer];
     const Rotation rotation = attention.rotary < 0 ? Rotation{} : step.rotations[attention.rotary];
@@ -277,6 +289,7 @@ void compute(const Step& step, const Operation& operation) {
         case RMS_NORM: return rms_norm(operation, rows, threads);
         case LAYER_NORM: return layer_norm(operation, rows, threads);
         case GATHER: return gather(operation, rows, operation.by_tokens ? step.ids : step.wanted_rows);
+        case GATHER_BLOCKS: return gather_blocks(operation, rows, step.ids);
         case PRODUCT:
             *operation.argument_rows = rows;
             *operation.argument_threads = threads;

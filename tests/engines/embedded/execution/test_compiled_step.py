@@ -28,6 +28,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     Place,
     Program,
 )
+from kvlinker.engines.embedded.model.weights import arrangement
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
@@ -102,6 +103,38 @@ def prompt_batch(*sizes):
         runs.append(Run(begin + own, 0, ids, True, owner=owner))
         begin += size
     return Batch(tuple(runs), visible)
+
+
+def test_tied_embeddings_are_read_from_the_heads_blocks(monkeypatch):
+    monkeypatch.setattr(arrangement, "SPARE_SHARE", 1.0)
+    model = tiny_model("llama", tie_word_embeddings=True).bfloat16()
+    weight = model.lm_head.weight.detach().clone()
+    tied = prepare_model(model, byte_tokenizer())
+    kinds = [each.kind for each in tied.program.operations if isinstance(each, Calculation)]
+    assert Kind.GATHER_BLOCKS in kinds
+    (first,) = (
+        each for each in tied.program.operations if getattr(each, "kind", 0) == Kind.GATHER_BLOCKS
+    )
+    ids = np.arange(len(weight))
+    output = Place(0, 0, first.inner, 0, 1, False)
+    program = Program(
+        (replace(first, output=output),), (Buffer(2 * first.inner, False),), output, 1, ()
+    )
+    bound = _Bound(program, [], [], _pool(), len(ids))
+    step = NativeStep(
+        operations=ctypes.addressof(bound.operations),
+        count=1,
+        rows=len(ids),
+        ids=ids.ctypes.data,
+        threads=1,
+    )
+    step_function()(step)
+    assert torch.equal(bound._rows_at(output)[: len(ids)], weight)
+    compiled, plain = (
+        runner_of(tied, compiled=each).step(prompt_batch(40, 7)).logits for each in (True, False)
+    )
+    for one, other in zip(compiled.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 def test_logits_are_near_the_models_own_in_fp32(llama):

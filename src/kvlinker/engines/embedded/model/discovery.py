@@ -100,7 +100,7 @@ def anatomy_of(model: Any) -> Anatomy:
 def _looked_at(model: Any, tracer: _Tracer, *, with_cache: bool) -> int:
     """Have ``tracer`` watch a forward pass; returns the number of states that the model's own cache
     holds after it."""
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     positions = torch.arange(LOOKED_AT, device=device)[None]
     with (
         _watched(model, tracer),

@@ -115,7 +115,7 @@ def depends_on_place(model: Any) -> bool:
     """Return whether the model computes different results for the same text at later positions, as
     far as it takes positions. Runs two short forward passes of the model's own, which must be in
     fp32."""
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     ids = torch.arange(LOOKED_AT, device=device)[None]
     vocabulary = model.config.get_text_config().vocab_size
     try:
@@ -155,7 +155,7 @@ def rotary_modules(model: nn.Module) -> list[nn.Module]:
 def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
     """Return the logits of all tokens but the last with two different last tokens, [tokens,
     vocabulary] each, and whether the model holds a state after the second pass."""
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     ids = torch.arange(LOOKED_AT, device=device)[None] % model.config.get_text_config().vocab_size
     before = set(_plain_tensors(model))
     with attention_of(model, "eager"), torch.inference_mode():

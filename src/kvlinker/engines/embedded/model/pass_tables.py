@@ -22,7 +22,7 @@ class PassTables(nn.Module):
 
     def __init__(self, model: Any, window: int) -> None:
         super().__init__()
-        device = model.get_input_embeddings().weight.device
+        device = model.device
         positions = torch.arange(window, device=device)[None]
         try:
             with in_fp32(model), intercepted(_Reader()), torch.inference_mode():

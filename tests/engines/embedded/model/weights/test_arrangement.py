@@ -28,6 +28,7 @@ from kvlinker.engines.embedded.model.weights.matrices import BlockedMatrix, Pack
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.native_quantized import CodesMatrix
 from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
+from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.settings import WeightFormat
 from tests.toy_models import FAMILIES, tiny_model
@@ -149,7 +150,28 @@ def test_a_model_is_counted_saved_and_named_as_before(tmp_path: Path) -> None:
 
 
 @needs_packing
-def test_tied_embeddings_keep_their_plain_weight() -> None:
+@pytest.mark.skipif(native_products() is None, reason="no native products")
+def test_tied_embeddings_are_rows_of_the_packed_head(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    weight = model.model.embed_tokens.weight.detach().clone()
+    pack(model)
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, TiedEmbedding)
+    assert embedding.matrix is model.lm_head.matrix
+    assert not any(each.shape == weight.shape for each in model.parameters())
+    every = torch.arange(len(weight))
+    assert torch.equal(embedding(every), weight)
+    assert torch.equal(embedding(every[None, -3:]), weight[None, -3:])
+    assert torch.equal(embedding.weight, weight)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(again.model.embed_tokens.weight, weight)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@needs_packing
+@pytest.mark.usefixtures("onednn")
+def test_tied_embeddings_keep_their_plain_weight_where_it_is_in_no_blocks() -> None:
     model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
     embedding = model.model.embed_tokens.weight
     pack(model)

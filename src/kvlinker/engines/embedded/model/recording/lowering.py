@@ -32,6 +32,7 @@ from kvlinker.engines.embedded.model.recording.program import (
 )
 from kvlinker.engines.embedded.model.recording.trace import (
     ATTENTION,
+    EMBEDDING,
     EXPERTS,
     INPUT,
     LINEAR,
@@ -45,6 +46,7 @@ from kvlinker.engines.embedded.model.recording.trace import (
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
 from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
 from kvlinker.engines.embedded.model.weights.plain_products import multiplies_plain
+from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 
 LENGTHS = ((11, 5), (13, 7))
 """The tokens, and of them those whose logits are wanted, of the two passes that are recorded: sizes
@@ -97,6 +99,7 @@ class _Lowering:
             EXPERTS: self._experts,
             ATTENTION: self._attention,
             "aten.embedding.default": self._embedding,
+            EMBEDDING: self._tied_embedding,
             "aten.index.Tensor": self._wanted_rows,
             "aten.layer_norm.default": self._layer_norm,
             "aten.mean.dim": self._mean,
@@ -202,6 +205,27 @@ class _Lowering:
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
         self._embedded.append(len(weight.memory))
         self._gather(weight, self._output(one, other), by_tokens=True)
+
+    def _tied_embedding(self, one: Node, other: Node) -> None:
+        embedding, output = one.module, self._output(one, other)
+        assert isinstance(embedding, TiedEmbedding), embedding
+        if self._inputs.get(one.arguments["input"].memory) != "ids":
+            raise UnrecordableError("it embeds other numbers than the tokens' ids")
+        width = embedding.embedding_dim
+        if output.wide or output.row != width:
+            raise UnrecordableError("rows are chosen that do not lie as they should")
+        self._embedded.append(embedding.num_embeddings)
+        self._operations.append(
+            Calculation(
+                Kind.GATHER_BLOCKS,
+                output.wanted,
+                1,
+                width,
+                Place(output.name, 0, output.row, 0, 1, wide=False),
+                Place(embedding.blocks, 0, 0, 0, 1, wide=False),
+            )
+        )
+        self._held.append(embedding)
 
     def _wanted_rows(self, one: Node, other: Node) -> None:
         source, chosen = self._layout(one, other, "self"), one.arguments["indices"]

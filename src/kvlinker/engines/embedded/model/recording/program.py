@@ -38,6 +38,7 @@ class Kind(IntEnum):
     PRODUCT = 19
     ATTENTION = 20
     ROOT = 21
+    GATHER_BLOCKS = 22
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,10 @@ from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
+from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 
 LINEAR, NORM, EXPERTS, ATTENTION, INPUT = "linear", "norm", "experts", "attention", "input"
+EMBEDDING = "embedding"
 """The names of operations that are not PyTorch's."""
 
 NONZERO = "aten.nonzero.default"
@@ -91,7 +93,7 @@ def trace_pass(model: Any, tokens: int, wanted: int) -> Trace:
 
     Raises UnrecordableError.
     """
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     ids = torch.arange(tokens, device=device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(3, 3 + tokens, device=device)[None]
     rows = torch.arange(tokens - 1, tokens - 1 - wanted, -1, device=device)
@@ -242,6 +244,8 @@ def _leaves(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             return LINEAR
         if any(isinstance(child, PackedExperts) for child in module.children()):
             return EXPERTS  # with their router
+        if isinstance(module, TiedEmbedding):
+            return EMBEDDING
         return None
 
     def enter(module: nn.Module, args: Any) -> None:

@@ -9,7 +9,7 @@ values, are multiplied by one matrix. Weights in fewer bits are read in less tim
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ from kvlinker.engines.embedded.model.weights.quantized import (
     Int8Matrix,
     quantise_by_torchao,
 )
+from kvlinker.engines.embedded.model.weights.tied_embedding import share_with_embeddings
 from kvlinker.settings import WeightFormat
 
 logger = logging.getLogger(__name__)
@@ -191,33 +192,35 @@ def _pack(
 ) -> None:
     """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of
     this kind."""
-    users = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values()
-    )
     for group in groups:
-        weights = [place.linear.weight for place in group]
-        if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
-            spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
-            del weights
-            _replace(model, group, kind)
+        nbytes = sum(place.linear.weight.nbytes for place in group)
+        if nbytes * (1 if len(group) == 1 else 2) <= spare:
+            spare -= _replace(model, group, kind)
 
 
-def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:
-    """Put a matrix of this kind in the places of the group's layers, and free their weights."""
+def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> int:
+    """Put a matrix of this kind in the places of the group's layers, and free their weights; return
+    the bytes of those that others still need."""
     linears = [place.linear for place in group]
     weights = [linear.weight for linear in linears]
     if len(group) == 1:
-        group[0].put(MatrixLinear(linears[0], kind(weights[0])))
+        matrix = kind(weights[0])
+        group[0].put(MatrixLinear(linears[0], matrix))
+        share_with_embeddings(model, weights[0], matrix)
     else:
         shared = SharedMatrix(kind(torch.cat(weights)), linears)
         for index, place in enumerate(group):
             place.put(SharedLinear(place.linear, shared, index))
     needed = {id(weight) for weight in model.parameters()}
+    kept = 0
     for weight in weights:
-        if id(weight) not in needed:
+        if id(weight) in needed:
+            kept += weight.nbytes
+        else:
             drop_mapped(weight)
     del weight, weights
     return_freed()
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,11 @@ class Matrix(nn.Module):
         """Return how native code does what ``multiply`` does; None if something else does it."""
         return None
 
+    def in_blocks(self) -> Tensor | None:
+        """Return the weight itself where it lies in blocks of bf16: [blocks, inputs / 2, BLOCK,
+        2]."""
+        return None
+
     def _save_to_state_dict(self, *args: object) -> None:
         """Write nothing: the linear layers that use the matrix write it as their weights."""
 
@@ -111,6 +116,12 @@ class PackedMatrix(Matrix):
         address = torch.ops.mkldnn.data_ptr(self.packed)
         return NativeWeights("bf16", address, outputs, width, width, False, self._native_up_to)
 
+    def in_blocks(self) -> Tensor | None:
+        if not self._native_up_to:
+            return None
+        numbers = _numbers_of(self.packed).view(torch.bfloat16)
+        return numbers.view(len(numbers), -1, BLOCK, 2)
+
 
 class BlockedMatrix(Matrix):
     """Holds a weight in bf16 in native code's own blocks, by which it multiplies any number of
@@ -151,6 +162,9 @@ class BlockedMatrix(Matrix):
         width = self.inputs
         return NativeWeights("bf16", self.blocks.data_ptr(), self.outputs, width, width, False)
 
+    def in_blocks(self) -> Tensor:
+        return self.blocks.detach().view(-1, self.inputs // 2, BLOCK, 2)
+
 
 def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
@@ -171,15 +185,22 @@ def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
         or torch.ops.mkldnn._nbytes(packed) != 2 * size
     ):
         return False
-    address = torch.ops.mkldnn.data_ptr(packed)
-    found = torch.frombuffer(
-        (ctypes.c_uint16 * size).from_address(address), dtype=torch.int16
-    ).view(blocks, -1)
+    found = _numbers_of(packed)
     first, last = weight[:BLOCK], weight[(blocks - 1) * BLOCK :]
     return all(
         torch.equal(found[index], bf16_blocks(rows.detach()).view(torch.int16)[0])
         for index, rows in ((0, first), (-1, last))
     )
+
+
+def _numbers_of(packed: Tensor) -> Tensor:
+    """Return the numbers of a weight that oneDNN packed in blocks, as they lie: [blocks, BLOCK ·
+    inputs], of 16 bits. They are there as long as ``packed`` is."""
+    outputs, inputs = packed.shape
+    blocks = -(-outputs // BLOCK)
+    size, address = blocks * BLOCK * inputs, torch.ops.mkldnn.data_ptr(packed)
+    memory = (ctypes.c_uint16 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.int16).view(blocks, -1)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
