@@ -168,6 +168,26 @@ def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings
     )
 
 
+def test_settings_of_a_service_change_nothing(subject, settings, data, tmp_path, monkeypatch):
+    """Neither does a measurement change the catalog that the service's servers share."""
+    options = QualityOptions((data,), ("full", "naive"), max_tokens=4)
+    measured = run_quality(subject, settings, options).report
+    catalog = tmp_path / "shared.sqlite"
+    for name, value in {
+        "catalog_url": f"sqlite:///{catalog}",
+        "require_certificate": "true",
+        "tenant_quota_caches": "1",
+        "implicit": "auto",
+        "keep_answers": "answer",
+        "max_answer_tokens": "1",
+        "audit": "1",
+        "quality_target": "0.9",
+    }.items():
+        monkeypatch.setenv(f"KVLINKER_{name.upper()}", value)
+    assert run_quality(subject, settings, options).report.rows == measured.rows
+    assert not catalog.exists()
+
+
 def test_nothing_to_ask_is_an_error_that_says_why(subject, data):
     with pytest.raises(
         InvalidRequestError, match=r"No example could be asked\. 6 skipped: record 5: 'passages' is"

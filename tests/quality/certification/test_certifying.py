@@ -78,15 +78,18 @@ def test_what_computes_everything_needs_none() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_is_certified_and_then_served(tmp_path: Path) -> None:
+def test_a_policy_is_certified_and_then_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINKER_REQUIRE_CERTIFICATE", "true")  # as the server's operator has it
+    monkeypatch.setenv("KVLINKER_KEEP_ANSWERS", "answer")
     loaded = load_model(load_settings())
     options: dict[str, Any] = {"state_dir": tmp_path, "kv_slots": 8192, "require_certificate": True}
     with pytest.raises(PolicyError, match=f"{POLICY} has no certificate .* 'kvlinker certify"):
         LLM.from_model(loaded, load_settings(policy=POLICY, **options))
     with LLM.from_model(loaded, load_settings(**options | {"require_certificate": False})) as llm:
-        llm.generate_context_cache(
-            [f"Text number {number} tells of nothing else.\n\n" for number in range(5)]
-        )
+        texts = [f"Text number {number} tells of nothing else.\n\n" for number in range(5)]
+        stored = llm.generate_context_cache(texts)
 
     arguments = [
         "--policy",
@@ -131,6 +134,7 @@ def test_a_policy_is_certified_and_then_served(tmp_path: Path) -> None:
     assert not Certificate.read(tmp_path / "mine.json").passed
 
     with LLM.from_model(loaded, load_settings(policy=POLICY, **options)) as llm:
+        assert {cache.id for cache in llm.list_caches().items} == {cache.id for cache in stored}
         caches = llm.generate_context_cache(["A text.\n\n"])
         messages = [{"role": "user", "content": [*caches, "So?"]}]
         llm.chat_completion(messages, max_tokens=1)

@@ -15,7 +15,7 @@ from kvlinker.engines.contract.selftest import SelfTestCheck
 from kvlinker.engines.embedded.selftest import self_test
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.quality.bench.harness.subject import MeasuredModel, make_subject
+from kvlinker.quality.bench.harness.subject import UNMEASURED, MeasuredModel, make_subject
 from kvlinker.quality.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.service.audit.certificate import Agreement, Certificate
@@ -157,11 +157,17 @@ def _chunks(llm: LLM, scope: Scope) -> list[ContextCache]:
 
 
 def _audited(settings: Settings, policy: str) -> Settings:
-    """Return the settings with every answer audited, and the policy for default."""
-    changed = {"audit": 1.0, "policy": policy, "prefix_cache": "off", "require_certificate": False}
-    return settings.model_copy(
-        update=changed | {"audit_tokens": None, "quality_target": None, "audit_log": None}
-    )
+    """Return the settings with every answer audited, the policy for default, and the catalog and
+    tiers of the store."""
+    changed = {
+        **UNMEASURED,
+        "catalog_url": settings.catalog_url,
+        "tiers": settings.tiers,
+        "audit": 1.0,
+        "policy": policy,
+        "prefix_cache": "off",
+    }
+    return settings.model_copy(update=changed)
 
 
 def _certificate(

@@ -201,7 +201,11 @@ def test_the_command_measures_a_server_that_runs(server: Server, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
+def test_the_command_starts_servers_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINKER_CATALOG_URL", f"sqlite:///{tmp_path}/shared.sqlite")
+    monkeypatch.setenv("KVLINKER_REQUIRE_CERTIFICATE", "true")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     arguments = [
         "--shape",
@@ -237,6 +241,7 @@ def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
     )
     assert row["memory_mb"] > 100
     assert content["settings"]["model"] == "tiny"
+    assert not (tmp_path / "shared.sqlite").exists(), "other servers' catalog is theirs"
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
 
 

@@ -8,10 +8,11 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
@@ -28,6 +29,30 @@ if TYPE_CHECKING:
 MEMORY = 8 << 30
 """Bytes that the tier with the chunks has room for."""
 TIERS = ("host", "disk", "redis", "object")
+
+UNMEASURED: Mapping[str, Any] = MappingProxyType(
+    {
+        "catalog_url": None,
+        "tiers": {},
+        "builders": (),
+        "tenant_quota_bytes": None,
+        "tenant_quota_caches": None,
+        "tenant_quota_pinned_bytes": None,
+        "implicit": "marked",
+        "implicit_policy": None,
+        "keep_answers": "off",
+        "embedding_model": None,
+        "max_answer_tokens": None,
+        "slo_ttft": None,
+        "audit": 0.0,
+        "audit_tokens": None,
+        "audit_log": None,
+        "quality_target": None,
+        "require_certificate": False,
+    }
+)
+"""Settings of a service that say nothing about a model and a policy, as measurements have them:
+those of the environment are for the servers that run beside, whose catalog stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,8 @@ class MeasuredModel:
             if tier in ("redis", "object"):
                 fixed["disk_space"] = 0
             settings = load_settings(state_dir=Path(folder), kv_slots=kv_slots, **fixed | options)
+            unmeasured = {name: UNMEASURED[name] for name in UNMEASURED.keys() - options.keys()}
+            settings = settings.model_copy(update=unmeasured)
             if tier == "redis" and settings.redis_url is None:
                 raise InvalidRequestError(
                     "The tier redis needs the URL of a server: give --redis-url.", param="tier"

@@ -42,6 +42,8 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
         "max_variants": 0,
         "redis_space": 0,
         "object_space": 0,
+        "keep_answers": "off",
+        "require_certificate": False,
     }
 )
 
@@ -96,14 +98,11 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="kvlinker-load-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "output.txt"
         state_dir = Path(folder) / "state"
-        given = {**named, **_FIXED, "state_dir": state_dir, **options}
+        places = {"state_dir": state_dir, "catalog_url": f"sqlite:///{state_dir}/catalog.sqlite"}
+        given = {**named, **_FIXED, **places, **options}
         if vllm_options:
             given["vllm_options"] = json.dumps(vllm_options)
-        flags = [
-            f"--{name.replace('_', '-')}={value}"
-            for name, value in given.items()
-            if value is not None
-        ]
+        flags = [_flag(name, value) for name, value in given.items() if value is not None]
         command = [*COMMAND, "serve", *flags]
         with _ended_by_signals():
             process = _start(command, log)
@@ -114,6 +113,14 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
                 yield server
             finally:
                 _stop(server.process or process)
+
+
+def _flag(name: str, value: Any) -> str:
+    """Return the option that gives a setting its value."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option}={value}"
 
 
 @contextmanager
