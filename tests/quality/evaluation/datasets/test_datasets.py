@@ -61,6 +61,19 @@ def test_own_records_are_taken_to_the_letter(write):
     assert second.answers == ("a", "b")
 
 
+def test_texts_may_have_any_line_ends(write):
+    record = {"passages": ["one\u2028two", "\x85\x0cthree\r"], "question": "Q", "answers": ["a"]}
+    digits = "9" * 5000
+    dataset = load_dataset(
+        write("mine.jsonl", json.dumps(record, ensure_ascii=False), f'{{"id": {digits}}}'), SEMANTIC
+    )
+    (question,) = questions_of(dataset)
+    assert question.passages == tuple(record["passages"])
+    (skipped,) = dataset.skipped
+    assert skipped.where == "record 2"
+    assert "not valid JSON" in skipped.reason
+
+
 def test_choices_need_two_texts_and_the_answer_among_them(write):
     record = {"passages": ["one"], "question": "Q", "answers": ["a"]}
     given: tuple[list[str], ...] = (["a"], ["a", "a"], ["b", "c"], [], ["a", "b\nc"])

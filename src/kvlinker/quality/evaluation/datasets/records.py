@@ -36,7 +36,7 @@ def read_records(path: Path) -> Iterator[Record | Skipped]:
     if name.endswith(".json"):
         try:
             entries = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"{path} is not valid JSON: {error}. JSON Lines end in .jsonl."
             ) from error
@@ -46,11 +46,11 @@ def read_records(path: Path) -> Iterator[Record | Skipped]:
             )
         yield from (_checked(number, entry) for number, entry in enumerate(entries, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in texts
         if line.strip():
             try:
                 yield _checked(number, json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 yield Skipped(f"record {number}", f"not valid JSON: {error}")
 
 
