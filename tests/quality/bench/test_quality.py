@@ -131,6 +131,8 @@ def test_a_finished_run_is_read_back(subject, settings, data, tmp_path):
         run_quality(subject, settings, replace(options, max_tokens=5))
     with pytest.raises(InvalidRequestError, match="generation_context was 'prefix' and is 'alone'"):
         run_quality(subject, load_settings(max_model_len=300, generation_context="alone"), options)
+    with pytest.raises(InvalidRequestError, match="max_model_len was 300 and is 299"):
+        run_quality(subject, load_settings(max_model_len=299), options)  # truncates elsewhere
 
 
 def test_splits_and_contexts_change_what_is_asked(subject, data):

@@ -54,18 +54,11 @@ COLUMNS = (
     "kl",
 )
 
-CHANGE_RESULTS = (
-    "max_tokens",
-    "truncate",
-    "codec",
-    "generation_context",
-    "system_prompt",
-    "chat_template",
-)
-"""The settings that kept results depend on, besides the example and the policy."""
-
 CONTEXT_SETTINGS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
 """The fields of ``Settings`` that say how chunks and prompts are made."""
+
+CHANGE_RESULTS = ("max_tokens", "truncate", "codec", *CONTEXT_SETTINGS)
+"""The settings that kept results depend on, besides the example and the policy."""
 
 _SKIPS_SHOWN = 5
 
@@ -354,6 +347,7 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
         "generation_context": str(settings.generation_context),
         "system_prompt": settings.system_prompt,
         "chat_template": settings.chat_template,
+        "max_model_len": settings.max_model_len,
     }
 
 
