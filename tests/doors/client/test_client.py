@@ -27,7 +27,7 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.base.types.tools import ToolCall
-from kvlinker.doors.client import RemoteContextCache, ServerUnreachableError
+from kvlinker.doors.client import RemoteContextCache, ServerUnreachableError, calls
 from tests.doors.http.serving import MODEL_NAME, Served
 
 CHUNKS = ("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words")
@@ -223,6 +223,19 @@ async def test_async_client(served: Served) -> None:
         ({"max_tokens": 10**6}, ContextLengthError, "context_length_exceeded", "max_tokens"),
         ({"temperature": float("nan")}, InvalidRequestError, "invalid_value", None),
         ({"stop": ["\ud800"]}, InvalidRequestError, "invalid_value", None),
+        ({"stop": [object()]}, InvalidRequestError, "invalid_value", None),
+        (
+            {"policy": "naive", "link": {"policy": "full"}},
+            InvalidRequestError,
+            "invalid_value",
+            "link.policy",
+        ),
+        (
+            {"policy": "naive", "link": {"keep": "some"}},
+            InvalidRequestError,
+            "invalid_value",
+            "link.keep",
+        ),
     ],
 )
 def test_mistakes(
@@ -286,8 +299,32 @@ def test_ids_that_no_server_gives_are_not_found(cache_id: str) -> None:
 
 
 def test_what_is_no_context_cache() -> None:
+    client: Any = Client("http://127.0.0.1:9")
     with pytest.raises(InvalidRequestError, match="5 is no context cache"):
-        Client("http://127.0.0.1:9").expire_cache(5)  # type: ignore[arg-type]
+        client.expire_cache(5)
+    with pytest.raises(InvalidRequestError, match="5 is no context cache"):
+        client.chat_completion([{"role": "user", "content": ["Look: ", 5]}])
+
+
+def test_what_is_no_text(client: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        client.generate_context_cache(5)
+    assert caught.value.param == "chunks"
+    with pytest.raises(InvalidRequestError) as caught:
+        client.chat_completion([{"role": "user", "content": 5}])
+    assert caught.value.param == "messages.0.content"
+
+
+def test_a_policy_stands_beside_other_fields_of_link(client: Client) -> None:
+    def sent(**fields: Any) -> Any:
+        call = calls.chat_completion(HELLO, **fields)
+        return json.loads(call.request()["content"]).get("link")
+
+    assert sent(policy="naive", link={"order": "any"}) == {"order": "any", "policy": "naive"}
+    assert sent(policy="naive", link={"policy": "naive"}) == {"policy": "naive"}
+    assert sent(policy="naive", link=None) == {"policy": "naive"}
+    assert sent(link={"order": "any"}) == {"order": "any"}
+    assert sent() is None
 
 
 def answering(status: int, content: bytes, **headers: str) -> Client:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -101,7 +101,7 @@ def generate_context_cache(
         "POST",
         CACHES,
         read_caches,
-        {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options},
+        {"chunks": [chunks] if isinstance(chunks, str) else _listed(chunks), **options},
     )
 
 
@@ -230,7 +230,19 @@ def _chat_body(
         if did_you_mean(name, _CHAT_ARGUMENTS):
             raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
     body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
-    return body if policy is None else body | {"link": {"policy": policy}}
+    if policy is not None:
+        body["link"] = _linked_under(policy, sampling.get("link"))
+    return body
+
+
+def _linked_under(policy: str, link: Any) -> dict[str, Any]:
+    """Return the field ``link`` with the policy. Raises InvalidRequestError if it has another."""
+    if link is not None and (not isinstance(link, Mapping) or link.get("policy", policy) != policy):
+        raise InvalidRequestError(
+            f"'policy' is {policy!r}, but 'link' is {link!r}. Give the policy in one of them.",
+            param="link.policy",
+        )
+    return {**(link or {}), "policy": policy}
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -239,19 +251,22 @@ def _plain(message: Message) -> dict[str, Any]:
             f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.",
             param="messages",
         )
-    content = message.get("content")
-    parts = (
-        content
-        if content is None or isinstance(content, str)
-        else [_part(part) for part in content]
-    )
+    content = _listed(message.get("content"))
+    parts = [_part(part) for part in content] if isinstance(content, list) else content
     return {**message, "content": parts}
+
+
+def _listed(value: Any) -> Any:
+    """Return a list of several values as JSON has it; anything else as it is, for the server says
+    what is wrong with it."""
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return list(value) if several else value
 
 
 def _part(part: str | HasId | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    return part if isinstance(part, Mapping) else {"type": "context_cache", "id": part.id}
+    return part if isinstance(part, Mapping) else {"type": "context_cache", "id": _id_of(part)}
 
 
 def _id_of(cache: HasId | str) -> str:
@@ -284,5 +299,5 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"The request cannot be sent as JSON: {error}") from error
