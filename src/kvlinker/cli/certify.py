@@ -14,7 +14,14 @@ from kvlinker.cli.options import settings_options
 from kvlinker.settings import Settings
 
 EMBEDDED_OPTIONS = tuple(name for name in MODEL_OPTIONS if name not in ("engine", "vllm_options"))
-STORE_OPTIONS = ("policy", "state_dir", "host_memory", "disk_space", "encryption_key")
+STORE_OPTIONS = (
+    "policy",
+    "state_dir",
+    "host_memory",
+    "disk_space",
+    "disk_codec",
+    "encryption_key",
+)
 
 
 @settings_options(*EMBEDDED_OPTIONS, *QUALITY_OPTIONS, *STORE_OPTIONS)

@@ -39,6 +39,7 @@ def certificate(**changes: Any) -> Certificate:
         "model": "toy <b>",
         "fingerprint": "f" * 64,
         "policy": "query-5",
+        "conditions": {"generation_context": "prefix", "codecs": ["int8"]},
         "target": 0.9,
         "passed": False,
         "agreement": agreement,
@@ -64,6 +65,7 @@ def test_the_page_has_everything_in_it() -> None:
         "Not certified",
         "19 of 20 answers agree",
         "own chunks",
+        "holds for generation_context &#34;prefix&#34;, codecs [&#34;int8&#34;].",
         "prefill",
         "f" * 64,
         "2001-09-09 01:46 UTC",
@@ -75,6 +77,12 @@ def test_the_page_has_everything_in_it() -> None:
 def test_what_computes_everything_needs_none() -> None:
     with pytest.raises(InvalidRequestError, match="needs no certificate"):
         certify(load_settings(), CertifyOptions("full"), command="")
+
+
+def test_chunks_are_measured_as_one_codec_leaves_them() -> None:
+    codecs: dict[str, Any] = {"disk_codec": "int4+zstd", "redis_url": "redis://a", "policy": POLICY}
+    with pytest.raises(InvalidRequestError, match="but tiers have int4 and int8"):
+        certify(load_settings(**codecs, redis_codec="int8"), CertifyOptions(POLICY), command="")
 
 
 @pytest.mark.slow
@@ -133,6 +141,10 @@ def test_a_policy_is_certified_and_then_served(
     assert run.exit_code == 1, run.output
     assert not Certificate.read(tmp_path / "mine.json").passed
 
+    others: dict[str, Any]
+    for others in ({"disk_codec": "int4"}, {"generation_context": "alone"}):
+        with pytest.raises(PolicyError, match=f"{POLICY} has no certificate"):
+            LLM.from_model(loaded, load_settings(policy=POLICY, **options, **others))
     with LLM.from_model(loaded, load_settings(policy=POLICY, **options)) as llm:
         assert {cache.id for cache in llm.list_caches().items} == {cache.id for cache in stored}
         caches = llm.generate_context_cache(["A text.\n\n"])

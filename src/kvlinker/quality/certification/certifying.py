@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
@@ -18,7 +19,13 @@ from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.subject import UNMEASURED, MeasuredModel, make_subject
 from kvlinker.quality.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
 from kvlinker.quality.progress import Progress, silent
-from kvlinker.service.audit.certificate import Agreement, Certificate
+from kvlinker.service.audit.certificate import (
+    RAW,
+    Agreement,
+    Certificate,
+    conditions_of,
+    lossy_codecs,
+)
 from kvlinker.service.audit.statistics import clopper_pearson
 from kvlinker.settings import Settings
 from kvlinker.store import ContextCache
@@ -68,7 +75,8 @@ def certify(
     """Measure a policy with the model that ``settings`` name.
 
     Raises ModelLoadError and UnsupportedModelError for a model that cannot be linked, PolicyError,
-    and InvalidRequestError for data that cannot be read, and for a policy that computes everything.
+    and InvalidRequestError for data that cannot be read, for a policy that computes everything, and
+    for tiers whose codecs change chunks in several ways.
     """
     parsed = parse_policy(options.policy)
     if parsed.exact:
@@ -77,11 +85,21 @@ def certify(
             param="policy",
         )
     policy = parsed.name
+    codecs = lossy_codecs(settings)
+    if len(codecs) > 1:
+        raise InvalidRequestError(
+            f"A certificate is for chunks of one codec, but tiers have {' and '.join(codecs)}. Give"
+            " disk_codec, redis_codec and object_codec the same, or raw.",
+            param="disk_codec",
+        )
     progress("self-test")
     checks = self_test(read_model(settings)[0])
     subject = make_subject(settings, shape=None, command=command)
     asked = QualityOptions(
-        datasets=options.datasets, policies=("full", policy), limit=options.limit
+        datasets=options.datasets,
+        policies=("full", policy),
+        limit=options.limit,
+        codec=next(iter(codecs), RAW),
     )
     quality = run_quality(subject, settings, asked, progress=progress)
     tasks = agreement_by_task(quality.answered, policy)
@@ -89,7 +107,9 @@ def certify(
         own = audit_own_chunks(llm, options, progress=progress)
         fingerprint = llm.engine.fingerprint
     tasks |= {OWN_CHUNKS: own} if own.samples else {}
-    return _certificate(subject, quality, options, checks, tasks, fingerprint)
+    return _certificate(
+        subject, quality, options, checks, tasks, fingerprint, conditions_of(settings)
+    )
 
 
 def agreement_by_task(answered: Sequence[Examined], policy: str) -> dict[str, Agreement]:
@@ -177,6 +197,7 @@ def _certificate(
     checks: Sequence[SelfTestCheck],
     tasks: Mapping[str, Agreement],
     fingerprint: str,
+    conditions: Mapping[str, Any],
 ) -> Certificate:
     together = agreement(
         sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values())
@@ -186,6 +207,7 @@ def _certificate(
         model=subject.name,
         fingerprint=fingerprint,
         policy=parse_policy(options.policy).name,
+        conditions=conditions,
         target=options.target,
         passed=all(check.passed for check in checks) and together.ci_low >= options.target,
         agreement=together,

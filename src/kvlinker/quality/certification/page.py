@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 import io
+import json
 import time
 from typing import Any
 
@@ -71,6 +72,8 @@ tokens.</p>
 <h2>Made by</h2>
 <p><code>{{ c.command }}</code>, {{ issued }} UTC</p>
 <p>Fingerprint of the model: <code>{{ c.fingerprint }}</code></p>
+<p>It holds for {% for name, value in c.conditions.items() -%}
+{{ name }} {{ shown(value) }}{{ ", " if not loop.last }}{% endfor %}.</p>
 <p>{% for name, value in c.machine.items() -%}
 {{ name }} {{ value }}{{ ", " if not loop.last }}{% endfor %};
 {% for name, value in c.versions.items() -%}
@@ -87,6 +90,7 @@ def certificate_page(certificate: Certificate) -> str:
         c=certificate,
         verdict="Certified" if certificate.passed else "Not certified",
         share=lambda value: f"{100 * value:.1f}%",
+        shown=json.dumps,
         issued=time.strftime("%Y-%m-%d %H:%M", time.gmtime(certificate.issued_at)),
         agreement=_agreement_plot(certificate),
         scores=_score_plot(certificate),

@@ -7,17 +7,22 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import Policy
+from kvlinker.settings import Settings
 from kvlinker.store.format.durability import replace_file
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "certificates"
 """The folder in the state directory that certificates are kept in."""
+
+RAW = "raw"
+"""The codec that changes nothing."""
 
 _FINGERPRINT_CHARACTERS = 16
 
@@ -43,6 +48,10 @@ class Certificate:
     """The engine's fingerprint of the model; a certificate holds for no other."""
 
     policy: str
+
+    conditions: Mapping[str, Any]
+    """``conditions_of`` the settings that it was measured under; it holds for no others."""
+
     target: float
     """The wanted share of agreeing answers."""
 
@@ -100,20 +109,42 @@ class Certificate:
             raise InvalidRequestError(f"{path} is no certificate: {error}.") from error
 
 
+def conditions_of(settings: Settings) -> dict[str, Any]:
+    """Return what answers under a policy depend on beside the model: how chunks and prompts are
+    made, what codecs take from chunks, and the version of kvlinker."""
+    return {
+        "kvlinker": version("kvlinker"),
+        "generation_context": str(settings.generation_context),
+        "system_prompt": settings.system_prompt,
+        "chat_template": settings.chat_template,
+        "codecs": list(lossy_codecs(settings)),
+    }
+
+
+def lossy_codecs(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the codecs of tiers that change chunks, sorted."""
+    codecs = {
+        settings.disk_codec if settings.disk_space else RAW,
+        settings.redis_codec if settings.redis_url and settings.redis_space else RAW,
+        settings.object_codec if settings.object_url and settings.object_space else RAW,
+    }
+    return tuple(sorted({name.partition("+")[0] for name in codecs} - {RAW}))
+
+
 def certificate_path(state_dir: Path, fingerprint: str, policy: str) -> Path:
     """Return where the certificate of a policy with the model of this fingerprint is kept."""
     return state_dir / FOLDER / f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-{policy}.json"
 
 
 class CertifiedPolicies:
-    """The policies that may be used with a model: those with a certificate that passed, and those
-    that compute everything."""
+    """The policies that may be used with a model: those with a certificate that passed under the
+    same conditions, and those that compute everything."""
 
-    def __init__(self, state_dir: Path, model: str, fingerprint: str) -> None:
-        """Read the certificates in ``state_dir`` once; files that are none are passed over with a
-        warning."""
-        self._model = model
-        self.names = frozenset(_passed(state_dir, fingerprint))
+    def __init__(self, settings: Settings, fingerprint: str) -> None:
+        """Read the certificates in the state directory once; files that are none, or for other
+        conditions, are passed over with a warning."""
+        self._model = settings.model
+        self.names = frozenset(_passed(settings.state_dir, fingerprint, conditions_of(settings)))
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why the policy may not be used, and the way out; None if it may."""
@@ -121,9 +152,9 @@ class CertifiedPolicies:
             return None
         known = ", ".join((*sorted(self.names), "full"))
         return (
-            f"Policy {policy} has no certificate for this model, and this server answers under"
-            f" certified policies only: {known}. Use one of them, or have the operator run"
-            f" 'kvlinker certify --model {self._model} --policy {policy}'."
+            f"Policy {policy} has no certificate for this model and these settings, and this server"
+            f" answers under certified policies only: {known}. Use one of them, or have the"
+            f" operator run 'kvlinker certify --model {self._model} --policy {policy}'."
         )
 
     def check(self, policy: Policy) -> None:
@@ -133,8 +164,9 @@ class CertifiedPolicies:
             raise PolicyError(reason, param="link.policy")
 
 
-def _passed(state_dir: Path, fingerprint: str) -> list[str]:
-    """Return the names of the policies that have a certificate for this model and passed."""
+def _passed(state_dir: Path, fingerprint: str, conditions: Mapping[str, Any]) -> list[str]:
+    """Return the names of the policies that have a certificate for this model and these conditions,
+    and passed."""
     found = []
     for path in sorted(
         (state_dir / FOLDER).glob(f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-*.json")
@@ -144,6 +176,15 @@ def _passed(state_dir: Path, fingerprint: str) -> list[str]:
         except InvalidRequestError as error:
             logger.warning("%s", error.message)
             continue
-        if certificate.fingerprint == fingerprint and certificate.passed:
+        if certificate.fingerprint != fingerprint or not certificate.passed:
+            continue
+        others = [
+            f"{name} {certificate.conditions.get(name)!r} instead of {value!r}"
+            for name, value in conditions.items()
+            if certificate.conditions.get(name) != value
+        ]
+        if others:
+            logger.warning("%s was measured with %s, and does not count.", path, ", ".join(others))
+        else:
             found.append(certificate.policy)
     return found

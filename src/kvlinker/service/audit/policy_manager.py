@@ -65,9 +65,7 @@ class PolicyManager:
         self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
-            self._certified = CertifiedPolicies(
-                settings.state_dir, settings.model, engine.fingerprint
-            )
+            self._certified = CertifiedPolicies(settings, engine.fingerprint)
             for name in (settings.policy, settings.implicit_policy or settings.policy):
                 self._certified.check(parse_policy(name))
         if settings.quality_target is not None:
