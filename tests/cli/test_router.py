@@ -33,6 +33,13 @@ CHAT = "/v1/chat/completions"
     [
         (["ftp://host:1"], "ftp://host:1 is no address"),
         (["http://host:1/v1"], "is no address"),
+        (["http://host:1?x=1"], "is no address"),
+        (["http://host:1/#"], "is no address"),
+        (["http://host:99999"], "is no address"),
+        (["http://host:port"], "is no address"),
+        (["http://[::1:8000"], "is no address"),
+        (["http://:8000"], "is no address"),
+        (["http://host:1", "http://host:1/"], "may be given once"),
         (["http://me:hush@host:1"], "takes no user and password"),
         (["http://host:1", "http://host:1"], "may be given once"),
         ([], "--backend"),
@@ -43,6 +50,15 @@ def test_backends_that_cannot_be(backends: Sequence[str], message: str) -> None:
     run = CliRunner().invoke(app, ["router", "--port", "0", *arguments])
     assert run.exit_code == 2
     assert message in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host", "tcp://host:", "tcp://", "udp://host:1", ""])
+def test_events_that_cannot_be_followed(endpoint: str) -> None:
+    events = f"http://host:1={endpoint}"
+    arguments = ["router", "--backend", "http://host:1", "--kv-events", events]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 2
+    assert "write BACKEND=tcp://HOST:PORT" in " ".join(run.output.split())
 
 
 def test_others_do_not_reach_it_without_keys() -> None:

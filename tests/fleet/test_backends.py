@@ -111,3 +111,39 @@ def test_a_server_may_be_forgotten_while_it_is_asked() -> None:
         assert not router.replicas
 
     run(answer, check)
+
+
+@pytest.mark.parametrize("report", [{**REPORT, "number": 1e999}, {"epoch": 1}, [], "nonsense"])
+def test_a_server_that_reports_nonsense_is_used_by_load(report: object) -> None:
+    """It is still asked again and again."""
+    polls = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal polls
+        polls += request.url.path == "/health"
+        return httpx.Response(200, content=json.dumps(report))
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        while polls < 3:
+            await asyncio.sleep(0)
+        assert [backend.state for backend in asked.ready()] == ["ready"]
+
+    run(answer, check)
+
+
+def test_a_key_that_is_no_admins_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    polls = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal polls
+        polls += 1
+        return httpx.Response(200 if request.url.path == "/health" else 403)
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        while polls < 10:
+            await asyncio.sleep(0)
+        assert asked.ready()
+
+    run(answer, check)
+    told = [message for message in caplog.messages if "wants an admin's key" in message]
+    assert len(told) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 
 from kvlinker.fleet.app import create_router
 from kvlinker.fleet.backends import always
+from kvlinker.fleet.naming import PromptOutline
+from kvlinker.fleet.router import Router
 from tests.doors.http.serving import listening, tiny_settings
 from tests.waiting import PATIENCE, wait_until
 
@@ -30,6 +33,7 @@ from kvlinker.fleet.kv_events import (  # noqa: E402
     BlockRemoved,
     BlockStored,
     EventBatch,
+    KVEvents,
     beginnings_of,
 )
 
@@ -225,3 +229,25 @@ def test_requests_go_to_the_vllm_server_that_has_their_beginning(tmp_path: Path)
         publishers[2].publish(AllBlocksCleared())
         publishers[1].publish(stored(*map(ord, whole)))
         wait_until(lambda: always_at(1, told))
+
+
+def test_a_server_that_hangs_is_not_asked_for_tokens() -> None:
+    """No request waits for it."""
+    asked: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        return httpx.Response(200, json={"tokens": list(range(8))})
+
+    async def outline() -> PromptOutline:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            events = KVEvents(Router(), client, {f"http://{host}": "" for host in ("hung", "well")})
+            for chains in events._chains.values():
+                chains.block_size = BLOCK
+            body = json.dumps({"prompt": "…"}).encode()
+            return await events.outline(
+                PromptOutline(), "/v1/completions", body, {}, ready={"http://well"}
+            )
+
+    assert len(asyncio.run(outline()).beginnings) == 2
+    assert asked == ["well"]

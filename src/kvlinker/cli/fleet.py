@@ -97,7 +97,7 @@ def fleet(
     given: dict[str, Any] = {
         "replicas": replicas,
         "min_replicas": 1 if min_replicas is None else min_replicas,
-        "max_replicas": max_replicas or min_replicas or 1,
+        "max_replicas": (min_replicas or 1) if max_replicas is None else max_replicas,
         "target_requests": target_requests,
         "target_ttft": target_ttft,
         "upscale_delay": upscale_delay,

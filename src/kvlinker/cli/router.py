@@ -51,19 +51,22 @@ def router(
     api_keys, the router refuses unknown keys itself; the servers check them in any case.
     """
     for url in backend:
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
+        if "@" in url:
             raise fail("--backend takes no user and password: give --api-key", BAD_USAGE)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        if not _is_address(url, "http", "https"):
             raise fail(f"--backend {url} is no address: write http://HOST:PORT", BAD_USAGE)
-    if len({urlsplit(url).netloc for url in backend}) < len(backend):
+    urls = [url.rstrip("/") for url in backend]
+    if len({urlsplit(url).netloc for url in urls}) < len(urls):
         raise fail("each --backend may be given once", BAD_USAGE)
-    published = dict(each.rpartition("=")[::2] for each in kv_events or ())
-    for url, endpoint in published.items():
-        if url not in backend or not endpoint.startswith(("tcp://", "ipc://")):
-            raise fail(
-                f"--kv-events {url}={endpoint} is none: write BACKEND=tcp://HOST:PORT", BAD_USAGE
-            )
+    published = {}
+    for each in kv_events or ():
+        url, _, endpoint = each.rpartition("=")
+        followed = endpoint.startswith("ipc://") or (
+            _is_address(endpoint, "tcp") and urlsplit(endpoint).port
+        )
+        if url.rstrip("/") not in urls or not followed:
+            raise fail(f"--kv-events {each} is none: write BACKEND=tcp://HOST:PORT", BAD_USAGE)
+        published[url.rstrip("/")] = endpoint
     with failures(BAD_USAGE):
         check_address(settings.host, settings.accepted_keys)
     with failures(), closing(bind(settings.host, settings.port)) as listener:
@@ -74,7 +77,7 @@ def router(
         from kvlinker.fleet.backends import always
 
         app = create_router(
-            always(backend),
+            always(urls),
             settings,
             api_key=api_key,
             tracer_provider=provider_from_environment(),
@@ -82,7 +85,18 @@ def router(
         )
         listener.listen()
         console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
-        console.print(f"Routing to {len(backend)} servers at {url_of(listener)}")
+        console.print(f"Routing to {len(urls)} servers at {url_of(listener)}")
         config = server_config(app, request_timeout=settings.request_timeout)
         with logging_to_stderr(settings.log_level, settings.log_format):
             EngineServer(config, listener, healthy=lambda: True, drain=app.state.drain).run()
+
+
+def _is_address(url: str, *schemes: str) -> bool:
+    """Return whether a URL has one of the schemes, a host, perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port, or an IPv6 address, that is none
+        return False
+    rest = parts.path.strip("/") + parts.query + parts.fragment
+    return parts.scheme in schemes and named and not rest and not url.endswith(("?", "#"))

@@ -61,6 +61,9 @@ class Backend:
     preloads_until: float = 0.0
     """When it gets requests in any case, by the monotonic clock."""
 
+    refuses: bool = False
+    """True if it does not take the router's key."""
+
     _silent_since: float | None = None
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -243,7 +246,7 @@ class Backends:
                 self._take(backend, await self._get(backend, "/v1/residency"))
             if view.epoch != known:
                 await self._preload(backend)
-        except (httpx.HTTPError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # whatever it answers: it is used by load alone
             logger.debug("Replica %s does not report its chunks: %r", backend.id, error)
         if backend.pending and time.monotonic() < backend.preloads_until:
             return "starting", f"reads {backend.pending} chunks into memory"
@@ -268,6 +271,14 @@ class Backends:
 
     def _take(self, backend: Backend, answer: httpx.Response) -> bool:
         """Hand a report to the router; returns False if the whole has to be asked for."""
+        refuses = answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+        if refuses and not backend.refuses:
+            logger.warning(
+                "Replica %s does not tell what it has in memory, and is used by load alone: it"
+                " wants an admin's key (--api-key).",
+                backend.id,
+            )
+        backend.refuses = refuses
         if answer.status_code != httpx.codes.OK:
             return True
         told: dict[str, Any] = answer.json()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Annotated, Any, NamedTuple
@@ -175,12 +175,21 @@ class KVEvents:
         self._context.destroy(linger=0)
 
     async def outline(
-        self, prompt: PromptOutline, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        prompt: PromptOutline,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        ready: Collection[str],
     ) -> PromptOutline:
         """Return the outline of a prompt for the router, with its beginnings by tokens, as a server
-        counts them; unchanged where none of them does."""
+        counts them; unchanged where none of them does. Only the URLs in ``ready`` are asked: each
+        request would wait for one that hangs."""
+        if path not in _TOKENIZED_PATHS:
+            return prompt
         for url, chains in self._chains.items():
-            if path in _TOKENIZED_PATHS and chains.block_size is not None:
+            if url in ready and chains.block_size is not None:
                 try:
                     asked = json.loads(body)
                     answer = await self._client.post(

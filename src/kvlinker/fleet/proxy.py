@@ -114,7 +114,8 @@ class Proxy:
         prompt = outline() if len(body) < LONG_BODY_BYTES else await run_in_threadpool(outline)
         if self._events is not None:
             key = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
-            prompt = await self._events.outline(prompt, request.url.path, body, key)
+            ready = {each.url for each in self._backends.ready()}
+            prompt = await self._events.outline(prompt, scope["path"], body, key, ready=ready)
         answering = asyncio.ensure_future(self._route(request, body, prompt, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
