@@ -266,6 +266,20 @@ def test_the_catalog_keeps_no_plain_token_ids(tmp_path: Path, later: bool) -> No
     again.close()
 
 
+def test_what_texts_mean_does_not_stay_in_plain(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    plain, added = Catalog(path), record(SECRET)
+    plain.add([added])
+    plain.search.add({added.chunk_key: "the formula"})
+    vector = np.linspace(0.1, 0.2, 32, dtype=np.float32)
+    plain.vectors.add("embedder", {added.chunk_key: vector})
+    plain.close()
+    assert vector.tobytes() in on_disk(path)
+    Catalog(path, Cipher(KEY)).close()
+    assert b"formula" not in on_disk(path)
+    assert vector.tobytes() not in on_disk(path)
+
+
 def test_exchanged_entries_of_the_catalog_are_found(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
     catalog = Catalog(path, Cipher(KEY))

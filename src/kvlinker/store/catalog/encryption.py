@@ -134,9 +134,9 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
-            connection.texts.remove_all(
-                connection
-            )  # they are plain; who wants them searched has them indexed again
+            # both are plain; who wants them searched has them indexed again
+            connection.texts.remove_all(connection)
+            connection.execute("DELETE FROM vectors")
         changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
     return any(changed)
 

@@ -151,7 +151,7 @@ class PostgresDatabase:
 
     def compact(self) -> None:
         with self._errors(), self._pool.connection() as connection, connection.patience(math.inf):
-            for table in ("chunks", "variants", "texts", "words"):
+            for table in ("chunks", "variants", "texts", "words", "vectors"):
                 connection.execute(f"VACUUM (FULL) {table}")
 
     def persist(self) -> None:
