@@ -761,3 +761,17 @@ def test_same_cache_twice_in_one_prompt_is_fine(served: Served) -> None:
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"[" * 8000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "thousands of digits"),
+    ],
+)
+def test_what_python_reads_as_no_json_is_told(served: Served, content: bytes, cause: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    for padding in (b"", b" " * 20_000):  # long bodies are read elsewhere
+        answer = served.http.post(CHAT, content=content + padding, headers=headers)
+        assert cause in answer.json()["error"]["message"]

@@ -262,7 +262,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         "method_not_allowed": f"{path} does not take {request.method}.",
         "request_timeout": f"The body did not come in time: {error.detail}. Send it again, faster.",
         "body_too_large": f"The body is too large: {error.detail}. Send less at once.",
-        "invalid_json": "The body is not JSON in UTF-8.",
+        "invalid_json": "The body is not JSON in UTF-8, or is nested too deeply, or has a number of"
+        " thousands of digits.",
     }
     return _invalid_request(
         error.status_code, messages[code], request.scope, param=None, code=code, headers=headers
