@@ -284,6 +284,15 @@ def test_an_answer_that_breaks_off_says_so(shown: Watched) -> None:
     assert shown.page.input_value("#question") == "Where?"
 
 
+def test_a_stream_that_ends_too_early_says_so(shown: Watched) -> None:
+    body = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'Os'}}]})}\n\n"
+    shown.page.route(CHAT, lambda route: route.fulfill(body=body, content_type=EVENTS))
+    shown.page.fill("#question", "Where?")
+    shown.page.press("#question", "Enter")
+    shown.page.locator("#failure .wrong").wait_for()
+    assert shown.page.inner_text("#failure").startswith("The connection broke off")
+
+
 def test_an_answer_can_be_stopped(shown: Watched, reading: Served) -> None:
     shown.page.route(CHAT, lambda route: None)  # an answer that never comes
     shown.page.fill("#question", "Where?")

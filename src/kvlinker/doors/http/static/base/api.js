@@ -40,18 +40,19 @@ export const post = async (path, body, signal) => (await send("POST", path, { bo
 export const postFile = async (path, file, signal) => (await send("POST", path, { body: file, signal, type: "application/octet-stream" })).json();
 export const remove = async path => (await send("DELETE", path)).json();
 
-/** Yield the chunks of a streamed answer. Throws the error that one ends with. */
+/** Yield the chunks of a streamed answer. Throws the error that one ends with, also one that ends too early. */
 export async function* stream(path, body, signal) {
   const answer = await send("POST", path, { body: JSON.stringify(body), signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read().catch(error => { throw worded(error, true) });
-    if (done) return;
+    if (done) throw worded(new Error(), true); // as where a proxy in between gave up
     const events = (rest + value).split(/\r?\n\r?\n/);
     rest = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
+      if (event === "data: [DONE]") return;
+      if (!event.startsWith("data: ")) continue;
       const chunk = JSON.parse(event.slice(6));
       if (chunk.error) throw new ServerError(500, chunk.error);
       yield chunk;
