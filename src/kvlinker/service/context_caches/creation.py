@@ -254,7 +254,10 @@ class Creation:
                 computed.result()
                 if self._shares is not None:
                     self._shares()
-                room = self._catalog.add(records, self._limits, now=time.time())
+                # now, as computing took a while, and lists that have passed would skip it
+                now = time.time()
+                records = tuple(replace(record, created_at=now) for record in records)
+                room = self._catalog.add(records, self._limits, now=now)
             finally:
                 self._deletions.spare_no_longer(keys)
             self._catalog.persist()
