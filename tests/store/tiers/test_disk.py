@@ -347,6 +347,19 @@ def test_much_written_is_reason_to_look(
 
 
 @pytest.mark.usefixtures("watchful")
+def test_what_a_killed_process_left_goes_while_others_run(tmp_path: Path, tier: DiskTier) -> None:
+    """One that is started again at once finds what it left too young to go."""
+    tier.put(key_of(1), chunk_kv(1))
+    left, written = (file_of(tmp_path, 1).with_suffix(f".{each}.tmp") for each in (1, 2))
+    for path in (left, written):
+        path.write_bytes(b"half a chunk")
+    os.utime(left, (time.time() - 3600,) * 2)
+    tier.put(key_of(2), chunk_kv(2))
+    assert not left.exists()
+    assert written.exists()
+
+
+@pytest.mark.usefixtures("watchful")
 def test_uses_by_other_processes_count(tmp_path: Path, recorder: Recorder) -> None:
     size = put_size(tmp_path / "measured", recorder)
     folder = tmp_path / "shared"

@@ -275,12 +275,15 @@ class IndexedFolder:
         return True
 
     def _follow_others(self) -> None:
-        """Count what other processes wrote and removed, and note what they used, where the last
-        look is old. The lock is not held while the folder is listed."""
+        """Count what other processes wrote and removed, note what they used, and remove what they
+        left when they were killed, where the last look is old. The lock is not held while the
+        folder is listed."""
         if self._others is None:
             return
         try:
             look = self._others.look(self._folder.files, budget_bytes=self.budget_bytes)
+            if look is not None:
+                self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
         except OSError as error:
             logger.debug("The folder %s was not listed: %s", self._folder.directory, error)
             return
