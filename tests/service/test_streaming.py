@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, StoreError
 from kvlinker.base.types.sampling import SamplingFields, SamplingParams
-from kvlinker.service.answer import AnswerStream
+from kvlinker.engines.contract.contract import Failed, RequestHandle
+from kvlinker.service.answer import AnswerBuilder, AnswerStream, ChoiceSink
 from tests.doors.http.serving import Served
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -65,6 +66,19 @@ def test_a_stream_that_is_left_ends_its_request(served: Served) -> None:
     assert dropped is not None
     dropped = None
     served.wait_until_idle()
+
+
+def test_who_asks_again_after_a_failure_learns_it_again() -> None:
+    def submit(sink: ChoiceSink) -> RequestHandle:
+        sink(0, Failed(StoreError("The disk is full.")))
+        return RequestHandle(lambda: None)
+
+    stream = AnswerStream(submit, AnswerBuilder())
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            next(stream)
+    with pytest.raises(StoreError):  # and nobody waits for what does not come
+        print(stream.answer)
 
 
 def test_mistakes_are_errors_at_once(served: Served) -> None:

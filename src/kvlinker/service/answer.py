@@ -173,7 +173,10 @@ class AnswerStream(Iterator[AnswerPiece]):
             while not self._pieces:
                 if self._builder.finished:
                     raise StopIteration
-                self._pieces.extend(self._builder.take(self._events.get()))
+                event = self._events.get()
+                if isinstance(event, Failed):
+                    self._events.put(event)  # for who asks again: no other event comes
+                self._pieces.extend(self._builder.take(event))
         except BaseException:
             self.close()
             raise
