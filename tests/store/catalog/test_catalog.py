@@ -99,6 +99,19 @@ def test_another_tenants_context_cache_is_as_if_absent(catalog: Catalog) -> None
     assert catalog.get(hers.id, "anna", NOW) == hers
 
 
+def test_many_expire_in_parts(catalog: Catalog) -> None:
+    """Others wait for the end of each part, not of all."""
+    expiring = [record(number, expires_at=NOW - number) for number in range(5)]
+    catalog.add([*expiring, record(9)])
+    keys = [each.chunk_key for each in reversed(expiring)]
+    parts = [catalog.expire(NOW, limit=2) for _ in range(4)]
+    assert [count for count, _ in parts] == [2, 2, 1, 0]
+    assert [set(released) for _, released in parts] == [
+        set(keys[:2]), set(keys[2:4]), set(keys[4:]), set()
+    ]  # fmt: skip
+    assert count(catalog, "anna", NOW) == 1
+
+
 def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None:
     expiring = record(1, expires_at=NOW)
     catalog.add([expiring, record(2)])

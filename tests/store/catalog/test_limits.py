@@ -256,6 +256,16 @@ def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> 
     assert catalog.pinned() == {late.chunk_key, second.chunk_key}
 
 
+def test_room_is_made_by_what_counts_against_the_limit(catalog: Catalog) -> None:
+    """Expired context caches of others, which may be many, are left to the next sweep."""
+    own, other = (record(1, tenant=tenant) for tenant in ("anna", "bert"))
+    pinned = record(1, tenant="carl", pinned=True)
+    catalog.add([own, other, pinned])
+    room = catalog.add([record(2)], quota(caches=1), now=NOW + 10)
+    assert set(room.released) == {own.chunk_key, pinned.chunk_key}
+    assert [catalog.usage(each).caches for each in ("anna", "bert", "carl")] == [1, 1, 0]
+
+
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_listing_by_metadata(catalog: Catalog, order: Literal["asc", "desc"]) -> None:
     records = [record(4, project="x", page=str(index % 3)) for index in range(10)]

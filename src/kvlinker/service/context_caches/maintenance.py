@@ -10,6 +10,9 @@ from kvlinker.service.context_caches.texts import ChunkTexts
 from kvlinker.store import Catalog, ChunkStore
 from kvlinker.store.deletions import Deletions
 
+EXPIRED_AT_ONCE = 200
+"""The most context caches that are removed in one transaction: others wait for its end."""
+
 
 class Maintenance:
     """Deletes, pins and indexes chunks as the catalog has them. All methods may be called from any
@@ -39,8 +42,11 @@ class Maintenance:
         if now < self._swept_at:
             self._catalog.implicit.count_uses_until(now)
         self._swept_at = now
-        expired, released = self._catalog.expire(now)
-        self.deletions.drop(released)
+        expired, count = 0, EXPIRED_AT_ONCE
+        while count == EXPIRED_AT_ONCE:
+            count, released = self._catalog.expire(now, limit=EXPIRED_AT_ONCE)
+            self.deletions.drop(released)
+            expired += count
         self.deletions.follow(now)
         self.pin()
         self._texts.catch_up()

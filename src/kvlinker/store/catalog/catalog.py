@@ -256,14 +256,14 @@ class Catalog:
             ).fetchall()
             return len(removed), release(connection, {key for (key,) in removed}, now)
 
-    def expire(self, now: float) -> tuple[int, tuple[str, ...]]:
-        """Remove all expired context caches of all tenants; returns how many, and released chunk
-        keys as ``delete`` does."""
+    def expire(self, now: float, *, limit: int = ALL) -> tuple[int, tuple[str, ...]]:
+        """Remove expired context caches of all tenants, ``limit`` at most; returns how many, and
+        released chunk keys as ``delete`` does."""
         with self._database.transaction() as connection:
             connection.execute(
                 "DELETE FROM removed_positions WHERE removed_at <= ?", (now - POSITION_SECONDS,)
             )
-            return remove_expired(connection, now)
+            return remove_expired(connection, now, limit=limit)
 
     def released(self, after: float, until: float, *, limit: int = ALL) -> dict[str, float]:
         """Return chunk keys that were released in this time and are held by nothing now, and when:

@@ -41,8 +41,9 @@ def make_room(
     """
     if _excess(connection, records, limits) is None:
         return Room()
-    released = list(remove_expired(connection, now)[1])
-    implicit = _least_recent(connection, {record.tenant for record in records}, kept)
+    tenants = {record.tenant for record in records}
+    released = list(_remove(connection, _expired(connection, tenants, now), now))
+    implicit = _least_recent(connection, tenants, kept)
     evicted, at_once, grows = 0, 1, True
     while (excess := _excess(connection, records, limits)) is not None:
         gone = implicit[evicted : evicted + at_once]
@@ -64,13 +65,17 @@ def make_room(
     return Room(evicted, tuple(key for key in released if key not in held))
 
 
-def remove_expired(connection: Connection, now: float) -> tuple[int, tuple[str, ...]]:
-    """Remove all expired context caches of all tenants; returns how many, and released chunk
-    keys."""
-    removed = connection.execute(
-        "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
-    ).fetchall()
-    return len(removed), release(connection, {key for (key,) in removed}, now)
+def remove_expired(
+    connection: Connection, now: float, *, limit: int
+) -> tuple[int, tuple[str, ...]]:
+    """Remove expired context caches of all tenants, ``limit`` at most; returns how many, and
+    released chunk keys."""
+    rows = connection.execute(
+        "SELECT number FROM context_caches WHERE expires_at <= ? ORDER BY expires_at LIMIT ?",
+        (now, limit),
+    )
+    numbers = [number for (number,) in rows]
+    return len(numbers), _remove(connection, numbers, now)
 
 
 def _excess(
@@ -82,6 +87,17 @@ def _excess(
     except (QuotaExceededError, PinLimitError) as error:
         return error
     return None
+
+
+def _expired(connection: Connection, tenants: Collection[str], now: float) -> list[int]:
+    """Return the numbers of expired context caches that count against limits of the tenants: their
+    own, and what is pinned."""
+    rows = connection.execute(
+        "SELECT number FROM context_caches WHERE expires_at <= ? AND (pinned OR tenant IN (SELECT"
+        " value FROM json_each(?)))",
+        (now, json.dumps(list(tenants))),
+    )
+    return [number for (number,) in rows]
 
 
 def _least_recent(
