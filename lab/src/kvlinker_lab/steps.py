@@ -63,7 +63,7 @@ def run_steps(
     assert isinstance(kernel, NativeAttention), kernel
     ahead = LayersAhead(None, len(pool.keys))
     compiled, without = (
-        CompiledStep(loaded.program, loaded.layers, pool, kernel, ahead, compute=compute)
+        CompiledStep(loaded.program, loaded.anatomy, pool, kernel, ahead, compute=compute)
         for compute in (None, lambda step: None)
     )
     rows: list[Row] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from kvlinker.engines.embedded.attention.native_call import (
 )
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
+from kvlinker.engines.embedded.execution.forward_pass import ForwardPass
+from kvlinker.engines.embedded.execution.late_layers import never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.segments import BatchSegments, SegmentTable
 from kvlinker.engines.embedded.execution.step_structures import (
@@ -31,7 +34,8 @@ from kvlinker.engines.embedded.execution.step_structures import (
     StepSight,
 )
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
+from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, kept_by
+from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.norms import NormForm
 from kvlinker.engines.embedded.model.recording.module_calls import BoundModule, CallRows
 from kvlinker.engines.embedded.model.recording.program import (
@@ -70,7 +74,7 @@ class CompiledStep:
     def __init__(
         self,
         program: Program,
-        layers: Sequence[LayerShape],
+        anatomy: Anatomy,
         pool: KVPool,
         kernel: NativeAttention,
         ahead: LayersAhead,
@@ -80,7 +84,8 @@ class CompiledStep:
         """``compute`` takes each ``NativeStep``, in place of step.cpp: for who measures the
         rest."""
         self._program = program
-        self._layers = layers
+        self._anatomy = anatomy
+        self._layers = layers = anatomy.layers
         self._pool = pool
         self.kernel = kernel
         self._ahead = ahead
@@ -120,7 +125,12 @@ class CompiledStep:
         if len(ids) > self._bound.rows:
             rows = 1 << (len(ids) - 1).bit_length()
             self._bound = _Bound(self._program, self._layers, self._rotaries, self._pool, rows)
-        segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
+        forward = self._forward(batch)
+        segments = (
+            BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
+            if forward is None
+            else forward.segments
+        )
         plans = segments.plans()
         distinct = {id(plan): plan for plan in plans}
         numbers = {name: number for number, name in enumerate(distinct)}
@@ -155,11 +165,28 @@ class CompiledStep:
             sight_of=sight_of.ctypes.data,
             threads=torch.get_num_threads(),
         )
-        self._compute(step)
+        with nullcontext() if forward is None else intercepted(forward):
+            self._compute(step)
         self._bound.raise_what_failed()
         owners = batch.logit_owners
         logits = self._bound.logits(len(owners))
-        return StepResult(dict(zip(owners, logits, strict=True)), {}, {})
+        states = {} if forward is None else forward.states()
+        return StepResult(dict(zip(owners, logits, strict=True)), {}, states)
+
+    def _forward(self, batch: Batch) -> ForwardPass | None:
+        """Return what the modules that native code calls ask for states, or to attend to latents;
+        None if none does."""
+        if not self._anatomy.recurrences and not any(layer.latents for layer in self._layers):
+            return None
+        return ForwardPass(
+            self._anatomy,
+            self._pool,
+            batch,
+            kernel=self.kernel,
+            ahead=self._ahead,
+            profile=None,
+            wait=never_wait,
+        )
 
 
 class _Bound:
@@ -229,7 +256,7 @@ class _Bound:
 
     def _module_call(self, call: ModuleCall) -> StepOperation:
         inputs, outputs = (self._rows_at(place) for place in (call.input, call.output))
-        module = BoundModule(call.module, inputs, outputs, self._failed)
+        module = BoundModule(call.compute, inputs, outputs, self._failed)
         self._held.append(module)
         begin = ctypes.addressof(module.rows)
         return StepOperation(

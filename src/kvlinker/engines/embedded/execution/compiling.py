@@ -4,7 +4,7 @@ before it is used."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvlinker.engines.embedded.execution.batch import (
 from kvlinker.engines.embedded.execution.compiled_step import step_function
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED
 from kvlinker.engines.embedded.model.recording.lowering import record_program
@@ -41,7 +42,8 @@ SHARED = 30
 """The tokens of the chunk that the compared step attends to."""
 
 RUNS = (("prompt", 0, 24), ("decoding", 40, 1), ("linking", 33, 3), ("linking", 50, 6))
-"""The runs of the compared step: their sequence, first position and length."""
+"""The runs of the compared step: their sequence, first position and length. Sequences of models
+whose layers keep a state have one run each, and no chunk: they go on from a state."""
 
 SLOTS = 64
 """The slots of the pool of each sequence there."""
@@ -73,17 +75,15 @@ def _checked_program(model: Any, anatomy: Anatomy) -> Program:
     if parameter.dtype != torch.bfloat16:
         name = str(parameter.dtype).removeprefix("torch.")
         raise UnrecordableError(f"native code attends in bf16, and it is in {name}")
-    if anatomy.recurrences:
-        raise UnrecordableError("layers keep a state")
     if anatomy.picks:
         raise UnrecordableError("indexers pick the tokens that are seen")
-    if any(layer.latents is not None for layer in anatomy.layers):
-        raise UnrecordableError("layers keep latents")
+    if len({layer.latents is None for layer in anatomy.layers}) > 1:
+        raise UnrecordableError("some layers keep latents, and others do not")
     kernel = choose_kernel(anatomy.layers, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(kernel, NativeAttention):
         raise UnrecordableError("native code does not attend for it here")
     step_function()
-    program = record_program(model)
+    program = record_program(model, anatomy)
     error = program_error(model, anatomy, program)
     if not error <= LARGEST_ERROR:
         raise UnrecordableError(
@@ -94,7 +94,7 @@ def _checked_program(model: Any, anatomy: Anatomy) -> Program:
 
 def program_error(model: Any, anatomy: Anatomy, program: Program) -> float:
     """Return the largest relative error of a step by the program from one by the modules: of its
-    logits, and of the keys and values that it writes."""
+    logits, of the keys and values that it writes, and of the states after it."""
     batch = _batch(model, anatomy)
     with _same_experts(model):
         found = [_computed(model, anatomy, batch, each) for each in (program, None)]
@@ -120,12 +120,14 @@ def _same_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:
+    if ours.equal(expected):
+        return 0.0  # where both are zero, too
     return float((ours - expected).norm() / expected.norm())
 
 
 def _batch(model: Any, anatomy: Anatomy) -> Batch:
     """Return a step of a prompt from its beginning, a sequence that decodes, and one that computes
-    scattered tokens, the latter two after a chunk that they share."""
+    scattered tokens, the latter two after a chunk that they share, or after a state."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, SLOTS)
     generator = torch.Generator().manual_seed(0)
@@ -143,14 +145,17 @@ def _batch(model: Any, anatomy: Anatomy) -> Batch:
     chunk = ChunkKV(layers)
     runs = []
     visible_kv: dict[object, VisibleKV] = {}
-    for number, owner in enumerate(dict.fromkeys(owner for owner, _, _ in RUNS)):
-        mine = [(begin, size) for name, begin, size in RUNS if name == owner]
+    wanted = RUNS[:-1] if anatomy.recurrences else RUNS
+    for number, owner in enumerate(dict.fromkeys(owner for owner, _, _ in wanted)):
+        mine = [(begin, size) for name, begin, size in wanted if name == owner]
         end = mine[-1][0] + mine[-1][1]
         first = 0 if mine[0][0] == 0 else SHARED
-        shared = (SharedChunk(chunk, 0, 0, 0, SHARED),) if first else ()
+        with_chunk = first and not anatomy.recurrences
+        shared = (SharedChunk(chunk, 0, 0, 0, SHARED),) if with_chunk else ()
+        state = _state(anatomy, mine[0][0], random) if first else None
         own = np.arange(first, end)
         spans = (SlotSpan(number * SLOTS, len(own)),)
-        visible_kv[owner] = VisibleKV(shared, spans, own, OwnTokens(own, shared))
+        visible_kv[owner] = VisibleKV(shared, spans, own, OwnTokens(own, shared), state)
         for begin, size in mine:
             slots = number * SLOTS + np.arange(begin, begin + size) - first
             ids = tokens[begin : begin + size]
@@ -159,10 +164,19 @@ def _batch(model: Any, anatomy: Anatomy) -> Batch:
     return Batch(tuple(runs), visible_kv)
 
 
-def _computed(
-    model: Any, anatomy: Anatomy, batch: Batch, program: Program | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits of the step, and the keys and values of the pool after it."""
+def _state(anatomy: Anatomy, position: int, random: Callable[..., Tensor]) -> SequenceState | None:
+    """Return a state at this position, of the beginning's but for what the next convolution
+    sees."""
+    layers = tuple(
+        LayerState(random(each.channels, each.window), each.start(torch.device("cpu")))
+        for each in anatomy.recurrences
+    )
+    return SequenceState(position, layers) if layers else None
+
+
+def _computed(model: Any, anatomy: Anatomy, batch: Batch, program: Program | None) -> list[Tensor]:
+    """Return the logits of the step, the keys and values of the pool after it, and the sequences'
+    states."""
     owners = len(batch.owners)
     pool = KVPool(anatomy.layers, owners * SLOTS, dtype=torch.bfloat16, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -174,4 +188,10 @@ def _computed(
         torch.cat([each.flatten() for each in tensors]).float()
         for tensors in (pool.keys, pool.values)
     )
-    return logits, keys, values
+    states = [
+        torch.cat([part.float().flatten() for part in (layer.before, layer.state)])
+        for kept in result.states.values()
+        for state in kept
+        for layer in state.layers
+    ]
+    return [logits, keys, values, *states]

@@ -195,7 +195,7 @@ class ForwardPass:
         self._recurrent.enter(batch)
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
-        self._segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
+        self.segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
 
     def _take_out(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the owners' tokens."""
@@ -217,8 +217,8 @@ class ForwardPass:
             query = query[:, self._unnarrowed]
         if shape.source is None:
             query = self._keep(index, query, LayerKV(key, value))
-        views, plan = self._segments.plan(index)
-        segments = self._segments.layer(index)
+        views, plan = self.segments.plan(index)
+        segments = self.segments.layer(index)
         picked = None if shape.picker is None else self._indexed.of(self._batch)
         if shape.latents is not None:
             query = shape.latents.absorbed(query)
@@ -255,7 +255,7 @@ class ForwardPass:
             self._unnarrowed = kept if earlier is None else earlier[kept]
             query, kv = query[:, kept], LayerKV(kv.key[:, kept], kv.value[:, kept])
         into = self._kept_by[index]
-        views, plan = self._segments.plan(index)
+        views, plan = self.segments.plan(index)
         pool = self._pool.keys[into], self._pool.values[into]
         self._kernel.write(plan, kv.key, kv.value, self._slots, self._layers[index].rotary, pool)
         if self._layers[index].indexer is not None:
@@ -278,7 +278,7 @@ class ForwardPass:
                 index,
                 self._batch,
                 views,
-                self._segments.indices(index),
+                self.segments.indices(index),
                 pool,
                 hidden_rows=rows,
                 pass_rows=self.remaining_rows[rows],

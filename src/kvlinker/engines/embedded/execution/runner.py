@@ -68,7 +68,7 @@ class Runner:
         )
         self._compiled: CompiledStep | None = None
         if program is not None and isinstance(self.kernel, NativeAttention):
-            self._compiled = CompiledStep(program, anatomy.layers, pool, self.kernel, self._ahead)
+            self._compiled = CompiledStep(program, anatomy, pool, self.kernel, self._ahead)
 
     @cached_property
     def head(self) -> Head:

@@ -7,18 +7,22 @@ from torch import nn
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.execution import compiling
 from kvlinker.engines.embedded.execution.compiling import compile_step, program_error
+from kvlinker.engines.embedded.model.recording import lowering
+from kvlinker.engines.embedded.model.recording.called_modules import called_modules
 from kvlinker.engines.embedded.model.recording.lowering import record_program
 from kvlinker.engines.embedded.model.recording.program import Product, RecordedAttention
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
-from tests.toy_models import tiny_model
+from tests.toy_models import HYBRIDS, tiny_model
 
 pytestmark = pytest.mark.skipif(native_attention() is None, reason="no native attention")
 
 SAME = 8e-3
 """The relative error of sums in another order, rounded to bf16 here and there: up to 5e-3 was
 seen."""
+
+LEFT_TO_THE_MODULES = "recurrent_gemma-states", "zaya-convolved-projections"
 
 RECORDED = [
     "llama",
@@ -35,6 +39,9 @@ RECORDED = [
     "smollm3",
     "starcoder2",
     "gemma4-shared-two-sizes",
+    "deepseek_v2-latents-interleaved",
+    "minicpm3-latents",
+    *(family for family in HYBRIDS if family not in LEFT_TO_THE_MODULES),
 ]
 
 
@@ -80,9 +87,10 @@ def test_buffers_are_used_again():
     ("family", "reason"),
     [
         ("llama4-interleaved-nope", "no native code computes"),
-        ("minicpm3-latents", "latents"),
         ("deepseek_v32-picks", "indexers pick"),
-        ("qwen3_5-states", "state"),
+        ("recurrent_gemma-states", "tensor of shape"),
+        ("zaya-convolved-projections", "cannot be recorded"),
+        ("longcat-latents-interleaved", "depends on numbers"),
         ("diffllama-two-attentions", "no native code computes aten.repeat"),
     ],
 )
@@ -105,7 +113,7 @@ def test_models_in_fp32_and_without_native_code_are_computed_by_their_modules():
 def test_a_program_that_computes_something_else_is_not_used(monkeypatch):
     model = loaded("llama")
     other = loaded("llama", rms_norm_eps=0.5).program
-    monkeypatch.setattr(compiling, "record_program", lambda _: other)
+    monkeypatch.setattr(compiling, "record_program", lambda *_: other)
     reason = compile_step(model.model, model.anatomy)
     assert isinstance(reason, str)
     assert reason.startswith("what was recorded computes something else")
@@ -134,11 +142,11 @@ class Odd(nn.Module):
     ],
 )
 def test_what_a_list_of_operations_cannot_be_is_refused(odd, reason):
-    model = loaded("llama").model
-    layer = model.model.layers[1]
+    model = loaded("llama")
+    layer = model.model.model.layers[1]
     layer.input_layernorm = Odd(layer.input_layernorm, odd)
     with pytest.raises(UnrecordableError, match=reason):
-        record_program(model)
+        record_program(model.model, model.anatomy)
 
 
 @torch.inference_mode()
@@ -146,14 +154,55 @@ def test_operations_in_place_are_recorded():
     model = loaded("llama")
     layer = model.model.model.layers[1]
     layer.input_layernorm = Odd(layer.input_layernorm, lambda hidden: (hidden + 1).mul_(0.5))
-    program = record_program(model.model)
+    program = record_program(model.model, model.anatomy)
     assert program_error(model.model, model.anatomy, program) <= SAME
 
 
 def test_a_head_that_answers_with_tokens_that_cannot_be_embedded_is_refused():
     model = tiny_model("llama").bfloat16()
     table = model.get_input_embeddings()
-    wide = loaded("llama").model
-    wide.set_input_embeddings(nn.Embedding.from_pretrained(table.weight[:-1].detach()))
+    wide = loaded("llama")
+    wide.model.set_input_embeddings(nn.Embedding.from_pretrained(table.weight[:-1].detach()))
     with pytest.raises(UnrecordableError, match="differ in the tokens they know"):
-        record_program(wide)
+        record_program(wide.model, wide.anatomy)
+
+
+class WithGates(nn.Module):
+    """Returns a second result beside a layer's own."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, hidden_states, **kwargs):
+        return self.mixer(hidden_states, **kwargs), hidden_states.sigmoid()
+
+
+class Gated(nn.Module):
+    """Uses a second result, or leaves it."""
+
+    def __init__(self, mixer, *, uses):
+        super().__init__()
+        self.mixer, self.uses = WithGates(mixer), uses
+
+    def forward(self, **kwargs):
+        output, gates = self.mixer(**kwargs)
+        return output * gates if self.uses else output
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_second_result_of_a_module_is_never_that_of_the_recorded_pass(uses, monkeypatch):
+    model = loaded("qwen3_5-states")
+    layer = model.model.model.layers[0]
+    layer.linear_attn = Gated(layer.linear_attn, uses=uses)
+
+    def called(model, anatomy):
+        return called_modules(model, anatomy) | {layer.linear_attn.mixer}
+
+    monkeypatch.setattr(lowering, "called_modules", called)
+    if uses:
+        with pytest.raises(UnrecordableError, match="a second result of a module"):
+            record_program(model.model, model.anatomy)
+    else:
+        program = record_program(model.model, model.anatomy)
+        assert program_error(model.model, model.anatomy, program) <= SAME

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.norms import NativeNorm
+from kvlinker.engines.embedded.model.recording.called_modules import called_modules
 from kvlinker.engines.embedded.model.recording.layouts import (
     Layout,
     Layouts,
@@ -32,6 +34,7 @@ from kvlinker.engines.embedded.model.recording.program import (
 )
 from kvlinker.engines.embedded.model.recording.trace import (
     ATTENTION,
+    CALLED,
     EMBEDDING,
     EXPERTS,
     INPUT,
@@ -70,12 +73,13 @@ POWERS = {2: Kind.SQUARE, 3: Kind.CUBE, 0.5: Kind.ROOT, -0.5: Kind.RSQRT}
 GELUS = {"none": Kind.GELU, "tanh": Kind.GELU_TANH}
 
 
-def record_program(model: Any) -> Program:
+def record_program(model: Any, anatomy: Anatomy) -> Program:
     """Return the program of a loaded model's pass, whose weights are arranged.
 
     Raises UnrecordableError if it has operations that are not known.
     """
-    one, other = (trace_pass(model, *lengths) for lengths in LENGTHS)
+    called = called_modules(model, anatomy)
+    one, other = (trace_pass(model, anatomy, called, *lengths) for lengths in LENGTHS)
     if [node.name for node in one.nodes] != [node.name for node in other.nodes]:
         raise UnrecordableError("it computes otherwise for other numbers of tokens")
     return _Lowering(one, other).program()
@@ -96,7 +100,8 @@ class _Lowering:
             INPUT: self._input,
             NORM: self._norm,
             LINEAR: self._linear,
-            EXPERTS: self._experts,
+            EXPERTS: self._module,
+            CALLED: self._module,
             ATTENTION: self._attention,
             "aten.embedding.default": self._embedding,
             EMBEDDING: self._tied_embedding,
@@ -106,6 +111,8 @@ class _Lowering:
             "aten.gelu.default": self._gelu,
             "aten.pow.Tensor_Scalar": self._power,
             "aten.cat.default": self._join,
+            "aten.concatenate.default": self._join,
+            "aten.reshape.default": self._reshape,
         }
 
     def program(self) -> Program:
@@ -192,6 +199,15 @@ class _Lowering:
             into = Layout(output.memory, offset, tuple(axes), output.wide)
             self._add(Kind.COPY, into, part)
             offset += size * output.axes[axis].stride
+
+    def _reshape(self, one: Node, other: Node) -> None:
+        """Add a copy of what could not be seen in another shape where it lies."""
+        source = self._layout(one, other, "self")
+        copied, others = (
+            Numbers(node.output.tensor.view(node.arguments["self"].tensor.shape))
+            for node in (one, other)
+        )
+        self._add(Kind.COPY, self._layouts.output(copied, others), source)
 
     def _input(self, one: Node, other: Node) -> None:
         self._inputs[one.output.memory] = one.arguments["name"]
@@ -317,17 +333,17 @@ class _Lowering:
         assert module is not None
         self._held.append(module)
 
-    def _experts(self, one: Node, other: Node) -> None:
+    def _module(self, one: Node, other: Node) -> None:
         source, output = self._layout(one, other, "input"), self._output(one, other)
         if source.wide or output.wide or output.row != output.axes[-1].size:
-            raise UnrecordableError("experts do not compute token after token in bf16")
+            raise UnrecordableError("what it calls does not lie token after token in bf16")
         source = self._dense(source)
         given, into = (
             Place(layout.name, layout.offset, layout.row, 0, 1, False)
             for layout in (source, output)
         )
-        assert one.module is not None
-        self._operations.append(ModuleCall(output.wanted, given, into, one.module))
+        assert one.compute is not None
+        self._operations.append(ModuleCall(output.wanted, given, into, one.compute))
 
     def _dense(self, source: Layout) -> Layout:
         """Return the layout of the same numbers with nothing in between."""
@@ -355,7 +371,7 @@ class _Lowering:
 
 def _short(name: str) -> str:
     """Return an operation's name without its variants; one in place has the same."""
-    return name.split(".")[1].removesuffix("_")
+    return name.removeprefix("aten.").split(".")[0].removesuffix("_")
 
 
 def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:

@@ -1,12 +1,14 @@
 """Modules of a model that compute between operations of native code: experts, whose routers are
-the model's own."""
+the model's own, and layers that keep a state."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -21,11 +23,16 @@ class BoundModule:
     """A module with the memory that it computes from and to, as a function for native code."""
 
     def __init__(
-        self, module: nn.Module, inputs: Tensor, outputs: Tensor, failed: list[BaseException]
+        self,
+        compute: Callable[[Tensor], Any],
+        inputs: Tensor,
+        outputs: Tensor,
+        failed: list[BaseException],
     ) -> None:
-        """``inputs`` and ``outputs`` are [rows, width], for as many rows as a step may have; what
-        goes wrong is added to ``failed``, for native code cannot raise."""
-        self._module = module
+        """``compute`` calls the module. ``inputs`` and ``outputs`` are [rows, width], for as many
+        rows as a step may have; what goes wrong is added to ``failed``, for native code cannot
+        raise."""
+        self._call = compute
         self._inputs = inputs
         self._outputs = outputs
         self._failed = failed
@@ -38,7 +45,7 @@ class BoundModule:
         try:
             rows = self.rows.rows
             with torch.inference_mode():
-                output = self._module(self._inputs[None, :rows])
+                output = self._call(self._inputs[None, :rows])
                 first = output[0] if isinstance(output, tuple) else output
                 self._outputs[:rows] = first.view(rows, -1)
         except BaseException as error:

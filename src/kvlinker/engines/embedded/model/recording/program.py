@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -141,13 +142,13 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """A module of the model, which computes each row by itself, between operations of native
-    code."""
+    """A module of the model, which computes all rows between operations of native code."""
 
     wanted: bool
     input: Place
     output: Place
-    module: nn.Module
+    compute: Callable[[Tensor], Any]
+    """Calls the module: [1, rows, width] -> the same, or a tuple that begins with it."""
 
     @property
     def places(self) -> tuple[Place | HeadsPlace, ...]:

@@ -1,13 +1,13 @@
 """Records the computations of one forward pass of a model: operation by operation, with memory
 layouts.
 
-Operations are PyTorch's own, but for modules that native code computes whole, and attention. Views
-are no operations: two tensors over the same memory are the same numbers.
+Operations are PyTorch's own, but for attention, and for modules that native code computes or calls
+whole. Views are no operations: two tensors over the same memory are the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.interception import intercepted
 from kvlinker.engines.embedded.model.norms import NativeNorm
@@ -28,9 +29,13 @@ from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
 from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 
-LINEAR, NORM, EXPERTS, ATTENTION, INPUT = "linear", "norm", "experts", "attention", "input"
-EMBEDDING = "embedding"
+LINEAR, NORM, EMBEDDING = "linear", "norm", "embedding"
+EXPERTS, CALLED, FURTHER = "experts", "called module", "a second result of a module"
+ATTENTION, INPUT = "attention", "input"
 """The names of operations that are not PyTorch's."""
+
+OF_CONTENTS = ATTENTION, LINEAR, CALLED, EMBEDDING, "aten.embedding.default"
+"""Operations whose results depend on the tokens' contents, not on their positions alone."""
 
 NONZERO = "aten.nonzero.default"
 """The operation whose result has another shape for other numbers."""
@@ -67,6 +72,9 @@ class Node:
     module: nn.Module | None = None
     """The module that computed it."""
 
+    compute: Callable[[Tensor], Any] | None = None
+    """What has the module compute the same of other inputs, where Python calls it."""
+
     options: AttentionOptions | None = None
     """The variant of attention."""
 
@@ -88,8 +96,11 @@ class Trace:
 
 
 @torch.inference_mode()
-def trace_pass(model: Any, tokens: int, wanted: int) -> Trace:
-    """Record a pass of so many tokens, of which so many logits are wanted.
+def trace_pass(
+    model: Any, anatomy: Anatomy, called: Collection[nn.Module], tokens: int, wanted: int
+) -> Trace:
+    """Record a pass of so many tokens, of which so many logits are wanted. The modules in
+    ``called`` are one operation each.
 
     Raises UnrecordableError.
     """
@@ -97,8 +108,8 @@ def trace_pass(model: Any, tokens: int, wanted: int) -> Trace:
     ids = torch.arange(tokens, device=device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(3, 3 + tokens, device=device)[None]
     rows = torch.arange(tokens - 1, tokens - 1 - wanted, -1, device=device)
-    recorder = _Recorder({"ids": ids, "positions": positions, "rows": rows})
-    with _leaves(model, recorder), intercepted(recorder), recorder:
+    recorder = _Recorder({"ids": ids, "positions": positions, "rows": rows}, anatomy)
+    with _leaves(model, recorder, called), intercepted(recorder), recorder:
         output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits = Numbers(output.logits)
     return Trace(recorder.needed(logits), logits, tokens, wanted)
@@ -107,13 +118,14 @@ def trace_pass(model: Any, tokens: int, wanted: int) -> Trace:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes down each operation whose result depends on the pass's inputs."""
 
-    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], anatomy: Anatomy) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._nodes: list[Node] = []
         self._makers: dict[int, list[int]] = {}  # the nodes that wrote to a memory
         self._of_hidden: set[int] = set()  # memories that depend on the tokens' contents
         self._held: list[Any] = []  # so that no memory is used again
         self._inside = 0
+        self._layers = iter(anatomy.layers)
         for name, tensor in inputs.items():
             self._add(Node(INPUT, {"name": name}, Numbers(tensor)))
 
@@ -152,13 +164,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
-        if self._inside:
-            raise UnrecordableError("experts are not in a module of their own")
+        latents = next(self._layers).latents
+        if bool(self._inside) != (latents is not None):
+            raise UnrecordableError("it attends inside modules that are called whole")
+        width = value.shape[3] if latents is None else latents.value_dim
         self._inside += 1
         try:
-            output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).normal_()
+            output = query.new_empty(1, query.shape[2], query.shape[1], width).normal_()
         finally:
             self._inside -= 1
+        if self._inside:
+            return output
         given = {"query": Numbers(query), "key": Numbers(key), "value": Numbers(value)}
         variant = AttentionOptions.of_call(query, options)
         self._add(Node(ATTENTION, given, Numbers(output), options=variant))
@@ -168,24 +184,69 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise UnrecordableError("indexers pick the tokens that are seen")
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
-        raise UnrecordableError("layers keep a state")
+        self._require_inside()
+        channels, width = call.weight.shape
+        return call.apply(call.hidden.new_zeros(1, channels, width - 1), call.hidden)
 
     def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
-        raise UnrecordableError("layers keep a state")
+        self._require_inside()
+        output, state = call.scan(call.mixed, call.gates, None)
+        return output, state if call.wants_state else None
+
+    def _require_inside(self) -> None:
+        if not self._inside:
+            raise UnrecordableError("layers keep a state outside modules of their own")
 
     def enter(self) -> None:
         """Take down nothing until ``leave``: a module computes that is one operation."""
         self._inside += 1
 
-    def leave(self, name: str, module: nn.Module, given: Tensor, output: Tensor) -> None:
-        """Take down what the module has computed."""
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Take down what the module has computed, of what it was called with."""
         self._inside -= 1
-        if self._inside or _memory(output) in self._makers or _memory(given) not in self._makers:
+        if self._inside:
+            return
+        if name == CALLED:
+            self._leave_called(module, dict(enumerate(args)) | kwargs, output)
+            return
+        inputs, output = args[0], output[0] if isinstance(output, tuple) else output
+        if _memory(output) in self._makers or _memory(inputs) not in self._makers:
             return
         if isinstance(module, SharedLinear):  # its output is a part of what all of them compute
             shape = (*output.shape[:-1], module.shared.outputs)
             output = output.as_strided(shape, _strides_of(shape), 0)
-        self._add(Node(name, {"input": Numbers(given)}, Numbers(output), module))
+        self._add(Node(name, {"input": Numbers(inputs)}, Numbers(output), module, module))
+
+    def _leave_called(self, module: nn.Module, given: Mapping[Any, Any], output: Any) -> None:
+        """Take down a module that is called whole: of one tensor that the pass has computed of the
+        tokens' contents, it makes another. It is ``given`` arguments by number and by name; those
+        that depend on positions alone stay as they are, for what rotates is not the model."""
+        first, *further = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        names = [
+            name
+            for name, value in given.items()
+            if any(
+                isinstance(each, Tensor) and _memory(each) in self._of_hidden
+                for each in tree_leaves(value)
+            )
+        ]
+        if len(names) != 1 or not isinstance(given[names[0]], Tensor):
+            raise UnrecordableError("modules that are called whole take several tensors")
+        if _memory(first) in self._makers:
+            raise UnrecordableError("modules that are called whole change what they are given")
+        (name,) = names
+        inputs = {"input": Numbers(given[name])}
+        others = {each: value for each, value in given.items() if each != name}
+
+        def compute(hidden: Tensor) -> Any:
+            every = {**others, name: hidden}
+            positional = (every.pop(index) for index in range(len(every)) if index in every)
+            return module(*list(positional), **every)
+
+        self._add(Node(CALLED, inputs, Numbers(first), module, compute))
+        for tensor in further:
+            if _memory(tensor) not in self._makers:
+                self._add(Node(FURTHER, inputs, Numbers(tensor)))
 
     def needed(self, logits: Numbers) -> tuple[Node, ...]:
         """Return the operations that the logits depend on, and all attentions, in order."""
@@ -200,7 +261,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._nodes[index] for index in sorted(wanted))
 
     def _add(self, node: Node, outputs: Sequence[Tensor] = ()) -> None:
-        hidden = node.name in (ATTENTION, LINEAR) or any(
+        hidden = node.name in OF_CONTENTS or any(
             each.memory in self._of_hidden for each in node.inputs
         )
         for memory in {_memory(each) for each in (node.output.tensor, *outputs)}:
@@ -234,10 +295,12 @@ def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextmanager
-def _leaves(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+def _leaves(model: nn.Module, recorder: _Recorder, called: Collection[nn.Module]) -> Iterator[None]:
     """Let the recorder know when modules compute that are one operation each."""
 
     def name_of(module: nn.Module) -> str | None:
+        if module in called:
+            return CALLED
         if isinstance(module.__dict__.get("forward"), NativeNorm):
             return NORM
         if isinstance(module, MatrixLinear | SharedLinear) or type(module) is nn.Linear:
@@ -257,11 +320,11 @@ def _leaves(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         if name is None:
             continue
 
-        def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            recorder.leave(name, module, args[0], first)
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            recorder.leave(name, module, args, kwargs, output)
 
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
         yield
     finally:
