@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, StoreError, TenantUsage, new_context_cache_id
+from kvlinker.store.catalog import check
 from tests.store.catalog.conftest import Place
 from tests.store.catalog.raw import harm
 
 NOW = 1000.0
 
 
-def record(number: int, tenant: str = "anna") -> ContextCache:
-    chunk = Chunk(tokens=(number, 7, 8))
+def record(number: int, tenant: str = "anna", *, length: int = 2) -> ContextCache:
+    chunk = Chunk(tokens=(number, *range(7, 7 + length)))
     return ContextCache(
         id=new_context_cache_id(),
         tenant=tenant,
@@ -42,6 +45,24 @@ def test_changed_token_ids_are_never_answered_with(
     assert catalog.list("anna", NOW, limit=10).items == (other,)
     assert catalog.usage("anna") == TenantUsage(caches=1, chunks=1, tokens=3, bytes=10)
     assert catalog.released(float("-inf"), float("inf")).keys() == {changed.chunk_key}
+
+
+def test_token_ids_are_checked_some_at_a_time(
+    place: Place, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a large catalog need more memory than there is."""
+    monkeypatch.setattr(check, "ROWS_AT_ONCE", 2)
+    records = [record(number, length=50_000) for number in range(20)]
+    catalog.add(records)
+    harm(place, "UPDATE chunks SET tokens = ? WHERE key = ?", b"", records[7].chunk_key)
+    tracemalloc.start()
+    try:
+        assert catalog.check() == (
+            f"the token ids of chunk {records[7].chunk_key} are not what they were",
+        )
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_wrong_accounts_are_counted_again(place: Place, catalog: Catalog) -> None:

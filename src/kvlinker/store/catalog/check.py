@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import is_genuine
+
+ROWS_AT_ONCE = 500
+"""The chunks whose token ids are read with one question: all may be more than memory holds, and
+take a database longer than it may."""
 
 _COUNTED = """SELECT tenant, CAST(sum(caches) AS BIGINT), CAST(sum(chunks) AS BIGINT),
         CAST(sum(tokens) AS BIGINT), CAST(sum(nbytes) AS BIGINT) FROM (
@@ -40,8 +46,7 @@ def check_catalog(
             )
             # the next server that searches indexes them again
             connection.texts.remove_all(connection)
-    rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix, origin FROM chunks", {})
-    changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
+    changed = list(_changed_chunks(database, blobs))
     faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
     with database.transaction() as connection:
         unheld = _unheld_chunks(connection)
@@ -57,6 +62,18 @@ def check_catalog(
         if repair:
             _count_again(connection)
     return tuple(faults)
+
+
+def _changed_chunks(database: Database, blobs: TokenBlobs) -> Iterator[str]:
+    """Yield the keys of chunks whose token ids were changed from outside."""
+    last = ""
+    while rows := database.query(
+        "SELECT key, fingerprint, tenant, tokens, prefix, origin FROM chunks WHERE key > :last"
+        " ORDER BY key LIMIT :limit",
+        {"last": last, "limit": ROWS_AT_ONCE},
+    ):
+        last = rows[-1][0]
+        yield from (row[0] for row in rows if not is_genuine(blobs, *row))
 
 
 def _unheld_chunks(connection: Connection) -> list[str]:
