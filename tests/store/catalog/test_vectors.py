@@ -3,6 +3,7 @@ their chunks."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -75,3 +76,24 @@ def test_few_of_many_are_found(catalog: Catalog, monkeypatch: pytest.MonkeyPatch
     assert nearest(catalog, [1, 0]) == expected
     assert nearest(catalog, [1, 0], limit=5) == expected[:5]
     assert nearest(catalog, [1, 0], metadata={"even": "0"}) == expected[::2]
+
+
+def test_vectors_are_compared_some_at_a_time(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a large corpus take much memory, and long to read."""
+    monkeypatch.setattr("kvlinker.store.catalog.vectors.VECTORS_PER_QUERY", 3)
+    records = [record(f"{number}") for number in range(20)]
+    add(catalog, *records)
+    vectors = np.zeros((20, 20_000), np.float32)
+    vectors[:, 0] = np.linspace(1, 0, 20)
+    catalog.vectors.add(
+        "one", {each.chunk_key: v for each, v in zip(records, vectors, strict=True)}
+    )
+    tracemalloc.start()
+    try:
+        found = nearest(catalog, vectors[0], limit=20)
+        assert tracemalloc.get_traced_memory()[1] < vectors.nbytes
+    finally:
+        tracemalloc.stop()
+    assert found == tuple(each.id for each in records)

@@ -19,6 +19,10 @@ VECTOR = np.dtype("<f4")
 KEYS_PER_QUERY = 500
 """The chunks that are looked up at once, the nearest first."""
 
+VECTORS_PER_QUERY = 5000
+"""The vectors that are read at once: those of many chunks take a lot of memory, and others wait for
+the database meanwhile."""
+
 
 class VectorIndex:
     """Keeps the vectors of chunks, which have length 1. Those of one embedding model, which its
@@ -64,18 +68,12 @@ class VectorIndex:
         """Return the ids of the tenant's ``limit`` chunks whose vectors are nearest to ``vector``
         (by cosine), the nearest first; which of them, and by which context caches, is as in
         ``SearchIndex.search``."""
-        rows = self._database.query(
-            "SELECT key, vector FROM vectors WHERE tenant = :tenant AND embedder = :embedder",
-            {"tenant": tenant, "embedder": embedder},
-        )
-        if not rows:
-            return ()
-        stored = np.frombuffer(b"".join(row[1] for row in rows), VECTOR).reshape(len(rows), -1)
-        order = np.argsort(-(stored @ vector), kind="stable").tolist()
+        compared, nearness = self._compared(vector, embedder=embedder, tenant=tenant)
+        order = np.argsort(-nearness, kind="stable").tolist()
         conditions, values = with_pairs(metadata)
         found: list[str] = []
         for start in range(0, len(order), KEYS_PER_QUERY):
-            keys = [rows[place][0] for place in order[start : start + KEYS_PER_QUERY]]
+            keys = [compared[place] for place in order[start : start + KEYS_PER_QUERY]]
             named = {f"chunk{number}": key for number, key in enumerate(keys)}
             ids = dict(
                 self._database.query(
@@ -90,3 +88,21 @@ class VectorIndex:
             if len(found) >= limit:
                 break
         return tuple(found[:limit])
+
+    def _compared(
+        self, vector: NDArray[np.float32], *, embedder: str, tenant: str
+    ) -> tuple[list[str], NDArray[np.float32]]:
+        """Return the keys of all of the tenant's chunks that have vectors, and the products of
+        these with ``vector``."""
+        keys: list[str] = []
+        products: list[NDArray[np.float32]] = []
+        asked = {"tenant": tenant, "embedder": embedder, "limit": VECTORS_PER_QUERY}
+        while rows := self._database.query(
+            "SELECT key, vector FROM vectors WHERE tenant = :tenant AND embedder = :embedder AND"
+            " key > :last ORDER BY key LIMIT :limit",
+            {**asked, "last": keys[-1] if keys else ""},
+        ):
+            keys += [key for key, _ in rows]
+            stored = np.frombuffer(b"".join(row[1] for row in rows), VECTOR)
+            products.append(stored.reshape(len(rows), -1) @ vector)
+        return keys, np.concatenate(products) if products else np.empty(0, np.float32)
