@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, command_line, require_folders
-from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.settings import Settings
 
@@ -69,6 +69,8 @@ def certify(
     from kvlinker.service.audit.certificate import certificate_path
 
     require_folders(out)
+    if out is not None and out.suffix == ".html":
+        raise fail(f"--out {out} is the page's name: give that of the JSON file", BAD_USAGE)
     options = CertifyOptions(
         policy=settings.policy,
         target=target,

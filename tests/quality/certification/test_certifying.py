@@ -15,10 +15,16 @@ from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.cli import app
 from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.llm import LLM
-from kvlinker.quality.certification.certifying import CertifyOptions, certify
+from kvlinker.quality.certification.certifying import (
+    QUESTIONS,
+    CertifyOptions,
+    audit_own_chunks,
+    certify,
+)
 from kvlinker.quality.certification.page import certificate_page
 from kvlinker.service.audit.certificate import Agreement, Certificate
 from kvlinker.settings import load_settings
+from tests.toy_models import loaded_model
 
 POLICY = "random-100"
 """Computes all tokens again, so that it agrees wherever rounding does not matter."""
@@ -77,6 +83,22 @@ def test_the_page_has_everything_in_it() -> None:
 def test_what_computes_everything_needs_none() -> None:
     with pytest.raises(InvalidRequestError, match="needs no certificate"):
         certify(load_settings(), CertifyOptions("full"), command="")
+
+
+def test_a_prompt_of_the_stores_chunks_counts_once(tmp_path: Path) -> None:
+    """As many times the same answer is no evidence: two chunks make two orders."""
+    settings = load_settings(state_dir=tmp_path, policy="naive", audit=1.0, disk_space=0)
+    with LLM.from_model(loaded_model("llama"), settings) as llm:
+        for _ in range(2):
+            llm.generate_context_cache(["One text.", "Another one."])
+        found = audit_own_chunks(llm, CertifyOptions("naive", prompts=40))
+    assert found.samples == 2 * len(QUESTIONS)
+
+
+def test_the_page_has_another_name_than_the_certificate(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["certify", "--out", str(tmp_path / "mine.html")])
+    assert run.exit_code == 2
+    assert "give that of the JSON file" in run.output
 
 
 def test_chunks_are_measured_as_one_codec_leaves_them() -> None:

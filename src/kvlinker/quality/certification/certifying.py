@@ -139,16 +139,23 @@ def audit_own_chunks(
     """Ask general questions about chunks that the store of ``llm`` holds, in random order, and
     compare all answers.
 
-    ``llm`` audits all of its answers. Prompts that do not fit the model's window are left out.
+    ``llm`` audits all of its answers. Each prompt counts once, for the interval is that of
+    independent answers: few chunks make few prompts. Those that do not fit the model's window are
+    left out.
     """
     assert llm.policy_manager.auditor is not None
     draw = random.Random(options.seed)
-    caches = [*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED)]
+    found = (*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED))
+    caches = list({cache.chunk_key: cache for cache in found}.values())
     if len(caches) < 2:
         return agreement(0, 0)
+    asked: set[tuple[ContextCache | str, ...]] = set()
     for number in range(options.prompts):
         chosen = draw.sample(caches, min(CHUNKS_PER_PROMPT, len(caches)))
-        content = [*chosen, QUESTIONS[number % len(QUESTIONS)]]
+        content: tuple[ContextCache | str, ...] = (*chosen, QUESTIONS[number % len(QUESTIONS)])
+        if content in asked:
+            continue
+        asked.add(content)
         progress(OWN_CHUNKS, number, options.prompts)
         try:
             llm.chat_completion(
