@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.base.types.context_cache import END_OF_TIME
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
 from kvlinker.store.catalog.catalog import POSITION_SECONDS
 from tests.store.catalog.conftest import Place
@@ -97,6 +98,13 @@ def test_another_tenants_context_cache_is_as_if_absent(catalog: Catalog) -> None
     with pytest.raises(ContextCacheNotFoundError):
         catalog.delete(hers.id, "bert", NOW)
     assert catalog.get(hers.id, "anna", NOW) == hers
+
+
+@pytest.mark.parametrize("expires_at", [1e300, float("inf")])
+def test_a_time_that_no_calendar_has_is_the_last_one(catalog: Catalog, expires_at: float) -> None:
+    catalog.add([record(1, expires_at=expires_at)])
+    (found,) = catalog.list("anna", NOW, limit=10).items
+    assert found.expires_at == END_OF_TIME
 
 
 def test_many_expire_in_parts(catalog: Catalog) -> None:

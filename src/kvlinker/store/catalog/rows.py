@@ -9,7 +9,7 @@ from typing import Any
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.context_cache import END_OF_TIME, ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
@@ -164,7 +164,8 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
         ),
         chunk_key=chunk_key,
         created_at=created_at,
-        expires_at=expires_at,
+        # an earlier kvlinker took times that no calendar has
+        expires_at=None if expires_at is None else min(expires_at, END_OF_TIME),
         name=name,
         metadata=json.loads(metadata),
         pinned=bool(pinned),
