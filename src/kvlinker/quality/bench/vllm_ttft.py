@@ -28,7 +28,7 @@ from kvlinker.quality.bench.harness.measurement import (
     in_turn,
 )
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker.quality.bench.harness.subject import UNMEASURED, MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, load_settings
 
@@ -149,7 +149,7 @@ def _vllm(subject: MeasuredModel, settings: Settings, window: int, tier: str) ->
             redis_space=0,
             object_space=0,
         )
-        with LLM.from_settings(own) as llm:
+        with LLM.from_settings(own.model_copy(update=UNMEASURED)) as llm:
             yield llm
 
 
