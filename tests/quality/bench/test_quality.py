@@ -12,6 +12,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli import app
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.quality import QualityOptions, main_rows, plot_quality, run_quality
+from kvlinker.quality.evaluation import examiner
 from kvlinker.quality.evaluation.contexts import ContextSplit
 from kvlinker.settings import load_settings
 from tests.toy_models import loaded_model
@@ -168,6 +169,14 @@ def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings
     assert abs(kls["int8"]["naive"] - kls["raw"]["naive"]) < abs(
         kls["int4"]["naive"] - kls["raw"]["naive"]
     )
+
+
+def test_chunks_that_run_at_once_are_exchanged_for_none(subject, settings, data, monkeypatch):
+    options = QualityOptions((data,), ("naive",), max_tokens=2, codec="int4", concurrency=2)
+    with pytest.raises(InvalidRequestError, match="The codec int4 exchanges chunks"):
+        run_quality(subject, settings, options)
+    monkeypatch.setattr(examiner, "_recode", pytest.fail)
+    run_quality(subject, settings, replace(options, codec="raw"))
 
 
 def test_settings_of_a_service_change_nothing(subject, settings, data, tmp_path, monkeypatch):

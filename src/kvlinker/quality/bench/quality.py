@@ -245,12 +245,19 @@ def run_quality(
 
     ``settings`` say how chunks are made (``generation_context``, ``system_prompt``,
     ``chat_template``). Raises InvalidRequestError for data that cannot be read, an unknown codec,
-    and when no example could be asked.
+    one that changes chunks while several examples run at once, and when no example could be
+    asked.
     """
     from kvlinker.quality.evaluation.examiner import FORMAT_MARK, Examiner
-    from kvlinker.store.format.codecs import find_codec
+    from kvlinker.store.format.codecs import RAW, find_codec
 
     codec = find_codec(options.codec)
+    if codec.name != RAW.name and options.concurrency > 1:
+        raise InvalidRequestError(
+            f"The codec {codec.name} exchanges chunks in the store, which examples that run at once"
+            " would share. Leave out --concurrency, or --codec.",
+            param="concurrency",
+        )
     rouge_scorer()  # where it is missing, better now than after the run
     asked = [f"{policy}{FORMAT_MARK}{form}" for form in others for policy in options.policies]
     options = replace(options, policies=(*options.policies, *asked))

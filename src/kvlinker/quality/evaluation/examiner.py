@@ -65,7 +65,8 @@ class Examiner:
     unregistered: Mapping[str, Policy] = field(default_factory=dict)
     """Policies that are not registered, by the names they are asked under."""
     codec: Codec = RAW
-    """The codec that chunks go through before they are used."""
+    """The codec that chunks go through before they are used. Another than ``raw`` exchanges them in
+    the store, so that ``examine`` may then be called from one thread only."""
     others: Mapping[str, Examiner] = field(default_factory=dict)
     """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT``
     is asked of them, and compared with this one's full prefill."""
@@ -143,7 +144,7 @@ class Examiner:
 
     def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
         caches = _cached(self.llm, passages, one_by_one=self.one_by_one)
-        if self.codec is not RAW:
+        if self.codec.name != RAW.name:
             _recode(self.llm, caches, self.codec)
         return caches
 
