@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -74,8 +75,11 @@ def test_requests_under_way_are_answered_elsewhere_and_the_server_is_used_again(
 def test_a_stream_from_a_server_that_falls_silent_ends_with_an_error(
     router: httpx.Client, servers: list[Served], far: CuttingProxy
 ) -> None:
-    endless = asked(max_tokens=1900, ignore_eos=True, stream=True)
-    while True:
+    for number in count():
+        text = [
+            {"role": "user", "content": f"Tell {number}."}
+        ]  # one told before stays where it was
+        endless = asked(messages=text, max_tokens=1900, ignore_eos=True, stream=True)
         with router.stream("POST", CHAT, json=endless) as stream:
             if stream.headers["x-kvlinker-replica"] != f"127.0.0.1:{far.port}":
                 continue

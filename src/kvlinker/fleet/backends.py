@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
+from anyio import CancelScope
 
 from kvlinker.base.types.residency import KnownChunk, ResidencyReport, TierCost
 from kvlinker.doors.client.wire import access_headers
@@ -65,18 +66,20 @@ class Backend:
     """True if it does not take the router's key."""
 
     _silent_since: float | None = None
-    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+    _waiting: set[CancelScope] = field(default_factory=set)
 
-    @asynccontextmanager
-    async def unless_silent(self) -> AsyncIterator[None]:
+    @contextmanager
+    def unless_silent(self) -> Iterator[None]:
         """Run a block that waits for this server. Raises TimeoutError once it has answered no poll
         for ``SILENT_SECONDS``."""
-        async with asyncio.timeout(None) as limit:
-            self._waiting.add(limit)
+        with CancelScope() as scope:
+            self._waiting.add(scope)
             try:
                 yield
             finally:
-                self._waiting.discard(limit)
+                self._waiting.discard(scope)
+        if scope.cancelled_caught:
+            raise TimeoutError
 
     def note_poll(self, *, answered: bool) -> None:
         """Note whether it has answered a poll."""
@@ -87,7 +90,7 @@ class Backend:
             self._silent_since = now
         elif now - self._silent_since >= SILENT_SECONDS:
             while self._waiting:
-                self._waiting.pop().reschedule(now)
+                self._waiting.pop().cancel()
 
 
 def always(urls: Iterable[str]) -> Find:

@@ -8,12 +8,13 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx
+from anyio import CancelScope
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
@@ -104,7 +105,8 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["raw_path"].startswith(b"/"):  # else it could name another host
             error = InvalidRequestError("The request's target must be a path that begins with '/'.")
-            return await error_response(error, scope)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
+            return
         if scope["path"] in _GENERATING | _BUILDING:  # other paths may have callers' texts
             note_route(scope, scope["path"])
         request = Request(scope, receive)
@@ -116,16 +118,8 @@ class Proxy:
             key = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
             ready = {each.url for each in self._backends.ready()}
             prompt = await self._events.outline(prompt, scope["path"], body, key, ready=ready)
-        answering = asyncio.ensure_future(self._route(request, body, prompt, send))
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:  # a client that leaves ends its request, there as here
-            leaving.cancel()
-            answering.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+        with _unless_left(receive):
+            await self._route(request, body, prompt, send)
 
     async def _route(
         self, request: Request, body: bytes, prompt: PromptOutline, send: Send
@@ -185,7 +179,7 @@ class Proxy:
             content=body or None,
         )
         try:
-            async with backend.unless_silent():
+            with backend.unless_silent():
                 answer = await self._client.send(sent, stream=True)
                 pieces = answer.aiter_raw()
                 if _is_stream(answer):
@@ -243,7 +237,7 @@ async def _answer(
     await send(start)
     last = b""
     try:
-        async with backend.unless_silent():
+        with backend.unless_silent():
             while begun:
                 await send({"type": "http.response.body", "body": begun, "more_body": True})
                 begun = await anext(rest, b"")
@@ -303,6 +297,26 @@ def _may_be_tried_elsewhere(answer: httpx.Response, body: bytes, request: Reques
 
 async def _refuse(error: KVLinkerError, request: Request, send: Send) -> None:
     await error_response(error, request.scope)(request.scope, request.receive, send)
+
+
+@contextmanager
+def _unless_left(receive: Receive) -> Iterator[None]:
+    """Run a block until its end, or until the client leaves: its request ends there as here. Only a
+    scope is cancelled, since httpx keeps connections open for ever whose task is, while it closes
+    them."""
+
+    def leave(leaving: asyncio.Future[None]) -> None:
+        if not leaving.cancelled():
+            leaving.exception()
+            scope.cancel()
+
+    with CancelScope() as scope:
+        leaving = asyncio.ensure_future(_left(receive))
+        leaving.add_done_callback(leave)
+        try:
+            yield
+        finally:
+            leaving.cancel()
 
 
 async def _left(receive: Receive) -> None:
