@@ -78,12 +78,16 @@ def test_products_are_held_against_the_processors_peaks():
 
 
 @pytest.mark.skipif(native_attention() is None, reason="no native attention")
-def test_steps_in_native_code_are_held_against_the_modules():
-    loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
-    measured = MeasuredModel("llama", "kvlinker-lab …", loaded, {})
+@pytest.mark.parametrize("family", ["llama", "qwen3_5-states", "minicpm3-latents"])
+def test_steps_in_native_code_are_held_against_the_modules(family):
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    measured = MeasuredModel(family, "kvlinker-lab …", loaded, {})
     rows = run_steps(measured, [1, 3], context_tokens=20, steps=2).rows
     assert [row["requests"] for row in rows] == [1, 3]
     assert all(row["modules_ms"] > 0 and row["outside_ms"] > 0 for row in rows)
+
+
+def test_steps_that_native_code_does_not_compute_are_refused():
     with pytest.raises(InvalidRequestError, match="float32"):
         run_steps(MeasuredModel("llama", "", loaded_model("llama"), {}), [1])
 

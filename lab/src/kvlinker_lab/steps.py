@@ -10,6 +10,7 @@ from statistics import median
 from typing import Annotated
 
 import numpy as np
+import torch
 import typer
 
 from kvlinker.base.errors import InvalidRequestError
@@ -20,6 +21,8 @@ from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
+from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -68,7 +71,7 @@ def run_steps(
     )
     rows: list[Row] = []
     for requests in batches:
-        batch = decoding_batch(requests, context_tokens, loaded.vocabulary)
+        batch = decoding_batch(requests, context_tokens, loaded)
         kinds: list[Callable[[Batch], object]] = [
             modules.step,
             compiled.compute,
@@ -88,16 +91,24 @@ def run_steps(
     return replace(subject.report(rows), columns=COLUMNS)
 
 
-def decoding_batch(requests: int, context_tokens: int, vocabulary: int) -> Batch:
-    """Return a step in which each request computes the token behind so many of its own."""
+def decoding_batch(requests: int, context_tokens: int, loaded: LoadedModel) -> Batch:
+    """Return a step in which each request computes the token behind so many of its own. Layers that
+    keep a state have that of the beginning: it takes as long."""
+    layers = tuple(
+        LayerState(
+            torch.zeros(each.channels, each.window, dtype=loaded.dtype), each.start(loaded.device)
+        )
+        for each in loaded.anatomy.recurrences
+    )
+    state = SequenceState(context_tokens, layers) if layers else None
     size = context_tokens + 1
     own = np.arange(size)
     runs = []
     visible_kv: dict[object, VisibleKV] = {}
     for owner in range(requests):
         spans = (SlotSpan(owner * size, size),)
-        visible_kv[owner] = VisibleKV((), spans, own, OwnTokens(own, ()))
-        token = np.array([owner % vocabulary])
+        visible_kv[owner] = VisibleKV((), spans, own, OwnTokens(own, ()), state)
+        token = np.array([owner % loaded.vocabulary])
         slots = np.array([owner * size + context_tokens])
         runs.append(Run(slots, context_tokens, token, True, owner=owner))
     return Batch(tuple(runs), visible_kv)
