@@ -29,6 +29,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     Program,
 )
 from kvlinker.engines.embedded.model.weights import arrangement
+from kvlinker.engines.embedded.model.weights.matrices import BlockedMatrix, PackedMatrix, packs
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
@@ -133,6 +134,15 @@ def test_tied_embeddings_are_read_from_the_heads_blocks(monkeypatch):
     )
     for one, other in zip(compiled.values(), plain.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not packs(torch.bfloat16, torch.device("cpu")), reason="oneDNN packs no bf16")
+def test_weights_that_onednn_packs_are_recorded(monkeypatch):
+    """As on processors that multiply bf16 themselves; their memory cannot be asked for."""
+    monkeypatch.setattr(BlockedMatrix, "takes", lambda weight, native: False)
+    loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
+    assert any(isinstance(module, PackedMatrix) for module in loaded.model.modules())
+    assert isinstance(loaded.program, Program), loaded.program
 
 
 def test_logits_are_near_the_models_own_in_fp32(llama):

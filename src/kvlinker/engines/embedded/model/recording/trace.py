@@ -134,8 +134,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        given, made = _with_memory((args, kwargs)), _with_memory(output)
         self._held.append((given, made))
         known = [each for each in given if _memory(each) in self._makers]
         if self._inside or not known:
@@ -270,6 +269,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._of_hidden.add(memory)
         self._held.append(node)
         self._nodes.append(node)
+
+
+def _with_memory(values: Any) -> list[Tensor]:
+    """Return the tensors among the values, but for weights that oneDNN has packed, whose memory is
+    its own."""
+    tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    return [each for each in tensors if each.layout == torch.strided]
 
 
 def _memory(tensor: Tensor) -> int:
