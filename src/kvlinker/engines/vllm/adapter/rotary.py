@@ -36,6 +36,8 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
     apart = isinstance(rotary, DeepseekScalingRotaryEmbedding)
     given = key if apart else key.flatten(1)
     query = key[:, :1].clone() if apart else key[:, 0].clone()  # some take no key without one
+    if key.device.type == "cuda" and not apart:
+        query = given.clone()  # its heads must be a multiple of the key's
     rotated: Tensor = kernel(positions, query, given)[1]
     return rotated.view_as(key)
 
