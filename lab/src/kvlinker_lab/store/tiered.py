@@ -15,7 +15,7 @@ from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import TENANT
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.ttft import SPARE_SLOTS, FirstTokenTime, policy_measurement
+from kvlinker.quality.bench.ttft import SPARE_SLOTS, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker_lab.store.files import read_seconds
@@ -40,7 +40,7 @@ class TieredPrompt:
     folder: Path
     store: ChunkStore
     keys: Sequence[str]
-    measure: dict[str, Callable[[], FirstTokenTime]]
+    measure: dict[str, Callable[[], float]]
 
     @classmethod
     @contextmanager
@@ -68,9 +68,7 @@ class TieredPrompt:
                 chunk_key(chunk, fingerprint=engine.fingerprint, tenant=TENANT)
                 for chunk in prompt.chunks
             ]
-            measure = {
-                name: policy_measurement(engine, subject.loaded, prompt, name) for name in policies
-            }
+            measure = {name: policy_measurement(engine, prompt, name) for name in policies}
             try:
                 yield cls(tier, codec, llm.settings.state_dir, llm.store, keys, measure)
             finally:
@@ -105,7 +103,7 @@ class TieredPrompt:
 
     def ttft(self, policy: str) -> float:
         """Return the seconds to the first token, with the tier as it is."""
-        return self.measure[policy]().ttft
+        return self.measure[policy]()
 
     def load_seconds(self) -> float:
         """Return the seconds of reading all chunks layer by layer, while nothing is computed."""

@@ -49,13 +49,13 @@ def writing_rows(
         )
         assert kv is not None
         for policy in policies:
-            measure = policy_measurement(engine, subject.loaded, prompt, policy)
+            measure = policy_measurement(engine, prompt, policy)
             idle, busy = [], []
             for turn in range(repeat + 1):
                 progress(f"writing beside {policy}, turn {turn} of {repeat}")
-                quiet = measure().ttft
+                quiet = measure()
                 with _writes(llm.store, kv) as written:
-                    beside = measure().ttft
+                    beside = measure()
                 if turn:
                     idle.append(quiet)
                     busy.append(beside)

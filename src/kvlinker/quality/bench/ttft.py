@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -173,7 +173,7 @@ def run_ttft(
     progress: Progress = silent,
 ) -> Report:
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians
-    are reported.
+    are reported, and the parts of one request more.
 
     ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of
     the same prompt takes part whenever ``full`` does, unless ``with_transformers`` is false. With
@@ -200,7 +200,7 @@ def run_ttft(
             llm.store.flush()
             with_full = full_limit is None or len(prompt) <= full_limit
             competitors = {
-                ("embedded", name): policy_measurement(engine, loaded, prompt, name, before=forget)
+                ("embedded", name): policy_measurement(engine, prompt, name, before=forget)
                 for name in policies
                 if with_full or name != "full"
             }
@@ -212,11 +212,18 @@ def run_ttft(
                 what=partial(_step_name, len(prompt)),
                 progress=progress,
             )
+            progress(f"{len(prompt)} tokens: parts")
+            parts = {
+                name: _parts(engine, loaded, prompt, name, forget)
+                for system, name in competitors
+                if system == "embedded"
+            }
             rows += _rows(
                 engine,
                 workload,
                 prompt,
                 taken,
+                parts,
                 tier=tier,
                 kv_bytes_per_token=loaded.kv_bytes_per_token,
                 bandwidth=bandwidth,
@@ -248,19 +255,12 @@ def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenTime:
-    """Holds one time to first token in seconds, and the parts that make it up."""
-
-    ttft: float
-    parts: Mapping[str, float]
-
-
 def _rows(
     engine: EmbeddedEngine,
     workload: Workload,
     prompt: Prompt,
-    taken: Mapping[tuple[str, str], Sequence[FirstTokenTime]],
+    taken: Mapping[tuple[str, str], Sequence[float]],
+    parts: Mapping[str, Mapping[str, float]],
     *,
     tier: str,
     kv_bytes_per_token: int,
@@ -270,14 +270,12 @@ def _rows(
     """Make a row for each system and policy.
 
     ``floor_ms`` is what no implementation can beat: KV read and written once, and all arithmetic at
-    matmul speed.
+    matmul speed. ``parts`` are those of each policy's time.
     """
-    medians = {
-        key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()
-    }
+    medians = {key: statistics.median(seconds) for key, seconds in taken.items()}
     full = medians.get(("embedded", "full"))
     rows: list[Row] = []
-    for (system, policy), measurements in taken.items():
+    for system, policy in taken:
         cost = engine.explain(greedy_request(prompt, policy)).result().cost
         ttft = medians[system, policy]
         row = {
@@ -293,43 +291,52 @@ def _rows(
             "floor_ms": 1e3
             * (2 * cost.cached_tokens * kv_bytes_per_token / bandwidth + cost.flops / rate),
         }
-        for part in PARTS if system == "embedded" else ():
-            row[f"{part}_ms"] = 1e3 * statistics.median(
-                m.parts.get(part, 0.0) for m in measurements
-            )
+        if system == "embedded":
+            row |= {f"{part}_ms": 1e3 * parts[policy].get(part, 0.0) for part in PARTS}
         rows.append(row)
     return rows
 
 
 def policy_measurement(
     engine: EmbeddedEngine,
-    loaded: LoadedModel,
     prompt: Prompt,
     policy: str,
     *,
     before: Callable[[], object] | None = None,
-) -> Callable[[], FirstTokenTime]:
-    """Return what measures one time to first token with its parts, after ``before``; the engine
-    must be idle otherwise."""
+) -> Callable[[], float]:
+    """Return what measures the seconds to the first token, after ``before``; the engine must be
+    idle otherwise."""
 
-    def measure() -> FirstTokenTime:
+    def measure() -> float:
         if before is not None:
             before()
-        profile = Profile()
-        engine.runner.profile = profile
-        handles = _time_linears(loaded.model, profile)
-        try:
-            measured = first_token(engine, prompt, policy)
-        finally:
-            for handle in handles:
-                handle.remove()
-            engine.runner.profile = None
-        parts = dict(profile.seconds) | {"load": measured.timing.load}
-        return FirstTokenTime(
-            measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())}
-        )
+        return first_token(engine, prompt, policy).seconds
 
     return measure
+
+
+def _parts(
+    engine: EmbeddedEngine,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    policy: str,
+    before: Callable[[], object] | None,
+) -> dict[str, float]:
+    """Measure the seconds of each part of one time to first token, whose steps the model's modules
+    compute, so that each can be told apart."""
+    if before is not None:
+        before()
+    profile = Profile()
+    engine.runner.profile = profile
+    handles = _time_linears(loaded.model, profile)
+    try:
+        measured = first_token(engine, prompt, policy)
+    finally:
+        for handle in handles:
+            handle.remove()
+        engine.runner.profile = None
+    parts = dict(profile.seconds) | {"load": measured.timing.load}
+    return parts | {"rest": measured.seconds - sum(parts.values())}
 
 
 def _forget_files(state_dir: Path) -> None:
@@ -337,7 +344,7 @@ def _forget_files(state_dir: Path) -> None:
     drop_from_page_cache(chunk_files(state_dir))
 
 
-def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> FirstTokenTime:
+def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> float:
     """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV
     cache kept."""
     import torch
@@ -349,7 +356,7 @@ def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> FirstTokenTime
         begin = time.perf_counter()
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         output.logits.argmax().item()
-        return FirstTokenTime(time.perf_counter() - begin, {})
+        return time.perf_counter() - begin
 
 
 def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:

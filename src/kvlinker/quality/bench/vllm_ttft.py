@@ -3,6 +3,7 @@ view of both."""
 
 from __future__ import annotations
 
+import gc
 import queue
 import statistics
 import tempfile
@@ -149,8 +150,29 @@ def _vllm(subject: MeasuredModel, settings: Settings, window: int, tier: str) ->
             redis_space=0,
             object_space=0,
         )
-        with LLM.from_settings(own.model_copy(update=UNMEASURED)) as llm:
+        with (
+            _out_of_the_gpu(subject.loaded.model),
+            LLM.from_settings(own.model_copy(update=UNMEASURED)) as llm,
+        ):
             yield llm
+
+
+@contextmanager
+def _out_of_the_gpu(model: Any) -> Iterator[None]:
+    """Keep a model in the host's memory for a while: vLLM takes nearly all of the GPU's."""
+    import torch
+
+    device = model.device
+    if device.type == "cpu":
+        yield
+        return
+    model.to("cpu")
+    gc.collect()  # what engines have left, too
+    torch.accelerator.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
 
 
 def _row(
