@@ -24,7 +24,7 @@ TOP = 20
 """The tokens whose log probabilities are compared, the likeliest ones."""
 
 ALLOWED = {torch.float32: 1e-3}
-ROUGH = 0.1
+ROUGH = 0.2
 """The largest difference of log probabilities between two engines, in 16 bits."""
 
 Row = dict[str, Any]
