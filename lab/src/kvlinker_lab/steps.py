@@ -23,6 +23,7 @@ from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -57,8 +58,11 @@ def run_steps(
     Raises InvalidRequestError for a model whose steps native code does not compute.
     """
     loaded = subject.loaded
-    if isinstance(loaded.program, str):
-        raise InvalidRequestError(f"Native code computes no steps of this model: {loaded.program}.")
+    program = loaded.program
+    if not isinstance(program, Program):
+        raise InvalidRequestError(
+            f"Native code computes no steps of this model: {loaded.computes_steps}."
+        )
     slots = max(batches) * (context_tokens + 1)
     pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
     modules = Runner(loaded.model, loaded.anatomy, pool)
@@ -66,7 +70,7 @@ def run_steps(
     assert isinstance(kernel, NativeAttention), kernel
     ahead = LayersAhead(None, len(pool.keys))
     compiled, without = (
-        CompiledStep(loaded.program, loaded.anatomy, pool, kernel, ahead, compute=compute)
+        CompiledStep(program, loaded.anatomy, pool, kernel, ahead, compute=compute)
         for compute in (None, lambda step: None)
     )
     rows: list[Row] = []

@@ -31,6 +31,7 @@ from kvlinker.engines.embedded.model.memory import (
     return_freed,
 )
 from kvlinker.engines.embedded.model.norms import quicken_norms
+from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.weights.arrangement import (
     LinearCalls,
@@ -132,10 +133,10 @@ def quicken_model(
     sampled: Mapping[nn.Module, Tensor],
     *,
     native: bool,
-) -> Program | str:
+) -> Program | Capturable | str:
     """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
-    native code, and return the program of its pass; or why there is none. By the inputs ``sampled``
-    of its layers it is decided which of them are rounded to 8 bits."""
+    native code, and return what computes its steps; or why there is nothing but its modules. By the
+    inputs ``sampled`` of its layers it is decided which of them are rounded to 8 bits."""
     if native:
         arrange_experts(model, weights, sampled)
     arrange_weights(model, linear_calls, weights, sampled, native=native)

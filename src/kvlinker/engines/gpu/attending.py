@@ -208,8 +208,8 @@ def merge_partials(
     """Merge one query's partial results of one head into ``output`` [queries, heads, SKIPPED +
     VALUE_DIM].
 
-    Number i of ``targets`` is a query, and its partials are ``sources`` from ``begins[i]`` to
-    ``begins[i + 1]``.
+    Number i of ``targets`` is a query, -1 for none, and its partials are ``sources`` from
+    ``begins[i]`` to ``begins[i + 1]``.
     """
     target, head = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, VALUE_BLOCK)
@@ -233,4 +233,4 @@ def merge_partials(
     sums = sums / tl.where(total == 0.0, 1.0, total)
     row = tl.load(targets + target)
     at_output = output + (row * heads + head) * (SKIPPED + VALUE_DIM) + SKIPPED
-    tl.store(at_output + dims, sums.to(output.dtype.element_ty), kept)
+    tl.store(at_output + dims, sums.to(output.dtype.element_ty), kept & (row >= 0))

@@ -96,9 +96,12 @@ def place_kv(
     *,
     rounding: Rounding | None = None,
     programs: int | None = None,
+    table: Tensor | None = None,
 ) -> None:
     """Place tokens of all layers in one launch, as a ``PlacingKernel`` does; negative positions
-    turn backwards. At most so many ``programs`` run, as many as possible by default."""
+    turn backwards, and tokens with a negative slot are left out. At most so many ``programs`` run,
+    as many as possible by default. The ``table`` on the device will have the
+    ``placing_addresses`` when the kernel runs; without it, it is made."""
     key, value = caches[0]
     heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
     width = 0 if rotation is None else 2 * rotation.cos.shape[1]
@@ -110,21 +113,13 @@ def place_kv(
     kept = dtype if rounding is None else torch.uint8
     assert all(tensor.stride(-1) == 1 and tensor.dtype == kept for tensor in both)
     form = FP8(0, 0, 0.0) if rounding is None else FP8_FORMS[rounding.dtype]
-    scales = [(0, 0)] * len(caches)
-    if rounding is not None:
-        assert all(scale.dtype == torch.float32 for pair in rounding.scales for scale in pair)
-        scales = [(one.data_ptr(), other.data_ptr()) for one, other in rounding.scales]
-    rows = [row for layer in sources for row in addresses(layer)]
-    caches_rows = [
-        (one.data_ptr(), other.data_ptr(), *one.stride()[:3], *other.stride()[:3], *scale)
-        for (one, other), scale in zip(caches, scales, strict=True)
-    ]
-    table = on_device(np.array([*np.ravel(rows), *np.ravel(caches_rows)], np.int64), tokens.device)
+    if table is None:
+        table = on_device(placing_addresses(sources, caches, rounding), tokens.device)
     count = tokens.shape[1]
     work = triton.cdiv(count, PLACED_TOKENS) * heads * len(caches)
     place_tokens[(min(work, programs or work),)](
         table,
-        table[6 * len(rows) :],
+        table[6 * len(sources) * len(sources[0]) :],
         tokens,
         cos,
         sin,
@@ -149,6 +144,24 @@ def place_kv(
         VALUE_BLOCK=block_of(value_dim),
         BLOCK_TOKENS=PLACED_TOKENS,
     )
+
+
+def placing_addresses(
+    sources: Sequence[Sequence[KeyValue]],
+    caches: Sequence[KeyValue],
+    rounding: Rounding | None = None,
+) -> NDArray[np.int64]:
+    """Return where ``place_kv`` finds and puts keys and values, flat."""
+    scales = [(0, 0)] * len(caches)
+    if rounding is not None:
+        assert all(scale.dtype == torch.float32 for pair in rounding.scales for scale in pair)
+        scales = [(one.data_ptr(), other.data_ptr()) for one, other in rounding.scales]
+    rows = [row for layer in sources for row in addresses(layer)]
+    caches_rows = [
+        (one.data_ptr(), other.data_ptr(), *one.stride()[:3], *other.stride()[:3], *scale)
+        for (one, other), scale in zip(caches, scales, strict=True)
+    ]
+    return np.array([*np.ravel(rows), *np.ravel(caches_rows)], np.int64)
 
 
 class TritonPlacing:

@@ -40,13 +40,14 @@ def place_tokens(
     """Place tokens, BLOCK_TOKENS of one head in one layer at a time; the layers come in order,
     however few programs share them.
 
-    ``tokens`` [4, count]: each token's part, row in it, position and slot. ``sources`` [layers,
-    parts, 6]: addresses of key and value [heads, rows, dim], and the strides of heads and rows of
-    both. ``caches`` [layers, 10]: addresses of the caches of keys and values, in which slot s is
-    row s % block_size of block s // block_size, the strides of blocks, rows and heads of both, and
-    the addresses of their scales. The first WIDTH dimensions of a key are rotated by ``cos`` and
-    ``sin`` [positions, WIDTH / 2], whose rows are ``table_stride`` apart; negative positions turn
-    backwards. Caches are of DTYPE where MANTISSA is 0, else in fp8 as ``_fp8`` has it.
+    ``tokens`` [4, count]: each token's part, row in it, position and slot; those with a negative
+    slot are left out. ``sources`` [layers, parts, 6]: addresses of key and value [heads, rows,
+    dim], and the strides of heads and rows of both. ``caches`` [layers, 10]: addresses of the
+    caches of keys and values, in which slot s is row s % block_size of block s // block_size, the
+    strides of blocks, rows and heads of both, and the addresses of their scales. The first WIDTH
+    dimensions of a key are rotated by ``cos`` and ``sin`` [positions, WIDTH / 2], whose rows are
+    ``table_stride`` apart; negative positions turn backwards. Caches are of DTYPE where MANTISSA is
+    0, else in fp8 as ``_fp8`` has it.
     """
     PAIRS: tl.constexpr = WIDTH // 2
     REST: tl.constexpr = KEY_DIM - WIDTH
@@ -60,7 +61,8 @@ def place_tokens(
 
         source = sources + (layer * parts + tl.load(tokens + index, there, 0)) * 6
         row = tl.load(tokens + count + index, there, 0)
-        slot = tl.load(tokens + 3 * count + index, there, 0)
+        slot = tl.load(tokens + 3 * count + index, there, -1)
+        there = there & (slot >= 0)
         from_key = tl.load(source).to(tl.pointer_type(DTYPE))
         from_value = tl.load(source + 1).to(tl.pointer_type(DTYPE))
         key_offset = head * tl.load(source + 2) + row * tl.load(source + 3)

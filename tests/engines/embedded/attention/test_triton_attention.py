@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.attention import tiles
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
+from kvlinker.engines.embedded.attention.triton_attention import TileKind, TritonAttention
 from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene, random_scene
 from tests.engines.embedded.toy_rotary import toy_rotary
@@ -75,7 +75,7 @@ def test_the_keys_of_few_queries_are_divided(monkeypatch, sinks):
     scene = make_scene(chunks, prompts, Shape(**SMALL, sinks=sinks))
     check(scene)
     plan = TritonAttention().plan(scene.views, scene.positions)
-    tables = TritonAttention()._tables(plan, scene.query, None, 2, 8, 2)
+    tables = plan.tables(TileKind(None, rows=8, heads=2, kv_heads=2, group=2))
     assert tables.targets == 2
     assert tables.tiles > len(plan.bundles)
 

@@ -4,11 +4,12 @@ queries, and the keys that they visit."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvlinker.engines.embedded.attention.bundles import Bundle
 from kvlinker.engines.embedded.attention.views import View
@@ -25,9 +26,39 @@ FEWEST_KEYS = 256
 
 EMPTY = np.zeros(0, np.int64)
 
+FARTHEST = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTables:
+    """Tables on the device, as ``attend_tile`` and ``merge_partials`` read them."""
+
+    attended: Sequence[Tensor]
+    """Rows, sights, visits, tiles and hidden keys."""
+
+    merged: Sequence[Tensor]
+    """Targets, and where their partial results are."""
+
+    tiles: int
+    targets: int
+    """The number of queries whose partial results are to be merged."""
+
+    partial_rows: int
+    sees_all: bool
+    """False if there may be queries that see nothing."""
+
+    @classmethod
+    def of(
+        cls, flat: Sequence[Tensor], *, tiles: int, targets: int, partial_rows: int, sees_all: bool
+    ) -> PlacedTables:
+        """Return ``TileTables.arrays`` that are on the device, flat."""
+        rows, sights, visits, table, hidden, *merged = flat
+        attended = rows, sights, visits, table, hidden.view(torch.uint8)
+        return cls(attended, merged, tiles, targets, partial_rows, sees_all)
+
 
 class TileTables:
-    """The tables that ``attend_tile`` and ``merge_partials`` read, on the device."""
+    """The tables that ``attend_tile`` and ``merge_partials`` read, in the host's memory."""
 
     def __init__(
         self,
@@ -37,7 +68,6 @@ class TileTables:
         window: int | None,
         tile_rows: int,
         programs: int,
-        device: torch.device,
     ) -> None:
         """A tile has up to ``tile_rows`` queries, and is computed by ``programs``, each for other
         heads."""
@@ -70,8 +100,11 @@ class TileTables:
         self.targets = len(targets)
         """The number of queries whose partial results are to be merged."""
 
-        tables = [
-            np.concatenate([_padded(piece.rows, tile_rows, -1) for piece in pieces] or [EMPTY]),
+        rows = np.full((len(pieces), tile_rows), -1)
+        for index, piece in enumerate(pieces):
+            rows[index, : len(piece.rows)] = piece.rows
+        arrays = [
+            rows,
             np.concatenate(sights.rows or [EMPTY]),
             np.array(visits, np.int64),
             np.array(table, np.int64),
@@ -80,12 +113,20 @@ class TileTables:
             np.cumsum([0, *counts], dtype=np.int64),
             np.array([source for _, source in found], np.int64),
         ]
-        flat = all_on_device(tables, device)
-        self.attended = [*flat[:4], flat[4].view(torch.uint8)]
-        """Rows, sights, visits, tiles and hidden keys."""
 
-        self.merged = flat[5:]
-        """Targets, and where their partial results are."""
+        self.arrays: tuple[Array, ...] = tuple(array.reshape(-1) for array in arrays)
+        """Rows, sights, visits, tiles, hidden keys, targets, where the partial results of each
+        target begin, and these: as both kernels read them, flat."""
+
+    def on(self, device: torch.device) -> PlacedTables:
+        """Return the tables on the device."""
+        return PlacedTables.of(
+            all_on_device(self.arrays, device),
+            tiles=self.tiles,
+            targets=self.targets,
+            partial_rows=self.partial_rows,
+            sees_all=self.sees_all,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +163,7 @@ class _Tile:
             first = visit.first
             while first < visit.last:
                 last = min(visit.last, first + room)
-                piece.append(replace(visit, first=first, last=last))
+                piece.append(_Visit(visit.segment, first, last, visit.sights, hides=visit.hides))
                 room -= last - first
                 first = last
                 if not room:
@@ -142,25 +183,39 @@ class _Sights:
         self.rows: list[Array] = []
         """For each visit, one after the other: distances, first keys, last keys, and bits."""
 
+        self._visits = 0
         self._hidden: list[NDArray[np.uint8]] = []
         self._hidden_bytes = 0
 
     def tiles(self, bundle: Bundle) -> Iterator[_Tile]:
         """Yield the bundle's queries in tiles, each with the keys that any of its own sees."""
         rows = np.concatenate([np.arange(each.start, each.stop) for each in bundle.members])
-        visits = [self._seen(visit) for visit in bundle.visits]
-        for begin in range(0, len(rows), self._tile_rows):
-            part = slice(begin, begin + self._tile_rows)
-            found = []
-            for views, seen in zip(bundle.visits, visits, strict=True):
-                _, low, high, bits = own = seen[:, part]
-                sees = low < high
-                if sees.any():
-                    first, last = int(low[sees].min()), int(high[sees].max())
-                    hides = bool((bits >= 0).any())
-                    found.append(_Visit(views[0].segment, first, last, len(self.rows), hides))
-                    self.rows.append(_padded(own, self._tile_rows, 0).reshape(-1))
-            yield _Tile(rows[part], tuple(found))
+        count, size = -(-len(rows) // self._tile_rows), self._tile_rows
+        seen = np.zeros((len(bundle.visits), 4, count * size), np.int64)
+        seen[:, 3] = -1
+        for index, visit in enumerate(bundle.visits):
+            seen[index, :, : len(rows)] = self._seen(visit)
+        tiles = seen.reshape(-1, 4, count, size).transpose(2, 0, 1, 3)
+        low, high, bits = tiles[:, :, 1], tiles[:, :, 2], tiles[:, :, 3]
+        sees = low < high
+        first = np.where(sees, low, FARTHEST).min(-1)
+        last = np.where(sees, high, 0).max(-1)
+        hides: NDArray[np.bool_] = np.any(bits >= 0, axis=-1)
+        for number in range(count):
+            indices = np.flatnonzero(sees[number].any(axis=-1))
+            visits = tuple(
+                _Visit(
+                    bundle.visits[index][0].segment,
+                    int(first[number, index]),
+                    int(last[number, index]),
+                    self._visits + at,
+                    bool(hides[number, index]),
+                )
+                for at, index in enumerate(indices)
+            )
+            self._visits += len(indices)
+            self.rows.append(tiles[number, indices].reshape(-1))
+            yield _Tile(rows[number * size : (number + 1) * size], visits)
 
     def hidden(self) -> Array:
         """Return all bits, eight bytes in a number."""
@@ -180,9 +235,3 @@ class _Sights:
                 self._hidden_bytes += len(self._hidden[-1])
             parts.append(np.stack([positions - view.rotary_start, low, high, bits]))
         return np.concatenate(parts, axis=1)
-
-
-def _padded(rows: Array, length: int, value: int) -> Array:
-    """Return ``rows`` [..., rows] with ``length`` rows."""
-    padding = [(0, 0)] * (rows.ndim - 1) + [(0, length - rows.shape[-1])]
-    return np.pad(rows, padding, constant_values=value)

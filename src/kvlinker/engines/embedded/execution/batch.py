@@ -18,7 +18,7 @@ from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import DroppedTokens
 from kvlinker.linking.refinement import Refinement
-from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +191,20 @@ class Batch:
     def logit_owners(self) -> list[object]:
         """The owners of ``logit_rows``, in the same order."""
         return [run.owner for run in self.runs if run.wants_logits]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if its tokens are only computed: none is observed, recorded or dropped, and all
+        chunks are there."""
+        return all(
+            run.capture is None
+            and run.refinement is None
+            and run.observer is None
+            and run.logprobs is None
+            for run in self.runs
+        ) and all(
+            chunk.kv.complete for _, chunk in self.shared() if isinstance(chunk.kv, ArrivingKV)
+        )
 
     @property
     def owners(self) -> set[object]:

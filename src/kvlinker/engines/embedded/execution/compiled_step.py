@@ -52,7 +52,6 @@ from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
 from kvlinker.engines.embedded.model.weights.plain_products import plain_products
-from kvlinker.store.loading.arriving import ArrivingKV
 
 MOST_ROWS = 256
 """The most tokens of a step that is computed so. Of longer ones Python's part is small."""
@@ -99,24 +98,15 @@ class CompiledStep:
         self._bound = _Bound(program, layers, self._rotaries, pool, FEWEST_ROWS)
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether the batch has only tokens to compute: none is observed or dropped, and all
-        chunks are there."""
-        return (
-            sum(len(run.tokens) for run in batch.runs) <= min(self._most_rows, MOST_ROWS)
-            and all(
-                run.capture is None
-                and run.refinement is None
-                and run.observer is None
-                and run.logprobs is None
-                for run in batch.runs
-            )
-            and all(
-                chunk.kv.complete for _, chunk in batch.shared() if isinstance(chunk.kv, ArrivingKV)
-            )
-        )
+        """Return whether the batch is plain, and there are kernels for so many tokens."""
+        tokens = sum(len(run.tokens) for run in batch.runs)
+        return tokens <= min(self._most_rows, MOST_ROWS) and batch.is_plain
 
-    def compute(self, batch: Batch) -> StepResult:
-        """Compute all runs of a batch that ``takes`` says can be computed."""
+    def compute(self, batch: Batch) -> StepResult | None:
+        """Compute all runs of a batch that it ``takes``; None, and nothing is computed, of
+        others."""
+        if not self.takes(batch):
+            return None
         ids, positions, slots = (
             np.ascontiguousarray(each, np.int64)
             for each in (batch.tokens, batch.positions, batch.slots)

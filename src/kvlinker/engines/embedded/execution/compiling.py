@@ -1,5 +1,5 @@
-"""Makes the program of a loaded model's pass, and compares its results with the model's own modules
-before it is used."""
+"""Makes the program of a loaded model's pass, or finds what graphs of a GPU are made from, and
+compares their results with the model's own modules before they are used."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvlinker.engines.embedded.execution.batch import (
     OwnTokens,
     Run,
     SharedChunk,
+    StepResult,
     VisibleKV,
 )
 from kvlinker.engines.embedded.execution.compiled_step import step_function
@@ -27,10 +28,12 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
 from kvlinker.engines.embedded.model.obstacles import EXHAUSTED
+from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.lowering import record_program
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
 from kvlinker.engines.embedded.model.weights.experts import PackedExperts
+from kvlinker.engines.gpu import has_kernels
 from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
@@ -45,17 +48,22 @@ RUNS = (("prompt", 0, 24), ("decoding", 40, 1), ("linking", 33, 3), ("linking", 
 """The runs of the compared step: their sequence, first position and length. Sequences of models
 whose layers keep a state have one run each, and no chunk: they go on from a state."""
 
+GRAPHED_AFTER = 2
+"""The times that a step is computed again until a graph of it is replayed: one is captured."""
+
 SLOTS = 64
 """The slots of the pool of each sequence there."""
 
 logger = logging.getLogger(__name__)
 
 
-def compile_step(model: Any, anatomy: Anatomy) -> Program | str:
-    """Return the program of the pass of ``model``, whose weights are arranged; or why there is
-    none, as the end of a sentence, which the log says, too."""
+def compile_step(model: Any, anatomy: Anatomy) -> Program | Capturable | str:
+    """Return the program of the pass of ``model``, whose weights are arranged, or what graphs of
+    its GPU are made from; or why there is neither, as the end of a sentence, which the log says,
+    too."""
     try:
-        program = _checked_program(model, anatomy)
+        on_gpu = has_kernels(next(model.parameters()).device)
+        program = (_checked_graphs if on_gpu else _checked_program)(model, anatomy)
     except EXHAUSTED:
         raise
     except (UnrecordableError, NativeUnavailableError) as error:
@@ -84,17 +92,30 @@ def _checked_program(model: Any, anatomy: Anatomy) -> Program:
         raise UnrecordableError("native code does not attend for it here")
     step_function()
     program = record_program(model, anatomy)
-    error = program_error(model, anatomy, program)
+    _require_small(program_error(model, anatomy, program))
+    return program
+
+
+def _checked_graphs(model: Any, anatomy: Anatomy) -> Capturable:
+    found = Capturable.of(model, anatomy)
+    _require_small(program_error(model, anatomy, found))
+    return found
+
+
+def _require_small(error: float) -> None:
     if not error <= LARGEST_ERROR:
         raise UnrecordableError(
             f"what was recorded computes something else, with a relative error of {error:.1e}"
         )
-    return program
 
 
-def program_error(model: Any, anatomy: Anatomy, program: Program) -> float:
-    """Return the largest relative error of a step by the program from one by the modules: of its
-    logits, of the keys and values that it writes, and of the states after it."""
+def program_error(model: Any, anatomy: Anatomy, program: Program | Capturable) -> float:
+    """Return the largest relative error of a step by the program, or the replay of a graph, from
+    one by the modules: of its logits, of the keys and values that it writes, and of the states
+    after it.
+
+    Raises UnrecordableError if no graph was replayed.
+    """
     batch = _batch(model, anatomy)
     with _same_experts(model):
         found = [_computed(model, anatomy, batch, each) for each in (program, None)]
@@ -132,8 +153,10 @@ def _batch(model: Any, anatomy: Anatomy) -> Batch:
     tokens = np.random.default_rng(0).integers(0, vocabulary, SLOTS)
     generator = torch.Generator().manual_seed(0)
 
+    dtype = next(model.parameters()).dtype
+
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator).to(dtype)
 
     layers = tuple(
         LayerKV(
@@ -174,15 +197,19 @@ def _state(anatomy: Anatomy, position: int, random: Callable[..., Tensor]) -> Se
     return SequenceState(position, layers) if layers else None
 
 
-def _computed(model: Any, anatomy: Anatomy, batch: Batch, program: Program | None) -> list[Tensor]:
+def _computed(
+    model: Any, anatomy: Anatomy, batch: Batch, program: Program | Capturable | None
+) -> list[Tensor]:
     """Return the logits of the step, the keys and values of the pool after it, and the sequences'
     states."""
-    owners = len(batch.owners)
-    pool = KVPool(anatomy.layers, owners * SLOTS, dtype=torch.bfloat16, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (*pool.keys, *pool.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    result = Runner(model, anatomy, pool, program=program).step(batch)
+    parameter = next(model.parameters())
+    slots = len(batch.owners) * SLOTS
+    pool = KVPool(anatomy.layers, slots, dtype=parameter.dtype, device=parameter.device)
+    runner = Runner(model, anatomy, pool, program=program)
+    _fill(pool)
+    result = runner.step(batch)
+    if isinstance(program, Capturable):
+        result = _replayed(runner, pool, batch)
     logits = torch.stack(list(result.logits.values()))
     keys, values = (
         torch.cat([each.flatten() for each in tensors]).float()
@@ -195,3 +222,23 @@ def _computed(model: Any, anatomy: Anatomy, batch: Batch, program: Program | Non
         for layer in state.layers
     ]
     return [logits, keys, values, *states]
+
+
+def _replayed(runner: Runner, pool: KVPool, batch: Batch) -> StepResult:
+    """Compute a step again until a graph of it is replayed, and return its result."""
+    graphed = runner.graphed
+    if graphed is None:
+        raise UnrecordableError("Triton does not attend for it here")
+    for _ in range(GRAPHED_AFTER):
+        _fill(pool)
+        result = runner.step(batch)
+    if not graphed.replays:
+        raise UnrecordableError(f"no graph can be captured ({graphed.obstacle})")
+    return result
+
+
+def _fill(pool: KVPool) -> None:
+    """Fill the pool with the same random numbers each time."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV
@@ -20,7 +21,9 @@ class _Copy:
 
     source: LayerKV  # kept, so that no other has its id
     copy: LayerKV
+
     index: int
+    """Which layer it is."""
 
     arrival: Arrival | None
     """When it is there; None once passes need not wait for that."""
@@ -50,15 +53,53 @@ class LayersAhead:
         self._asked: set[int] = set()
         self._chunks: tuple[int, ...] = ()
         self._begun: set[int] = set()
+        self._whole: tuple[tuple[KV, ...], list[tuple[LayerKV, ...]]] | None = None
 
     def begin_pass(self) -> None:
         """Drop the copies that the last pass did not use."""
+        self._whole = None
         kept = ((name, each) for name, each in self._kept.items() if name in self._asked)
         self._kept = dict(kept)
         self._kept_bytes = sum(each.nbytes for each in self._kept.values())
         self._passing.clear()
         self._asked.clear()
         self._begun.clear()
+
+    def whole(self, chunks: Sequence[KV]) -> list[tuple[LayerKV, ...]] | None:
+        """Begin a pass that reads all layers of these chunks at once, and return them on the
+        device, chunk by chunk; the same objects as long as passes read the same chunks. None, and
+        no pass is begun, where layers have not come, or there is no room for copies of them all."""
+        known = self._whole
+        if known is not None and len(known[0]) == len(chunks) and all(map(is_, known[0], chunks)):
+            return known[1]
+        layers: dict[int, tuple[int, LayerKV]] = {}
+        own: list[list[LayerKV]] = []
+        for kv in chunks:
+            found = [kv.layer(index) for index in range(self._layers)]
+            own.append([layer for layer in found if layer is not None])
+            if len(own[-1]) < len(found):
+                return None
+            layers.update((id(layer), (index, layer)) for index, layer in enumerate(own[-1]))
+        lane = self._lane
+        missing = {
+            name: found
+            for name, found in layers.items()
+            if lane is not None and name not in self._kept and not lane.holds(found[1].key)
+        }
+        stay = [each for name, each in self._kept.items() if name in layers or name in self._asked]
+        more = sum(layer.nbytes for _, layer in missing.values())
+        if missing and sum(each.nbytes for each in stay) + more > self._room_bytes:
+            return None
+        self._asked.update(layers)  # whose copies are to stay
+        self.begin_pass()
+        if lane is not None and missing:
+            copies, arrival = begin_copies(lane, [layer for _, layer in missing.values()])
+            for (name, (index, layer)), copy in zip(missing.items(), copies, strict=True):
+                self._kept[name] = _Copy(layer, copy, index, arrival)
+                self._kept_bytes += copy.nbytes
+        whole = [tuple(each if lane is None else self._arrived(lane, each)) for each in own]
+        self._whole = tuple(chunks), whole
+        return whole
 
     def layer(self, chunks: Sequence[KV], index: int) -> list[LayerKV]:
         """Return one of the layers that keep KV of these chunks, which is there, and begin to copy

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,13 @@ from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.indexers import all_visible
 from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
+from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.memory.lane import lane_to
+
+if TYPE_CHECKING:
+    from kvlinker.engines.embedded.execution.graphs.graphed_steps import GraphedSteps
 
 COPIES_SHARE = 0.1
 """The share of a device's free memory that copies of chunks take which stay from pass to pass."""
@@ -43,11 +47,12 @@ class Runner:
         pool: KVPool,
         *,
         native_attention: bool = True,
-        program: Program | None = None,
+        program: Program | Capturable | None = None,
     ) -> None:
         """``model`` is a transformers causal language model whose attention is kvlinker's. With
         ``native_attention``, attention is computed by code that is compiled for the CPU, where that
-        can be done for the model, and steps of few tokens by the ``program`` of its pass."""
+        can be done for the model, and steps of few tokens by the ``program`` of its pass; on GPUs,
+        by graphs of it."""
         self._model = model
         self._anatomy = anatomy
         self.pool = pool
@@ -67,7 +72,10 @@ class Runner:
             use_native=native_attention,
         )
         self._compiled: CompiledStep | None = None
-        if program is not None and isinstance(self.kernel, NativeAttention):
+        self.graphed: GraphedSteps | None = None
+        if isinstance(program, Capturable):
+            self.graphed = self._graphs(program.windows)
+        elif program is not None and isinstance(self.kernel, NativeAttention):
             self._compiled = CompiledStep(program, anatomy, pool, self.kernel, self._ahead)
 
     @cached_property
@@ -76,9 +84,29 @@ class Runner:
         model whose head cannot be separated."""
         return Head(self._model)
 
-    def _mask(self, tokens: int) -> Tensor | None:
-        """Return the mask that models with indexers are given for so many tokens."""
-        return all_visible(tokens, self.device) if self._anatomy.picks else None
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Compute a pass over these tokens, and return the logits of ``rows`` among them: [rows,
+        vocabulary]. ``rows`` may change while layers are computed."""
+        output = self._model(
+            input_ids=ids[None],
+            attention_mask=all_visible(len(ids), self.device) if self._anatomy.picks else None,
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows if len(rows) else 1,
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self.picks_logits else logits[rows]
+
+    def _graphs(self, windows: Sequence[int | None]) -> GraphedSteps | None:
+        """Return what computes steps by graphs, if Triton attends."""
+        from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
+        from kvlinker.engines.embedded.execution.graphs.graphed_steps import GraphedSteps
+
+        if not isinstance(self.kernel, TritonAttention):
+            return None
+        return GraphedSteps(
+            self._logits, self._anatomy.layers, windows, self.pool, self.kernel, self._ahead
+        )
 
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
@@ -87,10 +115,11 @@ class Runner:
 
         If all owners would leave, ``wait`` is called first.
         """
-        compiled = self._compiled
-        is_own = compiled is not None and compiled.kernel is self.kernel  # nobody listens to it
-        if compiled is not None and is_own and self.profile is None and compiled.takes(batch):
-            return compiled.compute(batch)
+        quick = self._compiled or self.graphed
+        if quick is not None and quick.kernel is self.kernel and self.profile is None:
+            computed = quick.compute(batch)  # nobody listens to the kernel
+            if computed is not None:
+                return computed
         forward = ForwardPass(
             self._anatomy,
             self.pool,
@@ -115,12 +144,10 @@ class Runner:
                 _narrowing(self._model, forward) if narrows else nullcontext(),
                 watching as seen,
             ):
-                output = self._model(
-                    input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
-                    attention_mask=self._mask(len(batch.slots)),
-                    position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
-                    use_cache=False,
-                    logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
+                logits = self._logits(
+                    torch.from_numpy(batch.tokens).to(self.device),
+                    torch.from_numpy(batch.positions).to(self.device),
+                    forward.logit_rows,
                 )
         except EmptyStepError:
             return StepResult({}, forward.left, {})
@@ -129,9 +156,6 @@ class Runner:
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
         owners = forward.remaining.logit_owners
-        logits: Tensor = output.logits[0]
-        if not self.picks_logits:
-            logits = logits[forward.logit_rows]
         logits = logits[: len(owners)].float().cpu()
         found = dict(zip(owners, logits, strict=True))
         return StepResult(found, forward.left, forward.states())

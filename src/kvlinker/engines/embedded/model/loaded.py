@@ -13,6 +13,7 @@ from kvlinker.engines.contract.model_files import (
     sampling_defaults,
 )
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
+from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.states.kept_states import (
     FIRST_TOKENS,
@@ -78,13 +79,15 @@ class LoadedModel:
     keeps_inner: bool = True
     """True if layers with a state also keep the inner tokens of chunks one by one."""
 
-    program: Program | str = "nobody has asked for it"
-    """The program by which native code computes steps; or the reason why the model's modules
-    compute them."""
+    program: Program | Capturable | str = "nobody has asked for it"
+    """The program by which native code computes steps, or what graphs of a GPU do so from; or the
+    reason why the model's modules compute them."""
 
     @property
     def computes_steps(self) -> str:
         """Says what computes steps of few tokens."""
+        if isinstance(self.program, Capturable):
+            return "by graphs of the GPU"
         reason = self.program
         return f"by the model's modules: {reason}" if isinstance(reason, str) else "compiled"
 

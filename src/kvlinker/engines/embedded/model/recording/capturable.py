@@ -1,0 +1,83 @@
+"""Says of a model what graphs of its steps on a GPU are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.model.anatomy import Anatomy
+from kvlinker.engines.embedded.model.indexers import IndexerCall
+from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
+from kvlinker.engines.embedded.model.states.rules import RuleCall
+
+TOKENS = 3
+"""The tokens of the pass whose attention is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capturable:
+    """A model whose steps graphs can compute."""
+
+    windows: tuple[int | None, ...]
+    """The window of each layer's attention."""
+
+    @classmethod
+    def of(cls, model: Any, anatomy: Anatomy) -> Capturable:
+        """Return what is known of the model once one pass has been computed.
+
+        Raises UnrecordableError for what graphs are not made of.
+        """
+        if anatomy.recurrences:
+            raise UnrecordableError("graphs of a GPU do not keep states")
+        if anatomy.picks:
+            raise UnrecordableError("indexers pick the tokens that are seen")
+        if any(layer.latents is not None for layer in anatomy.layers):
+            raise UnrecordableError("graphs of a GPU do not attend to latents")
+        watching = _Watching()
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
+        with torch.inference_mode(), intercepted(watching):
+            model(
+                input_ids=ids,
+                attention_mask=None,
+                position_ids=torch.arange(TOKENS, device=ids.device)[None],
+                use_cache=False,
+            )
+        return cls(tuple(watching.windows))
+
+
+@dataclass
+class _Watching:
+    """Collects the windows of a pass, in which nothing is attended to."""
+
+    windows: list[int | None] = field(default_factory=list)
+
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def attend(
+        self,
+        module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        self.windows.append(options.get("sliding_window"))
+        heads, tokens = query.shape[1:3]
+        return query.new_zeros(1, tokens, heads, value.shape[-1])
+
+    def index(self, call: IndexerCall) -> Tensor:
+        raise NotImplementedError("models with indexers are not watched")
+
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        raise NotImplementedError("models that keep states are not watched")
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, None]:
+        raise NotImplementedError("models that keep states are not watched")
