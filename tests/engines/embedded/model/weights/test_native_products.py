@@ -115,8 +115,9 @@ def test_no_rows_and_as_many_as_native_code_takes(
     monkeypatch.setattr(native_products.NativeProducts, "multiply", taken)
     for matrix in (packed, NativeInt8Matrix(weight), NativeInt4Matrix(weight)):
         expected = hidden.float() @ matrix.dense().float().T
+        atol = 0.32 if isinstance(matrix, NativeInt4Matrix) else 0.2  # it rounds inputs, too
         torch.testing.assert_close(
-            matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=0.2
+            matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=atol
         )
     assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 512) + [
         "int8",

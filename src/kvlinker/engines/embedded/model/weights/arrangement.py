@@ -27,7 +27,7 @@ from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, Shared
 from kvlinker.engines.embedded.model.weights.matrices import (
     BlockedMatrix,
     Matrix,
-    PackedMatrix,
+    packed_matrix,
     packs,
 )
 from kvlinker.engines.embedded.model.weights.native_products import native_products
@@ -168,7 +168,7 @@ def arrange_weights(
     _pack(model, in_blocks, BlockedMatrix, spare=most - _size(model))
     if packs(first.dtype, first.device):
         others = [group for group in groups if group not in in_blocks]
-        _pack(model, others, partial(PackedMatrix, native=native), spare=most - _size(model))
+        _pack(model, others, partial(packed_matrix, native=native), spare=most - _size(model))
 
 
 def _size(model: nn.Module) -> int:

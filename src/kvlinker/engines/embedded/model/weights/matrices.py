@@ -92,8 +92,12 @@ class PackedMatrix(Matrix):
         )
         self._native_up_to = 0
         fits = native and weight.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
-        if fits and native_products() is not None and _in_blocks(packed, weight):
-            self._native_up_to = self.NATIVE_UP_TO
+        self.unreadable = False
+        """True if native code were to multiply few rows, but oneDNN has other blocks than that."""
+
+        if fits and native_products() is not None:
+            self.unreadable = not _in_blocks(packed, weight)
+            self._native_up_to = 0 if self.unreadable else self.NATIVE_UP_TO
 
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         outputs, width = self.packed.shape
@@ -164,6 +168,13 @@ class BlockedMatrix(Matrix):
 
     def in_blocks(self) -> Tensor:
         return self.blocks.detach().view(-1, self.inputs // 2, BLOCK, 2)
+
+
+def packed_matrix(weight: Tensor, *, native: bool = True) -> Matrix:
+    """Return a plain ``weight`` [outputs, inputs] in oneDNN's order, or in native code's where that
+    does not read oneDNN's, which is another one for small weights."""
+    matrix = PackedMatrix(weight, native=native)
+    return BlockedMatrix(weight) if matrix.unreadable and weight.shape[1] % 2 == 0 else matrix
 
 
 def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
