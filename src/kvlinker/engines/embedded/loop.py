@@ -156,7 +156,8 @@ class EngineLoop:
                 self._end(request, self._failure(request, failed))
             return None
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
-        self._throughput.note(step.batch, seconds)
+        if result.is_usual:
+            self._throughput.note(step.batch, seconds)
         self._tell_cancelled()
         for request in step.requests:
             if request.state is RequestState.RUNNING:

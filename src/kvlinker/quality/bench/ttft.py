@@ -206,6 +206,10 @@ def run_ttft(
             }
             if with_transformers and ("embedded", "full") in competitors:
                 competitors["transformers", "full"] = partial(_measure_transformers, loaded, prompt)
+            if engine.runner.graphed is not None:
+                progress("capturing graphs")
+                for measure in (*competitors.values(), *competitors.values()):
+                    measure()
             taken = in_turn(
                 competitors,
                 repeat=repeat,

@@ -283,3 +283,6 @@ class StepResult:
     states: dict[object, tuple[SequenceState, ...]]
     """The state after the tokens so far, in layers that keep one, for every owner that did not
     leave; empty for a model without such layers."""
+
+    is_usual: bool = True
+    """False if more was done than to compute it, so that its time says nothing about others'."""

@@ -233,7 +233,8 @@ def _replayed(runner: Runner, pool: KVPool, batch: Batch) -> StepResult:
         _fill(pool)
         result = runner.step(batch)
     if not graphed.replays:
-        raise UnrecordableError(f"no graph can be captured ({graphed.obstacle})")
+        reason = graphed.obstacle or "a step needs more than it has"
+        raise UnrecordableError(f"no graph can be captured ({reason})")
     return result
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
 
+import torch
+
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.memory.lane import Arrival, CopyLane
@@ -93,7 +95,10 @@ class LayersAhead:
         self._asked.update(layers)  # whose copies are to stay
         self.begin_pass()
         if lane is not None and missing:
-            copies, arrival = begin_copies(lane, [layer for _, layer in missing.values()])
+            try:
+                copies, arrival = begin_copies(lane, [layer for _, layer in missing.values()])
+            except torch.OutOfMemoryError:
+                return None
             for (name, (index, layer)), copy in zip(missing.items(), copies, strict=True):
                 self._kept[name] = _Copy(layer, copy, index, arrival)
                 self._kept_bytes += copy.nbytes

@@ -65,6 +65,11 @@ class Rotary:
         self._tables = self._make_tables(torch.arange(min(TESTED_POSITIONS, longest)))
 
     @property
+    def longest(self) -> int:
+        """The number of positions over which the tables do not depend on how many are asked for."""
+        return self._longest
+
+    @property
     def pairing(self) -> Pairing | None:
         """The dimensions that turn together; None if the model's own function alone knows."""
         return None if self._layout is None else self._layout.pairing

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +17,10 @@ from kvlinker.engines.gpu import launching
 
 KERNELS = [(triton_attention, "attend_tile"), (triton_attention, "merge_partials")]
 KERNELS += [(launching, "place_tokens")]
+
+ATEN = torch.ops.aten
+WAITS = [ATEN._local_scalar_dense.default, ATEN.nonzero.default, ATEN.equal.default]
+"""Operations that wait for a GPU, and cannot be captured."""
 
 
 class FakeCapture:
@@ -63,6 +68,8 @@ class _Recording(TorchDispatchMode):
         self._launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS:
+            raise RuntimeError(f"{func} waits for the device")
         results = func(*args, **(kwargs or {}))
 
         def again() -> None:

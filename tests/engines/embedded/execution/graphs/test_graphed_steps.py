@@ -2,9 +2,11 @@
 CPU passes for, and kernels that Triton interprets."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -12,6 +14,8 @@ from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
 from kvlinker.engines.embedded.execution import runner
 from kvlinker.engines.embedded.execution.compiling import program_error
 from kvlinker.engines.embedded.execution.graphs import graphed_steps, step_graph
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
 from tests.engines.embedded.conftest import linked_prompt
@@ -21,10 +25,7 @@ from tests.toy_models import loaded_model
 
 QUICK = ["llama", "gemma2-softcap", "gemma4-shared-two-sizes"]
 SLOW = [
-    "dynamic-rope",
     "mistral-window",
-    "gpt_oss-sinks",
-    "mixtral-moe",
     "cohere2-interleaved-nope",
     "gemma3n-shared",
     "diffllama-two-attentions",
@@ -75,10 +76,19 @@ def test_replayed_steps_are_the_modules(capture, family):
     assert capture.captures == 1
 
 
-@pytest.mark.parametrize("family", ["qwen3_5-states", "deepseek_v3-latents-interleaved"])
-def test_what_graphs_do_not_compute_is_said(family):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_5-states", "do not keep states"),
+        ("minicpm3-latents", "do not attend to latents"),
+        ("mixtral-moe", "its experts wait"),
+        ("dynamic-rope", "its rotary embedding waits"),
+        ("longrope", "its rotary embedding waits"),
+    ],
+)
+def test_what_graphs_do_not_compute_is_said(family, reason):
     loaded = loaded_model(family)
-    with pytest.raises(UnrecordableError, match=r"states|latents"):
+    with pytest.raises(UnrecordableError, match=reason):
         Capturable.of(loaded.model, loaded.anatomy)
 
 
@@ -93,6 +103,7 @@ def test_a_graph_that_cannot_be_captured_is_why_there_is_none(capture, monkeypat
         program_error(loaded.model, loaded.anatomy, found)
 
 
+@pytest.mark.slow
 def test_answers_are_those_without_graphs(bench, capture, monkeypatch):
     """Of requests that share their chunks, by every kind of policy; as answers grow, graphs are
     outgrown."""
@@ -115,8 +126,7 @@ def test_a_step_goes_on_where_a_graph_cannot_be_captured(bench, capture, monkeyp
     made = bench(model=captured_model())
     made.cache(PROMPTS[0])
     found = made.answer(PROMPTS[0], "naive", max_tokens=6)
-    assert "Steps of 1 tokens are not captured: out of memory" in caplog.text
-    assert caplog.text.count("Steps of 1 tokens") == 1
+    assert caplog.text.count("No more steps are captured as graphs: out of memory") == 1
     expected = bench().answer(PROMPTS[0], "naive", max_tokens=6)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
 
@@ -134,6 +144,40 @@ def test_graphs_read_copies_of_chunks_once_they_are_there(bench, capture, monkey
     assert len(launched) == len(made.loaded.layers), "copies stay from step to step"
     expected = bench().answer(PROMPTS[0], "naive", max_tokens=6)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
+
+
+class OutgrownGraph:
+    """A graph that takes steps as often as it is told."""
+
+    taken = 0
+
+    def __init__(self, tables, layers, pool, outgrown):
+        self.left = self.taken
+
+    def takes(self, tables):
+        self.left -= 1
+        return self.left >= 0
+
+    def computed(self, *_):
+        return torch.zeros(1, 3)
+
+    replayed = capture = computed
+
+
+@pytest.mark.parametrize(("taken", "graphs"), [(0, 8), (31, 8), (32, 20)])
+def test_a_size_is_captured_again_while_its_graphs_are_worth_it(monkeypatch, taken, graphs):
+    """Later, its steps are left to the modules."""
+    monkeypatch.setattr(graphed_steps, "StepGraph", OutgrownGraph)
+    monkeypatch.setattr(OutgrownGraph, "taken", taken)
+    loaded = loaded_model("llama")
+    pool = KVPool(loaded.layers, 64, dtype=loaded.dtype, device=loaded.device)
+    ahead = LayersAhead(None, len(pool.keys))
+    steps = graphed_steps.GraphedSteps(
+        Mock(), loaded.layers, [], pool, TritonAttention(), ahead, capture=Mock()
+    )
+    tables = Mock(size=step_graph.StepSize(1, 1, (0,)))
+    found = [steps._computed(tables) for _ in range(20 * (taken + 1))]
+    assert sum(each is not None for each in found) == graphs * (taken + 1)
 
 
 def test_steps_whose_chunks_find_no_room_are_the_modules(bench, capture, monkeypatch):

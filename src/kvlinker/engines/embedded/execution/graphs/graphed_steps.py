@@ -5,6 +5,7 @@ steps."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,11 @@ MOST_GRAPHS = 64
 """The graphs that are kept, the last used ones."""
 
 MOST_CAPTURES = 8
-"""How often steps of one size are captured, as their tables outgrow the graph's."""
+"""How often steps of one size are captured, as their tables outgrow the graph's, without any graph
+that was worth it."""
+
+WORTH_IT = 32
+"""The replays that are worth a capture."""
 
 MOST_SIZES = 4096
 """The sizes that are remembered, with and without a graph."""
@@ -78,15 +83,24 @@ class GraphedSteps:
         self._ahead = ahead
         self._capture = capture or GraphCapture()
         self._addresses = _SegmentAddresses(layers, pool)
+        for rotary in {layer.rotary for layer in layers if layer.rotary is not None}:
+            rotary.tables(min(rotary.longest, pool.slots))  # which then stay where they are
         self._seen: Counter[StepSize] = Counter()
         self._captures: Counter[StepSize] = Counter()
         self._graphs: OrderedDict[StepSize, StepGraph] = OrderedDict()
         self.replays = 0
-        self.obstacle = "a step needs more than it has"
-        """Why the last graph was not captured."""
+        self._replays: Counter[StepSize] = Counter()  # since a size was captured
+        self.obstacle: str | None = None
+        """Why no more graphs are captured."""
 
     def compute(self, batch: Batch) -> StepResult | None:
         """Compute all runs of the batch; None, and nothing is computed, where no graph does."""
+        found = self._result(batch)
+        if found is None:
+            self._addresses.forget()
+        return found
+
+    def _result(self, batch: Batch) -> StepResult | None:
         if not batch.is_plain or sum(len(run.tokens) for run in batch.runs) > MOST_ROWS:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
@@ -98,7 +112,7 @@ class GraphedSteps:
             self._seen.clear()
             self._captures.clear()
         self._seen[size] += 1
-        may_capture = self._captures[size] < MOST_CAPTURES
+        may_capture = self.obstacle is None and self._captures[size] < MOST_CAPTURES
         if self._seen[size] <= SEEN_BEFORE or not (may_capture or size in self._graphs):
             return None
         chunks = self._ahead.whole(segments.chunks)
@@ -108,33 +122,43 @@ class GraphedSteps:
         tables = StepTables(
             batch, size, list(distinct.values()), table, self._layers, self._windows
         )
+        replays = self.replays
         logits = self._computed(tables)
         if logits is None:
             return None
         owners = batch.logit_owners
         found = dict(zip(owners, logits[: len(owners)].float().cpu(), strict=True))
-        return StepResult(found, {}, {})
+        if not owners and self._pool.device.type == "cuda":  # nothing has been waited for
+            torch.cuda.current_stream(self._pool.device).synchronize()
+        return StepResult(found, {}, {}, is_usual=self.replays > replays)
 
     def _computed(self, tables: StepTables) -> Tensor | None:
-        """Return the logits that are wanted, and others behind them; None where the graph is
-        outgrown once too often."""
+        """Return the logits that are wanted, and others behind them; None where there is no graph
+        for the step, and none is captured."""
         size = tables.size
         graph = self._graphs.get(size)
         if graph is not None and graph.takes(tables):
             self._graphs.move_to_end(size)
             self.replays += 1
+            self._replays[size] += 1
             return graph.replayed(tables)
-        if self._captures[size] >= MOST_CAPTURES:
-            return None
-        graph = StepGraph(tables, self._layers, self._pool, outgrown=graph)
-        logits = graph.computed(tables, self._forward)
+        if self._replays.pop(size, 0) >= WORTH_IT:
+            self._captures[size] = 0
         self._captures[size] += 1
+        if self.obstacle is not None or self._captures[size] > MOST_CAPTURES:
+            self._graphs.pop(size, None)
+            logger.info("Graphs of steps of %d tokens are outgrown too often.", size.rows)
+            return None
+        try:
+            graph = StepGraph(tables, self._layers, self._pool, outgrown=graph)
+        except torch.OutOfMemoryError:
+            return None
+        logits = graph.computed(tables, self._forward)
         try:
             graph.capture(self._capture, self._forward)
-        except RuntimeError as error:  # of the driver, or for want of memory
+        except Exception as error:  # whatever the driver, or the model's code, raises
             self.obstacle = str(error)
-            logger.warning("Steps of %d tokens are not captured: %s", size.rows, error)
-            self._captures[size] = MOST_CAPTURES
+            logger.warning("No more steps are captured as graphs: %s", error)
             return logits
         self._graphs[size] = graph
         if len(self._graphs) > MOST_GRAPHS:
@@ -143,17 +167,28 @@ class GraphedSteps:
 
 
 class GraphCapture:
-    """Captures graphs of a CUDA device, which share their memory: one runs after the other."""
+    """Captures graphs of a CUDA device on a stream of its own. They share their memory: one runs
+    after the other."""
+
+    _one_at_a_time = threading.Lock()
 
     def __init__(self) -> None:
         self._pool: Any = None  # the name of the memory
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
+        with self._one_at_a_time:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            before = torch.cuda.current_stream()
+            stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
+            before.wait_stream(stream)
         return graph.replay, result
 
 
@@ -186,6 +221,10 @@ class _SegmentAddresses:
             own[:, :, at] += slots * self._pool[:, None, row] * self._itemsize
         table: NDArray[np.int64] = np.concatenate([*tables, own], axis=1)[self._kept_by]
         return table
+
+    def forget(self) -> None:
+        """Keep no chunk."""
+        self._chunks.clear()
 
     def _chunk(
         self, layers: Sequence[LayerKV]

@@ -42,6 +42,9 @@ ALIGNMENT = 16
 PLACING_FIELDS = 16
 """The numbers of ``placing_addresses`` for one layer."""
 
+WANTED = (1, 4, 16, 64)
+"""The rows whose logits a graph computes, where that is enough."""
+
 Array = NDArray[np.int64]
 Replay = Callable[[], object]
 
@@ -71,7 +74,9 @@ class StepSize(NamedTuple):
         """Return the size of the graph for a batch: a quarter more rows than that, at most."""
         rows = len(batch.slots)
         part = 1 << max(0, (rows - 1).bit_length() - 3)
-        return cls(-(-rows // part) * part, _power(max(1, len(batch.logit_rows))), plans)
+        wanted = len(batch.logit_rows)
+        most = next((size for size in WANTED if size >= wanted), _power(wanted))
+        return cls(-(-rows // part) * part, most, plans)
 
 
 class StepTables:
@@ -140,9 +145,9 @@ class _Room(NamedTuple):
     def of(cls, tables: TileTables, kind: TileKind, rows: int, before: _Room | None) -> _Room:
         """Return room for the tables of a step with so many rows, and for what there was room for
         ``before``."""
-        tiles = max(FEWEST_TILES, _power(tables.tiles), 0 if before is None else before.tiles)
+        tiles = max(FEWEST_TILES, _roomy(tables.tiles), 0 if before is None else before.tiles)
         targets = rows if tables.targets or (before is not None and before.targets) else 0
-        lengths = [max(64, _power(len(each))) for each in tables.arrays]
+        lengths = [max(64, _roomy(len(each))) for each in tables.arrays]
         if before is not None:
             lengths = list(map(max, lengths, before.lengths))
         lengths[0], lengths[3] = tiles * kind.rows, tiles * 3
@@ -184,7 +189,7 @@ class StepGraph:
             name: _Room.of(tables, name[1], size.rows, known.get(name))
             for name, tables in step.tiles.items()
         }
-        segments = max(FEWEST_SEGMENTS, _power(step.segments.shape[1]))
+        segments = max(FEWEST_SEGMENTS, _roomy(step.segments.shape[1]))
         self._segments: int = max(segments, 0 if outgrown is None else outgrown._segments)
         self._memory = _Memory(
             {
@@ -363,6 +368,11 @@ class _Memory:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+def _roomy(count: int) -> int:
+    """Return a power of two that leaves room for half as many more."""
+    return _power(count + count // 2)
 
 
 def _power(count: int) -> int:

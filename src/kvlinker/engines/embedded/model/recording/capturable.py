@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.indexers import IndexerCall
@@ -19,6 +20,10 @@ from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 TOKENS = 3
 """The tokens of the pass whose attention is looked at."""
+
+
+WAITING_ROPES = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose modules ask how far positions go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,10 @@ class Capturable:
             raise UnrecordableError("indexers pick the tokens that are seen")
         if any(layer.latents is not None for layer in anatomy.layers):
             raise UnrecordableError("graphs of a GPU do not attend to latents")
+        if any(count > 1 for count in expert_counts(model.config)):
+            raise UnrecordableError("its experts wait for the GPU")
+        if any(kind in WAITING_ROPES for part in model.modules() for kind in _ropes(part)):
+            raise UnrecordableError("its rotary embedding waits for the GPU")
         watching = _Watching()
         ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.inference_mode(), intercepted(watching):
@@ -50,6 +59,12 @@ class Capturable:
                 use_cache=False,
             )
         return cls(tuple(watching.windows))
+
+
+def _ropes(module: nn.Module) -> Iterable[str]:
+    """Return the kinds of rotary embeddings that a module computes."""
+    found = getattr(module, "rope_type", ())
+    return (found,) if isinstance(found, str) else found.values() if found else ()
 
 
 @dataclass
