@@ -180,6 +180,16 @@ def test_a_size_is_captured_again_while_its_graphs_are_worth_it(monkeypatch, tak
     assert sum(each is not None for each in found) == graphs * (taken + 1)
 
 
+def test_a_capture_teaches_no_speed(bench, capture, monkeypatch):
+    made, noted = bench(model=captured_model()), []
+    monkeypatch.setattr(
+        made.engine._throughput, "note", lambda batch, seconds: noted.append(len(batch.slots))
+    )
+    made.answer(linked_prompt(9, fresh=5), "full", max_tokens=5)
+    assert capture.captures == 1
+    assert noted == [14, 1, 1, 1], "of the second step of one token, the time is the capture's"
+
+
 def test_steps_whose_chunks_find_no_room_are_the_modules(bench, capture, monkeypatch):
     monkeypatch.setattr(runner, "lane_to", lambda _: FakeDevice())
     monkeypatch.setattr(runner, "_room_for_copies", lambda _: 0)
