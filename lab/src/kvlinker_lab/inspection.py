@@ -20,7 +20,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
-from kvlinker.engines.embedded.attention.position_scores import position_weights
+from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -151,9 +151,10 @@ class _RecordingKernel:
         if int(plan.positions[-1]) == self._length - 1:
             last = slice(max(0, len(plan.positions) - self._queries), None)
             positions, mine = plan.positions[last], query[:, last]
-            attention = position_weights(
-                plan.views, positions, mine, segments, rotary, options, self._length
+            scores = PositionScores(
+                plan.views, positions, rotary, options.window, self._length, device=query.device
             )
+            attention = scores.weights(mine, segments, options)
             self.views[layer] = LayerView(
                 *_in_order(plan.views, segments, rotary, self._length), attention
             )

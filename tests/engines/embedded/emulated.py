@@ -113,7 +113,9 @@ class EmulatedFunction:
 
 def _tensors() -> Iterator[Memory]:
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.is_cpu and found.numel():
+        if not isinstance(found, torch.Tensor) or not found.is_cpu or not found.numel():
+            continue
+        if found.layout is torch.strided:  # oneDNN's own have no memory that can be asked for
             storage = found.untyped_storage()
             yield Memory(storage.data_ptr(), storage.nbytes(), False)
 

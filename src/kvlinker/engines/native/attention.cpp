@@ -146,19 +146,17 @@ void compute_item(const Call& call, Scratch& scratch, const Partials& partials, 
 }
 
 // Products of a query and as many keys as a vector has lanes, or as there are from `first` on.
-void multiply(const Dots& dots, int64_t head, int64_t query, int64_t first) {
-    const int64_t key_head = head / (dots.query.heads / dots.key.heads), dim = dots.key.dim;
+void multiply(const bf16* query, const Heads& keys, int64_t key_head, int64_t first, float* products) {
     Floats sums[LANES] = {};
-    for (int64_t begin = 0; begin < dim; begin += 2 * LANES) {
-        const Words part = load_some<Words>(dots.query.at(head, query) + begin, dim - begin);
+    for (int64_t begin = 0; begin < keys.dim; begin += 2 * LANES) {
+        const Words part = load_some<Words>(query + begin, keys.dim - begin);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; ++i) {
-            const int64_t key = std::min(first + i, dots.key.rows - 1);
-            sums[i] = add_dot(sums[i], load_some<Words>(dots.key.at(key_head, key) + begin, dim - begin), part);
+            const int64_t key = std::min(first + i, keys.rows - 1);
+            sums[i] = add_dot(sums[i], load_some<Words>(keys.at(key_head, key) + begin, keys.dim - begin), part);
         }
     }
-    float* products = dots.products + (head * dots.query.rows + query) * dots.key.rows + first;
-    store_some(products, sums_of(sums), dots.key.rows - first);
+    store_some(products, sums_of(sums), keys.rows - first);
 }
 
 // One query's attention over all keys, zero if it sees none.
@@ -202,11 +200,23 @@ extern "C" void kvlinker_write(const Write* write) {
 }
 
 extern "C" void kvlinker_dots(const Dots* dots) {
-    const int64_t blocks = round_up(dots->key.rows, LANES) / LANES;
-#pragma omp parallel for collapse(2) num_threads(static_cast<int>(dots->threads)) schedule(static)
-    for (int64_t head = 0; head < dots->query.heads; ++head)
-        for (int64_t block = 0; block < blocks; ++block)
-            for (int64_t query = 0; query < dots->query.rows; ++query) multiply(*dots, head, query, block * LANES);
+    const Heads& query = dots->query;
+    const int64_t queries = query.rows / dots->parts;
+    int64_t columns = 0;
+    for (int64_t part = 0; part < dots->parts; ++part) columns += dots->keys[part].rows;
+#pragma omp parallel num_threads(static_cast<int>(dots->threads))
+    for (int64_t part = 0, column = 0; part < dots->parts; column += dots->keys[part++].rows) {
+        const Heads& keys = dots->keys[part];
+        const int64_t group = query.heads / keys.heads, blocks = round_up(keys.rows, LANES) / LANES;
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t key_head = 0; key_head < keys.heads; ++key_head)
+            for (int64_t block = 0; block < blocks; ++block)
+                for (int64_t i = 0; i < group * queries; ++i) {
+                    const int64_t head = key_head * group + i / queries, row = i % queries, first = block * LANES;
+                    float* products = dots->products + (head * queries + row) * columns + column + first;
+                    multiply(query.at(head, part * queries + row), keys, key_head, first, products);
+                }
+    }
 }
 
 extern "C" void kvlinker_attention(const Call* call) {

@@ -73,9 +73,12 @@ struct Write {
     int64_t threads;
 };
 
-// Products of few queries with keys, both rotated alike: [query.heads, query.rows, key.rows].
+// Products of few queries with the keys of several parts of a sequence, one part after the other. Every part has the same
+// queries, as they ask it: query.rows / parts of them, both rotated alike.
 struct Dots {
-    Heads query, key;
-    float* products;
+    Heads query;
+    const Heads* keys;  // [parts]
+    int64_t parts;
+    float* products;  // [query.heads, query.rows / parts, keys of all parts]
     int64_t threads;
 };

@@ -164,8 +164,8 @@ def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(
     monkeypatch.setattr(native, "load_library", missing)
     query, key = torch.ones(4, 3, 64).bfloat16(), torch.ones(2, 20, 64).bfloat16()
     with caplog.at_level(logging.INFO):
-        assert dot_products(query, key) is None
-        assert dot_products(query, key) is None
+        assert dot_products(query, [key]) is None
+        assert dot_products(query, [key]) is None
     assert len(tried) == 1, "the compiler is asked once"
     assert caplog.text.count("no compiler") == 1
 
@@ -173,9 +173,7 @@ def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(
 def test_wrong_products_of_queries_and_keys_are_not_trusted(
     native_kernel, native_anew, monkeypatch, caplog
 ):
-    monkeypatch.setattr(
-        NativeDots, "multiply", lambda _, query, key: torch.zeros(*query.shape[:2], key.shape[1])
-    )
+    monkeypatch.setattr(NativeDots, "multiply", lambda _, query, keys: torch.zeros(4, 3, 53))
     with caplog.at_level(logging.INFO):
         assert native_dots() is None
     assert "the product of queries and keys by native code is wrong on this machine" in caplog.text
@@ -192,7 +190,7 @@ def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(
     native_kernel, other_default_dtype
 ):
     query, key = (torch.randn(heads, 7, 64).bfloat16() for heads in (4, 2))
-    products = dot_products(query, key)
+    products = dot_products(query, [key])
     assert products is not None
     assert products.dtype == torch.float32
     expected = query.float() @ key.float().repeat_interleave(2, dim=0).mT

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvlinker.engines.embedded.attention.position_scores import position_scores
+from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene
 
 VARIANTS = [
@@ -12,6 +12,12 @@ VARIANTS = [
     {"pairing": None, "rotated": 8},
     {"rotated": 0},
 ]
+
+
+def scores_of(scene, views, rows, length, **options):
+    positions, window = scene.positions[rows], scene.options.window
+    scores = PositionScores(views, positions, scene.rotary, window, length, **options)
+    return scores.scores(scene.query[:, rows], scene.segments, scene.options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -26,15 +32,7 @@ def test_logits_over_all_positions(variant, recompute):
     rows, views = scene.sequences[1]
     at = torch.from_numpy(scene.positions[rows])
     length = prompts[1].length
-    scores = position_scores(
-        views,
-        scene.positions[rows],
-        scene.query[:, rows],
-        scene.segments,
-        scene.rotary,
-        scene.options,
-        length,
-    )
+    scores = scores_of(scene, views, rows, length)
     key, _, there = scene.dense(views)
     expected = scene.dense_scores(at, scene.rotated(scene.query[:, rows], at), key, there)
     assert scores.dtype == torch.float32
@@ -48,35 +46,19 @@ def test_native_products_of_few_queries_are_pytorchs(variant, monkeypatch):
         [100, 37], [linked([0, 1], [100, 37], behind=6)], shape, dtype=torch.bfloat16
     )
     rows, views = scene.sequences[0]
-    given = (
-        views,
-        scene.positions[rows],
-        scene.query[:, rows],
-        scene.segments,
-        scene.rotary,
-        scene.options,
-        143,
-    )
-    scores = position_scores(*given)
+    scores = scores_of(scene, views, rows, 143)
     monkeypatch.setattr(
         "kvlinker.engines.embedded.attention.position_scores.dot_products",
         lambda *_: pytest.fail("native"),
     )
-    torch.testing.assert_close(scores, position_scores(*given, native=False), atol=1e-3, rtol=1e-3)
+    expected = scores_of(scene, views, rows, 143, native=False)
+    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_positions_that_nobody_shows_are_not_seen():
     scene = make_scene([10], [Prompt(((0, 10), (None, 2)), queries=(10, 11))])
     _, views = scene.sequences[0]
-    scores = position_scores(
-        views[1:],
-        scene.positions,
-        scene.query,
-        scene.segments,
-        scene.rotary,
-        scene.options,
-        length=15,
-    )
+    scores = scores_of(scene, views[1:], slice(None), 15)
     assert scores.shape == (4, 2, 15)
     assert (scores[0] > float("-inf")).int().tolist() == [
         [0] * 10 + [1, 0, 0, 0, 0],

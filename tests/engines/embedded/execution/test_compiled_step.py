@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from kvlinker.engines.contract.observation import QuestionProbe
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
@@ -177,6 +178,35 @@ def test_no_logits_are_wanted(llama):
         torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_oss-sinks", "minicpm3-latents", "qwen3_5-states"]
+)
+def test_observers_see_the_attention_of_modules(family):
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    assert isinstance(loaded.program, Program), loaded.program
+    plain = prompt_batch(40, 7, 21)
+    probes, logits = [], []
+    for compiled in (True, False):
+        runs = tuple(
+            replace(run, observer=QuestionProbe(len(loaded.layers), len(run.tokens)))
+            if run.owner != 1
+            else run
+            for run in plain.runs
+        )
+        runner = runner_of(loaded, compiled=compiled)
+        batch = Batch(runs, plain.visible_kv)
+        assert not compiled or runner._compiled.takes(batch)
+        logits.append(runner.step(batch).logits)
+        probes.append([run.observer.attention for run in runs if run.observer is not None])
+    unobserved = runner_of(loaded).step(plain).logits
+    for owner, expected in unobserved.items():
+        assert torch.equal(logits[0][owner], expected), "observers change nothing"
+    for ours, expected in zip(*probes, strict=True):
+        assert ours.any(axis=1).any()
+        np.testing.assert_allclose(ours, expected, atol=2e-2)
+        np.testing.assert_allclose(ours.sum(axis=1), expected.sum(axis=1), atol=2e-2)
+
+
 def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     taken = []
     monkeypatch.setattr(CompiledStep, "compute", lambda self, batch: taken.append(batch))
@@ -184,7 +214,7 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     runner.step(prompt_batch(5))
     assert len(taken) == 1
     batch = prompt_batch(5)
-    for changes in ({"capture": object()}, {"observer": object()}, {"logprobs": object()}):
+    for changes in ({"capture": object()}, {"refinement": object()}, {"logprobs": object()}):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
         assert not runner._compiled.takes(watched)
     assert not runner._compiled.takes(prompt_batch(MOST_ROWS, 1))

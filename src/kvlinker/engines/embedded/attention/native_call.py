@@ -78,7 +78,8 @@ class Dots(ctypes.Structure):
 
     _fields_ = (
         ("query", Heads),
-        ("key", Heads),
+        ("keys", ctypes.POINTER(Heads)),
+        ("parts", ctypes.c_int64),
         ("products", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
     )

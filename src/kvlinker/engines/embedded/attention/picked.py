@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded.attention.position_scores import position_weights
+from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.attention.views import Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
@@ -51,17 +51,17 @@ def attend_picked(
         at_once = max(1, PAIRS_AT_ONCE // (heads * length))
         for begin in range(rows.start, rows.stop, at_once):
             part = slice(begin, min(begin + at_once, rows.stop))
-            weights = position_weights(
+            scores = PositionScores(
                 mine,
                 positions[part],
-                query[:, part],
-                segments,
                 rotary,
-                options,
+                options.window,
                 length,
-                picked=mask[:, part.start - rows.start : part.stop - rows.start],
+                device=query.device,
                 native=native,
             )
+            seen = mask[:, part.start - rows.start : part.stop - rows.start]
+            weights = scores.weights(query[:, part], segments, options, picked=seen)
             folded = weights.to(value.dtype).view(len(value), -1, length)
             found = torch.bmm(folded, value).view(heads, -1, value.shape[-1])
             output[part] = found.transpose(0, 1)

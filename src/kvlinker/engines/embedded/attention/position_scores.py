@@ -1,4 +1,4 @@
-"""Logits of attention over all positions of a sequence, for observers."""
+"""Attention weights over all positions of a sequence, for observers."""
 
 from __future__ import annotations
 
@@ -15,88 +15,119 @@ from kvlinker.engines.embedded.attention.views import Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 
-def position_scores(
-    views: Sequence[View],
-    positions: NDArray[np.int64],
-    query: Tensor,
-    segments: Segments,
-    rotary: Rotary | None,
-    options: AttentionOptions,
-    length: int,
-    *,
-    native: bool = True,
-) -> Tensor:
-    """Return the logits before the softmax, without sinks: [heads, queries, length], fp32, -inf
-    where not seen.
+class PositionScores:
+    """Computes what some queries of a sequence attend to, position by position, in all layers that
+    show them the same. It is meant for few queries."""
 
-    ``query`` [heads, queries, key_dim], without rotary embedding, are some of a sequence's queries,
-    at ``positions`` [queries], ascending. ``views`` are the sequence's; their rows do not matter.
-    It is meant for few queries. With ``native``, native code multiplies queries by keys where there
-    is one.
-    """
-    heads, queries, key_dim = query.shape
-    scores = query.new_full((heads, queries, length), float("-inf"), dtype=torch.float32)
-    for view, rotated in zip(views, _rotated(views, positions, query, rotary), strict=True):
-        low, high = view.bounds(positions, options.window)
-        first, last = int(low.min()), int(high.max())
-        if first == last:
-            continue
-        keys = np.arange(first, last)
-        seen = (keys >= low[:, None]) & (keys < high[:, None])
-        if view.hidden is not None:
-            seen &= ~view.hidden[first:last]
-        columns: slice | Tensor = slice(view.start + first, view.start + last)
-        if view.positions is not None:
-            columns = torch.from_numpy(view.positions[first:last]).to(query.device)
-        key = segments[view.segment][0][:, first:last]
-        products = dot_products(rotated, key) if native else None
-        if products is None:
-            folded = rotated.float().view(len(key), -1, key_dim)
-            products = torch.matmul(folded, key.float().transpose(1, 2)).view(heads, queries, -1)
-        found = scaled_scores(products, options)
-        if not seen.all():
-            found = torch.where(
-                torch.from_numpy(seen).to(query.device), found, scores[..., columns]
+    def __init__(
+        self,
+        views: Sequence[View],
+        positions: NDArray[np.int64],
+        rotary: Rotary | None,
+        window: int | None,
+        length: int,
+        *,
+        device: torch.device | str = "cpu",
+        native: bool = True,
+    ) -> None:
+        """``views`` are the sequence's; their rows do not matter. The queries are at ``positions``
+        [queries], ascending. Those of all keys in the views that they see are less than ``length``.
+        With ``native``, native code multiplies queries by keys where there is one."""
+        self._rotary = rotary
+        self._queries, self._length = len(positions), length
+        self._native = native
+        self._keys: list[tuple[int, slice]] = []
+        columns, seen, distances = [], [], []
+        for view in views:
+            low, high = view.bounds(positions, window)
+            first, last = int(low.min()), int(high.max())
+            if first == last:
+                continue
+            keys = np.arange(first, last)
+            mine = (keys >= low[:, None]) & (keys < high[:, None])
+            if view.hidden is not None:
+                mine &= ~view.hidden[first:last]
+            seen.append(mine)
+            self._keys.append((view.segment, slice(first, last)))
+            columns.append(
+                view.start + keys if view.positions is None else view.positions[first:last]
             )
-        scores[..., columns] = found
-    return scores
+            distances.append(positions - view.rotary_start)
+        if self._keys:
+            self._place(np.concatenate(columns), np.concatenate(seen, axis=1), device)
+            if rotary is not None:
+                at = torch.from_numpy(np.concatenate(distances)).to(device)
+                self._rotations = rotary.at(at)
+
+    def scores(self, query: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+        """Return one layer's logits before the softmax, without sinks: [heads, queries, length],
+        fp32, -inf where not seen. ``query`` [heads, queries, key_dim] has no rotary embedding."""
+        shape = len(query), self._queries, self._length
+        if not self._keys:
+            return query.new_full(shape, float("-inf"), dtype=torch.float32)
+        asking = self._asking(query)
+        keys = [segments[segment][0][:, part] for segment, part in self._keys]
+        products = dot_products(asking, keys) if self._native else None
+        if products is None:
+            parts = zip(torch.split(asking, self._queries, dim=1), keys, strict=True)
+            products = torch.cat([_products(each, key) for each, key in parts], dim=2)
+        scores = scaled_scores(products, options)
+        if self._moved is not None:
+            shown, columns = self._moved
+            found = scores[..., shown]
+            scores = scores.new_full(shape, float("-inf"))
+            scores[..., columns] = found
+        return scores if self._unseen is None else scores.masked_fill_(self._unseen, float("-inf"))
+
+    def weights(
+        self,
+        query: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        *,
+        picked: Tensor | None = None,
+    ) -> Tensor:
+        """Return one layer's attention weights, sinks taken into account: [heads, queries, length],
+        fp32. Where tokens are ``picked`` for each query, [groups of heads, queries, length or
+        more], the others' are zero."""
+        scores = self.scores(query, segments, options)
+        if picked is not None:
+            groups = scores.view(len(picked), -1, *scores.shape[1:])
+            groups.masked_fill_(~picked[:, None, :, : self._length], float("-inf"))
+        if options.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])
+        return torch.exp(scores - total[..., None])
+
+    def _place(
+        self, columns: NDArray[np.int64], seen: NDArray[np.bool_], device: torch.device | str
+    ) -> None:
+        """Find how the products of all keys, whose positions are ``columns`` [keys], become those
+        of all positions, where each query has ``seen`` [queries, keys] some. A position that is
+        seen is that of one key alone."""
+        shown = np.flatnonzero(seen.any(axis=0))
+        self._moved = None
+        if not np.array_equal(columns, np.arange(self._length)):
+            self._moved = (
+                torch.from_numpy(shown).to(device),
+                torch.from_numpy(columns[shown]).to(device),
+            )
+        unseen = np.ones((len(seen), self._length), bool)
+        unseen[:, columns[shown]] = ~seen[:, shown]
+        self._unseen = torch.from_numpy(unseen).to(device) if unseen.any() else None
+
+    def _asking(self, query: Tensor) -> Tensor:
+        """Return the queries as they ask each part of the keys, one after the other: [heads, parts
+        · queries, key_dim]."""
+        repeated = query.repeat(1, len(self._keys), 1)
+        if self._rotary is None:
+            return repeated
+        rotated = torch.empty_like(repeated)  # rounded as the attention's own queries are
+        self._rotary.rotate(repeated, *self._rotations, out=rotated)
+        return rotated
 
 
-def _rotated(
-    views: Sequence[View], positions: NDArray[np.int64], query: Tensor, rotary: Rotary | None
-) -> Sequence[Tensor]:
-    """Return the queries as they ask each of the views: [heads, queries, key_dim] each."""
-    if rotary is None:
-        return [query.contiguous()] * len(views)
-    distances = np.concatenate([positions - view.rotary_start for view in views])
-    repeated = query.repeat(1, len(views), 1)
-    rotated = torch.empty_like(repeated)  # rounded as the attention's own queries are
-    rotary.rotate(repeated, *rotary.at(torch.from_numpy(distances).to(query.device)), out=rotated)
-    return [part.contiguous() for part in torch.split(rotated, query.shape[1], dim=1)]
-
-
-def position_weights(
-    views: Sequence[View],
-    positions: NDArray[np.int64],
-    query: Tensor,
-    segments: Segments,
-    rotary: Rotary | None,
-    options: AttentionOptions,
-    length: int,
-    *,
-    picked: Tensor | None = None,
-    native: bool = True,
-) -> Tensor:
-    """Return the attention weights, sinks taken into account, for what ``position_scores`` takes:
-    [heads, queries, length], fp32. Where tokens are ``picked`` for each query, [groups of heads,
-    queries, length or more], the others' are zero."""
-    scores = position_scores(
-        views, positions, query, segments, rotary, options, length, native=native
-    )
-    if picked is not None:
-        groups = scores.view(len(picked), -1, *scores.shape[1:])
-        groups.masked_fill_(~picked[:, None, :, :length], float("-inf"))
-    if options.sinks is None:
-        return torch.softmax(scores, dim=-1)
-    total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])
-    return torch.exp(scores - total[..., None])
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the products of queries and keys in fp32: [heads, queries, keys]."""
+    folded = query.float().reshape(len(key), -1, query.shape[2])
+    return torch.matmul(folded, key.float().transpose(1, 2)).view(*query.shape[:2], -1)

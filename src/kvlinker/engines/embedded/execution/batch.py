@@ -194,17 +194,19 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """True if its tokens are only computed: none is observed, recorded or dropped, and all
-        chunks are there."""
+        """True if its tokens are only computed, and perhaps observed: none is recorded or dropped,
+        and all chunks are there."""
         return all(
-            run.capture is None
-            and run.refinement is None
-            and run.observer is None
-            and run.logprobs is None
+            run.capture is None and run.refinement is None and run.logprobs is None
             for run in self.runs
         ) and all(
             chunk.kv.complete for _, chunk in self.shared() if isinstance(chunk.kv, ArrivingKV)
         )
+
+    @property
+    def is_observed(self) -> bool:
+        """True if an observer is to be shown attention."""
+        return any(run.observer is not None for run in self.runs)
 
     @property
     def owners(self) -> set[object]:

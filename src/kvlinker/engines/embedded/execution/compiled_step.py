@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines import native
@@ -25,6 +26,7 @@ from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.forward_pass import ForwardPass
 from kvlinker.engines.embedded.execution.late_layers import never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
+from kvlinker.engines.embedded.execution.observing import LayerAttention, Observation
 from kvlinker.engines.embedded.execution.segments import BatchSegments, SegmentTable
 from kvlinker.engines.embedded.execution.step_structures import (
     NativeStep,
@@ -156,12 +158,42 @@ class CompiledStep:
             threads=torch.get_num_threads(),
         )
         with nullcontext() if forward is None else intercepted(forward):
-            self._compute(step)
+            if batch.is_observed:
+                self._compute_observed(step, batch, positions, segments)
+            else:
+                self._compute(step)
         self._bound.raise_what_failed()
         owners = batch.logit_owners
         logits = self._bound.logits(len(owners))
         states = {} if forward is None else forward.states()
         return StepResult(dict(zip(owners, logits, strict=True)), {}, states)
+
+    def _compute_observed(
+        self,
+        step: NativeStep,
+        batch: Batch,
+        positions: NDArray[np.int64],
+        segments: BatchSegments,
+    ) -> None:
+        """Compute the step up to each attention in turn, which is then shown to observers."""
+        observation = Observation(batch, native=True)
+        begin = 0
+        for number, operation in enumerate(self._program.operations, start=1):
+            if isinstance(operation, RecordedAttention):
+                self._compute(self._bound.part(step, begin, number))
+                begin = number
+                index = operation.layer
+                layer = LayerAttention(
+                    segments.plan(index)[0],
+                    positions,
+                    self._bound.query(operation)[:, : len(positions)],
+                    segments.layer(index),
+                    self._layers[index].rotary,
+                    operation.options,
+                    picked=None,
+                )
+                observation.show(index, layer)
+        self._compute(self._bound.part(step, begin, len(self._program.operations)))
 
     def _forward(self, batch: Batch) -> ForwardPass | None:
         """Return what the modules that native code calls ask for states, or to attend to latents;
@@ -221,6 +253,20 @@ class _Bound:
         dtype = torch.float32 if place.wide else torch.bfloat16
         memory = self._memory[place.memory].view(dtype)[: rows * place.row]
         return memory.view(rows, place.row).to(torch.float32, copy=True)
+
+    def part(self, step: NativeStep, begin: int, end: int) -> NativeStep:
+        """Have a step compute the operations [begin, end) only, and return it."""
+        step.operations = ctypes.addressof(self.operations[begin]) if begin < end else None
+        step.count = end - begin
+        return step
+
+    def query(self, attention: RecordedAttention) -> Tensor:
+        """Return the queries of all rows, which lie there until the next operation: [heads, rows,
+        key_dim]."""
+        place = attention.query
+        numbers = self._memory[place.memory].view(torch.bfloat16)
+        shape = place.heads, self.rows, place.dim
+        return numbers.as_strided(shape, (place.head, place.row, 1), place.offset)
 
     def _product(self, product: Product) -> StepOperation:
         weights = product.weights

@@ -24,7 +24,7 @@ from kvlinker.engines.embedded.execution.deviations import LayerDeviations
 from kvlinker.engines.embedded.execution.index_pass import IndexPass
 from kvlinker.engines.embedded.execution.late_layers import WaitInStep, late_owners
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
-from kvlinker.engines.embedded.execution.observing import LayerAttention, show
+from kvlinker.engines.embedded.execution.observing import LayerAttention, Observation
 from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
 from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
@@ -196,6 +196,7 @@ class ForwardPass:
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
         self.segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
+        self._observation = Observation(batch, native=self._native)
 
     def _take_out(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the owners' tokens."""
@@ -222,11 +223,11 @@ class ForwardPass:
         picked = None if shape.picker is None else self._indexed.of(self._batch)
         if shape.latents is not None:
             query = shape.latents.absorbed(query)
+        layer = LayerAttention(
+            views, self._positions, query, segments, shape.rotary, options, picked
+        )
         with self._timed("select"):
-            layer = LayerAttention(
-                views, self._positions, query, segments, shape.rotary, options, picked
-            )
-            show(index, self._batch, layer, native=self._native)
+            self._observation.show(index, layer)
         output = query.new_empty(query.shape[1], query.shape[0], segments[0][1].shape[2])
         if picked is None:
             self._kernel.attend(plan, query, segments, shape.rotary, options, output=output)

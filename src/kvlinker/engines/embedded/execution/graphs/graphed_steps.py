@@ -101,7 +101,8 @@ class GraphedSteps:
         return found
 
     def _result(self, batch: Batch) -> StepResult | None:
-        if not batch.is_plain or sum(len(run.tokens) for run in batch.runs) > MOST_ROWS:
+        tokens = sum(len(run.tokens) for run in batch.runs)
+        if not batch.is_plain or batch.is_observed or tokens > MOST_ROWS:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
         plans = segments.plans()
