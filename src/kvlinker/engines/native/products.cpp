@@ -17,7 +17,7 @@ constexpr int CACHE_LINE = 64;                   // bytes
 constexpr int ROWS_TOGETHER = 6;
 constexpr int ROWS_WIDENED = 512;                // the most whose inputs are widened at once
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
-constexpr int FETCHED_AHEAD = 4096;              // bytes, where a block is read once
+constexpr int AHEAD = 16384;                     // bytes, where a block is read once
 
 inline int64_t groups_of(const Product& product) { return round_up(product.width, product.group) / product.group; }
 
@@ -28,13 +28,13 @@ struct OutputBlock {
     int64_t weight_stride, header_stride;
 };
 
-// What is brought to the cache meanwhile: so many lines from `at` on in each step.
+// What is brought to the second cache meanwhile, which a block does not fill: so many lines from `at` on in each step.
 struct Fetch {
     const uint8_t* at;
     int64_t lines;
 
     void step() {
-        for (int64_t line = 0; line < lines; ++line, at += CACHE_LINE) __builtin_prefetch(at, 0, 3);
+        for (int64_t line = 0; line < lines; ++line, at += CACHE_LINE) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -92,7 +92,7 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
 
 // Multiplies all rows, by as few passes over the block's weights as there can be, of equal heights. The first pass finds
 // these in memory, the others in the cache: so all passes together fetch the weights of the block that comes next, whose
-// bytes are [next, end). A single one fetches what is a little ahead of it.
+// bytes are [next, end). A single one fetches what is a little ahead of it, or leaves that to the processor.
 template <typename Step, typename Form>
 void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
               const uint8_t* next, const uint8_t* end) {
@@ -120,7 +120,7 @@ OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wid
     OutputBlock widened = block;
     widened.weights = wide;
     const uint8_t* at = block.weights;
-    Fetch fetch{at + FETCHED_AHEAD, STEP / CACHE_LINE};
+    Fetch fetch{at + AHEAD, STEP / CACHE_LINE};
     for (int64_t step = 0; step < product.width / (2 * Form::PAIRS); ++step, at += STEP, fetch.step())
 #pragma GCC unroll 4
         for (int pair = 0; pair < Form::PAIRS; ++pair, wide += 2 / WideStep::INPUTS * STEP)
@@ -164,9 +164,9 @@ void for_each_block(const Product& product, int64_t own, const Multiply& multipl
         const int64_t end = blocks * (thread + 1) / product.threads;
         const auto memory = allocate<uint8_t>(own);
         for (int64_t index = blocks * thread / product.threads; index < end; ++index) {
-            const uint8_t* next = weights + (index + 1) * size;
-            if (product.rows <= ROWS_TOGETHER) next += FETCHED_AHEAD - size;
-            const bool fetches = product.rows <= ROWS_TOGETHER || index + 1 < end;
+            const bool once = product.rows <= ROWS_TOGETHER;
+            const uint8_t* next = weights + (index + 1) * size + (once ? AHEAD - size : 0);
+            const bool fetches = once ? Form::FETCHED_AHEAD : index + 1 < end;
             multiply(block_at<Form>(product, index), next, fetches ? next + size : next, memory.get());
         }
     }
