@@ -158,22 +158,28 @@ class EngineLoop:
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
         if result.is_usual:
             self._throughput.note(step.batch, seconds)
+        self._restart_who_left(step, result)
         self._tell_cancelled()
         for request in step.requests:
             if request.state is RequestState.RUNNING:
                 self._go_on(request, result)
         return seconds, cpu
 
+    def _restart_who_left(self, step: Step, result: StepResult) -> None:
+        """Have the requests that left the step begin again later. To be called before any request
+        ends: KV that is not there in all layers must not be kept for others."""
+        for request in step.requests:
+            if request.sequence in result.left:
+                self._scheduler.restart_later(request, result.left[request.sequence])
+
     def _go_on(self, request: Request, result: StepResult) -> None:
-        """Process a request's part of the step's result: it advances, or leaves the step to begin
-        again later."""
+        """Process a request's part of the step's result: it advances if all of its tokens are
+        computed."""
         sequence = request.sequence
         assert sequence is not None
         if sequence in result.states:
             sequence.reach(result.states[sequence])
-        if sequence in result.left:
-            self._scheduler.restart_later(request, result.left[sequence])
-        elif sequence.computed:
+        if sequence.computed:
             logits = result.logits.get(sequence)
             if (
                 logits is not None

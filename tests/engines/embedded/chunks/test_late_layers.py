@@ -14,6 +14,7 @@ from tests.engines.embedded.chunks.test_layer_loading import (
     POLICIES,
     PROMPT,
     LayerGatedTier,
+    behind_a_gate,
     expect_pipelining,
     expected,
     forget_host,
@@ -213,6 +214,22 @@ def test_a_late_request_counts_as_waiting_and_can_be_cancelled(gated, leaving):
     tier.let(10**6)
     handle.cancel()
     neighbour.wait()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_cancelled_while_a_layer_was_late_is_reused_by_nobody(bench, expected, policy):
+    made, tier = behind_a_gate(bench, prefix_cache="on", max_step_tokens=512)
+    tier.let(1)
+    late, cancel = made.submit(PROMPT, policy)
+    tier.wait_until_reached(1)
+    wait_until(lambda: made.engine.current_load().running)
+    cancel.cancel()
+    assert late.wait().finished.reason == "cancelled"
+    assert made.engine.current_load().slots_kept == 0
+    tier.let(10**6)
+    again = made.answer(PROMPT, policy)
+    assert again.tokens == expected[policy][0]
+    np.testing.assert_allclose(again.logprobs, expected[policy][1], atol=1e-3)
 
 
 def test_closing_does_not_wait_for_what_is_late(gated):

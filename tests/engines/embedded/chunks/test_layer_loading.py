@@ -138,8 +138,7 @@ def recorded(made, kind):
     return seen
 
 
-@pytest.fixture
-def gated(bench):
+def behind_a_gate(bench, **options):
     """An engine whose slow tier holds the prompt's chunks, and whose host is empty; with that
     tier."""
     tiers = []
@@ -148,13 +147,20 @@ def gated(bench):
         tiers.append(LayerGatedTier(events))
         return tiers
 
-    made = bench(slower=slower)
+    made = bench(slower=slower, **options)
     made.cache(PROMPT)
     made.store.flush()
     forget_host(made)
     expect_pipelining(made)
-    yield made, tiers[0]
-    tiers[0].let(10**6)
+    return made, tiers[0]
+
+
+@pytest.fixture
+def gated(bench):
+    """See ``behind_a_gate``."""
+    made, tier = behind_a_gate(bench)
+    yield made, tier
+    tier.let(10**6)
 
 
 def recorded_steps(made):
