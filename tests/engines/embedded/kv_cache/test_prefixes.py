@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.kv_cache import paths, prefixes
 from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath, linked_path
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
+from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking import PromptEvidence, make_plan, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
@@ -76,6 +77,18 @@ def test_a_sharer_all_of_whose_prefixes_are_gone_takes_no_memory():
         tree.insert(SequencePath(f"salt {number}", np.arange(6)), np.arange(6), spans)
         tree._allocator.release(spans)
     assert list(tree._roots) == ["salt 49"]
+
+
+def test_a_path_that_states_divide_is_given_up_at_once():
+    allocator = SlotAllocator(80)
+    tree = PrefixTree(allocator, states=8)
+    path, spans = SequencePath("", np.arange(80)), allocator.allocate(80)
+    assert spans is not None
+    states = [SequenceState(position, ()) for position in (20, 50, 79)]
+    tree.insert(path, np.arange(80), spans, states)
+    allocator.release(spans)
+    tree.evict(80)
+    assert allocator.free == 80, "else running requests are preempted for what is kept"
 
 
 class TreeMachine(RuleBasedStateMachine):

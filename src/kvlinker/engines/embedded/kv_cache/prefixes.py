@@ -183,9 +183,9 @@ class PrefixTree:
             node.children[int(items[done])] = added
             self._used[added] = None
             self._name_uses.update(added.chunk_names)
-        self._touch(parts)
         for state in states:
             self._keep_state(path, state)
+        self._touch(self._follow(path.tenant, items))  # behind what was divided off
 
     def evict(self, slots: int) -> None:
         """Give up prefixes until so many slots are free, or none is left that would free any."""
