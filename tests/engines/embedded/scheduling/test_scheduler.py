@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
 from kvlinker.engines.embedded.requests.request import RequestState
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling import scheduler as scheduling
 from kvlinker.engines.embedded.scheduling import slots as slots_module
 from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
@@ -390,6 +391,25 @@ def test_choices_fork_from_one_prompt():
         computed += sum(len(run.tokens) for run in batch.runs if run.start < 25)
     assert computed == 25
     assert all(choice.told == ["finished"] for choice in choices)
+
+
+def test_choices_are_admitted_without_a_look_at_all_others_for_each(monkeypatch):
+    """Else one request for many answers holds up all others for a third of a second."""
+    count, looks, in_place = 100, 0, TokenSequence.prompt_in_place.fget
+    assert in_place is not None
+
+    def counted(sequence):
+        nonlocal looks
+        looks += 1
+        return in_place(sequence)
+
+    simulation = Simulation(10_000, max_step_tokens=200, max_running=count)
+    choices = simulation.add(25, 3, n=count).all_choices()
+    simulation.step()
+    monkeypatch.setattr(TokenSequence, "prompt_in_place", property(counted))
+    simulation.loop._turn()
+    assert all(state_of(choice) is RequestState.RUNNING for choice in choices)
+    assert looks < count**2
 
 
 def test_choices_take_slots_for_the_prompt_once():

@@ -113,14 +113,18 @@ class RunningRequests:
     def _admit_answers(self, before: float = math.inf) -> None:
         """Admit answers whose turn comes ``before`` then, in order, until the next one does not
         fit."""
-        while queue := [
-            request for request in self._waiting[ResultKind.ANSWER] if request.turn < before
-        ]:
+        while self._waiting[ResultKind.ANSWER]:
             # what is left out can share a prompt's KV soon, which is being computed
+            soon = {
+                choice
+                for request in self.requests
+                if not _prompt_in_place(request)
+                for choice in request.choices
+            }
             queue = [
                 request
-                for request in queue
-                if all(map(_prompt_in_place, _running_siblings(request)))
+                for request in self._waiting[ResultKind.ANSWER]
+                if request.turn < before and request not in soon
             ]
             if not queue or not self._admit_next(queue):
                 return
