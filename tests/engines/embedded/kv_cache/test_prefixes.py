@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.embedded.kv_cache import paths, prefixes
 from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath, linked_path
@@ -618,3 +619,20 @@ def test_answers_do_not_depend_on_what_came_before(bench, seed):
                 known[name] = cold.answer(prompt, policy, max_tokens=4)
             assert_alike(outcome, known[name])
     assert reused
+
+
+def test_choices_count_alike_what_was_gone_when_their_prompt_got_slots(bench, monkeypatch):
+    made = bench(prefix_cache="on", kv_slots=200)
+    prompt = prompt_of(random_tokens(60, 1))
+    made.answer(prompt)
+    tree = made.engine.scheduler._running.slots._prefixes
+    acquire = tree.acquire
+
+    def acquired_late(*arguments):
+        tree.evict(200)
+        return acquire(*arguments)
+
+    monkeypatch.setattr(tree, "acquire", acquired_late)
+    outcomes, _ = made.submit_choices(prompt, 2)
+    for outcome in outcomes:
+        assert outcome.wait().finished.usage == Usage(0, 0, 60, 8)

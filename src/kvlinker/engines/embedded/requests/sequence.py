@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 
 from kvlinker.engines.contract.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
-from kvlinker.engines.embedded.execution.batch import (
-    OwnTokens,
-    Run,
-    SharedChunk,
-    VisibleKV,
-)
+from kvlinker.engines.embedded.execution.batch import OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, first_slots, slots_between
@@ -115,8 +110,8 @@ class TokenSequence:
         """The KV that was loaded from disk, until it is copied into slots."""
 
         self.missed = 0
-        """The number of reused tokens that were gone when the sequence got slots, and are computed
-        again."""
+        """The number of reused tokens that were gone when the sequence got slots for its prompt,
+        and are computed again."""
 
         self._compute(runs)
 
@@ -275,7 +270,7 @@ class TokenSequence:
             most_tokens=self.most_tokens,
             refine=self._refine,
         )
-        forked.refinement = self.refinement
+        forked.refinement, forked.missed = self.refinement, self.missed
         forked._is_shared = self._is_shared
         return forked
 
@@ -298,7 +293,8 @@ class TokenSequence:
         """Mark the first ``count`` of its own tokens, reused ones, as computed, to ``state``."""
         self.state = self._reused_state = state
         self._pending = self._missing(count)
-        self.missed = self.reused_own - count
+        if self.length == self.prompt_length:  # else its prompt had been computed before
+            self.missed = max(self.missed, self.reused_own - count)
 
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
