@@ -1,5 +1,6 @@
 """One notation for all grammars: it takes the texts that the others take."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.limits import MOST_EMPTY_LINES, MOST_GRAMMAR_CHARACTERS
 from kvlinker.engines.contract.grammars import as_lark, check_enforceable
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.schemas import SCHEMAS, UNENFORCEABLE
@@ -113,3 +115,23 @@ def test_nested_too_deeply():
     deep = '{"items": ' * 9000 + "{}" + "}" * 9000
     with pytest.raises(InvalidRequestError, match="deep"):
         check_enforceable(AnswerGrammar("json", deep))
+
+
+@pytest.mark.parametrize("line", ["\n", " \t\r\n"])
+@pytest.mark.parametrize("text", ['start: "a"\n', 'root ::= "a"\n'])
+def test_grammars_of_empty_lines_are_refused(line, text):
+    """The compiler, which keeps Python's lock, would take half a minute."""
+    check_enforceable(AnswerGrammar("grammar", text + line * MOST_EMPTY_LINES))
+    with pytest.raises(InvalidRequestError, match="501 empty lines; at most 500"):
+        check_enforceable(AnswerGrammar("grammar", text + line * (MOST_EMPTY_LINES + 1)))
+
+
+@pytest.mark.parametrize("piece", ["\n", "a", " ", "a \n", "-", "%json ", "\r", "a-"])
+def test_any_grammar_is_checked_in_a_moment(piece):
+    source = piece * (MOST_GRAMMAR_CHARACTERS // len(piece))
+    began = time.process_time()
+    try:
+        check_enforceable(AnswerGrammar("grammar", source))
+    except InvalidRequestError:
+        assert piece == "\n"
+    assert time.process_time() - began < 1

@@ -68,6 +68,9 @@ MOST_RULES = 500
 """The most rules of a grammar, and the most references in a schema: compilers recurse over them,
 and a stack overflow kills the process."""
 
+MOST_EMPTY_LINES = 500
+"""The most empty lines of a grammar: a compiler of grammars takes quadratic time over them."""
+
 MOST_GRAMMAR_CHOICES = 1024
 """The most entries of a choice grammar, of which the answer is one."""
 

@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from kvlinker.base.errors import InvalidRequestError, shortened
 from kvlinker.base.types.grammars import AnswerGrammar, json_style
 from kvlinker.base.types.limits import (
+    MOST_EMPTY_LINES,
     MOST_GRAMMAR_CHARACTERS,
     MOST_PATTERN_CHARACTERS,
     MOST_RULES,
@@ -29,8 +30,11 @@ _MOST_CHARACTERS = {
     "regex": MOST_PATTERN_CHARACTERS,
 }
 
-_RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n\"/]*:", re.MULTILINE)
+_RULE = re.compile(r"^[^\S\n]*[?!]?[\w-][^:\n\"/]*:", re.MULTILINE)
 """Matches where a rule of Lark or GBNF begins."""
+
+_EMPTY_LINE = re.compile(r"^[^\S\n]*\n", re.MULTILINE)
+"""Matches a line without anything: llguidance takes a quadratic time for many."""
 
 _CAUSE_CHARACTERS = 300
 """The most characters of a compiler's message in an error's message."""
@@ -54,6 +58,8 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
     names the cause."""
     _check_size(grammar, "characters", len(grammar.source), _MOST_CHARACTERS[grammar.kind])
     if grammar.kind == "grammar":
+        empty = len(_EMPTY_LINE.findall(grammar.source))
+        _check_size(grammar, "empty lines", empty, MOST_EMPTY_LINES)
         _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)
     try:
         schemas = list(_schemas(grammar))
