@@ -275,3 +275,20 @@ def test_a_variant_that_the_store_lost_is_forgotten(variant_bench):
     )
     assert made.variants(SECOND) == ()
     assert made.answer(prompt, "prefix").finished.usage.recomputed_tokens == len(SECOND)
+
+
+def test_a_lost_variant_fails_nobody_while_the_catalog_cannot_be_written_to(variant_bench):
+    """As on a full disk, from which variants are evicted, too."""
+    made = variant_bench()
+    prompt = prompt_of(FIRST, SECOND)
+    made.hold(prompt)
+    made.answer(prompt, "prefix")
+    made.rest()
+    (variant,) = made.variants(SECOND)
+    key = chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+    made.store.delete(key)
+    made.catalog._database._connection.execute("PRAGMA query_only = ON")
+    assert made.variants(SECOND) == ()
+    assert made.answer(prompt, "prefix").finished.usage.recomputed_tokens == len(SECOND)
+    made.rest()
+    made.catalog._database._connection.execute("PRAGMA query_only = OFF")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
-from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError
+from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest
@@ -91,7 +92,8 @@ class TenantVariants:
             return ()
         for stored in stored_variants:
             if self._store.tier_of(stored.key) is None:
-                self._index.forget(stored.key)
+                with suppress(StoreError):  # it is forgotten once the catalog can be written to
+                    self._index.forget(stored.key)
                 continue
             found.append(Variant(Chunk(chunk.tokens, stored.prefix), stored.contextualization))
         return tuple(found)
