@@ -381,3 +381,16 @@ def test_choices_belong_to_the_workflow_from_its_beginning():
     first = simulation.add(20, 5, n=3, workflow="a")
     simulation.step()
     assert {work.began for work in first.choices} == {first.arrived}
+
+
+def test_newcomers_wait_for_who_left_a_step_as_long_as_before():
+    """All of its prompt is computed again once its chunk's layers are there."""
+    simulation = measured(slo_ttft=2.0)
+    late = simulation.enter(150)
+    simulation.load(late, arriving(10, delivered=1))
+    with pytest.raises(OverloadedError):
+        simulation.enter(160)
+    simulation.step()
+    assert late.state is RequestState.LOADING
+    with pytest.raises(OverloadedError):
+        simulation.enter(160)

@@ -281,6 +281,7 @@ class Scheduler(RequestQueues):
             )
             self._fetches.wait_for_layers(request, min(needed, layers))
             self._move(request, RequestState.LOADING)
+            self._admission.note_restart(request)
         for kv in arriving:
             kv.subscribe(partial(self._layers_came, request))
         self._layers_came(request)
