@@ -15,12 +15,14 @@ HEADS = ((), (1,))
 
 
 class Shelf:
-    """A library of the variants that a test names."""
+    """A library of the variants that a test names; ``asked`` counts how often it was asked."""
 
     def __init__(self, variants):
         self.known = variants
+        self.asked = 0
 
     def variants(self, chunk):
+        self.asked += 1
         return [v for v in self.known if v.chunk.tokens == chunk.tokens and v.chunk != chunk]
 
 
@@ -87,6 +89,18 @@ def test_set_prefix_takes_the_longest_exact_prefix_of_any_order(case):
     assert exact_head(arranged) == best
     if not best:
         assert arranged == prompt
+
+
+def test_set_prefix_tries_chunks_that_are_alike_once():
+    """Each order of one text's many places is the same prompt: there are 40! of them."""
+    copy, copies = Chunk((10,), (1,)), 40
+    prompt = Prompt((FreshSegment((1,)), *[CachedSegment(copy)] * copies, FreshSegment((3,))))
+    behind = [Variant(Chunk((10,), (1, *[10] * n)), Contextualization(1, 1.0)) for n in range(1, 9)]
+    shelf = Shelf(behind)
+    arranged = parse_policy("set-prefix").arrange(prompt, shelf)
+    assert exact_head(arranged) == 1 + len(behind)
+    assert arranged.tokens.tolist() == prompt.tokens.tolist()
+    assert shelf.asked == 1
 
 
 @given(prompts())

@@ -3,6 +3,7 @@ caching."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -61,22 +62,27 @@ class Prefix(Policy):
     reorders: ClassVar[bool] = False
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        @cache
+        def stored(chunk: Chunk) -> tuple[Chunk, ...]:
+            return (chunk, *(variant.chunk for variant in library.variants(chunk)))
+
         best: list[Chunk] = []
         partial: list[tuple[list[Chunk], list[Chunk]]] = [([], list(prompt.chunks))]
         longest = -1
+        tried: set[tuple[tuple[int, ...], ...]] = set()
         while partial:
             found, rest = partial.pop()
+            texts = tuple(chunk.tokens for chunk in found)
+            if texts in tried:  # by another of several chunks that are alike
+                continue
+            tried.add(texts)
             if len(found) > longest:
                 longest, best = len(found), [*found, *rest]
             if not rest or longest == len(prompt.chunks):
                 continue
             before = tuple(prompt.with_chunks([*found, *rest]).tokens_before(len(found)))
             for index in reversed(range(len(rest) if self.reorders else 1)):
-                stored = [
-                    rest[index],
-                    *(variant.chunk for variant in library.variants(rest[index])),
-                ]
-                exact = [chunk for chunk in stored if chunk.prefix == before]
+                exact = [chunk for chunk in stored(rest[index]) if chunk.prefix == before]
                 partial += [([*found, chunk], rest[:index] + rest[index + 1 :]) for chunk in exact]
         return prompt.with_chunks(best)
 
