@@ -95,6 +95,20 @@ def word_level() -> PreTrainedTokenizerFast:
     )
 
 
+@cache
+def unigram() -> PreTrainedTokenizerFast:
+    """SentencePiece-style unigrams with its normalisation; special tokens are pieces, too."""
+    pieces = sorted({character for sentence in SENTENCES for character in sentence} | set("<>/▁"))
+    specials = ["<unk>", "<s>", "</s>"]
+    backend = Tokenizer(
+        models.Unigram([*((name, 0.0) for name in specials), *((one, -3.0) for one in pieces)], 0)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return _wrapped(backend, bos="<s>", eos="</s>", unk_token="<unk>")
+
+
 def _wrapped(
     backend: Tokenizer, *, bos: str | None, eos: str, **names: Any
 ) -> PreTrainedTokenizerFast:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.encoding import TextEncoder, require_unicode
-from tests.toy_tokenizers import byte_level, metaspace, word_level
+from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
 
 SPACED = ["first", "always", "prepend"]
 
@@ -43,6 +43,14 @@ def test_special_tokens_that_the_vocabulary_itself_yields_are_taken_apart() -> N
         "dog.",
     ]
     assert encoder.count_data(["cat </s> dog.", "cat"]) == [4, 1]
+
+
+@pytest.mark.parametrize("text", ["cat </s> dog", "cat ＜/s＞ dog", "cat </S> dog", "＜s＞"])
+def test_special_tokens_that_normalised_text_spells_are_taken_apart(text: str) -> None:
+    tokenizer = unigram()
+    encoder = TextEncoder(tokenizer)
+    assert not set(encoder.encode_data(text)) & set(tokenizer.all_special_ids)
+    assert tokens(tokenizer, encoder.encode_data("🐟")) == ["▁", "<unk>"], "which nothing spells"
 
 
 def test_special_tokens_that_have_no_other_spelling_are_refused() -> None:

@@ -135,15 +135,21 @@ class TextEncoder:
         return apart
 
     def _spelled(self, text: str) -> list[tuple[int, str]]:
-        """Find where ``text`` spells special tokens that are in its encoding, and which."""
+        """Find where ``text`` spells special tokens that are in its encoding, and which: as it is,
+        or once it is normalised, by which ``＜s＞`` may become ``<s>``."""
         encoding = _encoded(self._data, text, offsets=True)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
         names = ((self._special_tokens.get(token), start, end) for token, (start, end) in tokens)
         return [
             (start, name)
             for name, start, end in names
-            if name is not None and name in text[start:end]
+            if name is not None
+            and (name in text[start:end] or name in self._normalised(text[start:end]))
         ]
+
+    def _normalised(self, text: str) -> str:
+        normalizer = self._data.normalizer
+        return text if normalizer is None else cast(str, normalizer.normalize_str(text))
 
 
 def require_unicode(text: str, *, param: str) -> None:
