@@ -241,13 +241,26 @@ def test_few_dialogues_leave_none_to_ask(write):
 
 def test_a_record_that_is_no_dialogue_is_left_out(write):
     dialogues = [{"question": f"A: {i}\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 2)]
-    dataset = load_dataset(
-        write("sam.jsonl", *dialogues, {"question": "Who?", "answer": "x"}), SEMANTIC
-    )
-    assert len(dataset.examples) == 2
-    assert [skip.reason for skip in dataset.skipped] == [
-        "'question' is no dialogue of lines 'Name: words'"
+    others = [
+        {"question": "Who?", "answer": "x"},
+        {"question": " ", "answer": "x"},
+        {"answer": "x"},
     ]
+    for records in ([*dialogues, *others], [*others, *dialogues]):
+        dataset = load_dataset(write("sam.jsonl", *records), SEMANTIC)
+        assert [skip.reason for skip in dataset.skipped] == [
+            "'question' is no dialogue of lines 'Name: words'",
+            "'question' is empty",
+            "'question' is missing",
+        ]
+    assert len(dataset.examples) == 2 + len(others)
+
+
+def test_an_empty_question_with_an_answer_is_left_out_of_other_formats(write):
+    asked = {"passages": ["p"], "question": "Q", "answers": ["a"], "answer": "a"}
+    dataset = load_dataset(write("own.jsonl", asked, asked | {"question": ""}), SEMANTIC)
+    assert (dataset.format, len(dataset.examples)) == ("passages", 1)
+    assert [skip.reason for skip in dataset.skipped] == ["'question' is empty"]
 
 
 def test_the_format_is_the_one_of_most_records_and_is_named(write):
@@ -302,6 +315,7 @@ def test_records_that_are_no_examples_are_counted_and_the_others_used(write):
         good | {"metric": "bleu"},
         good | {"max_tokens": 0},
         good,
+        good | {"metric": ["f1"]},
     )
     dataset = load_dataset(path, SEMANTIC)
     assert len(dataset.examples) == 2
@@ -313,6 +327,7 @@ def test_records_that_are_no_examples_are_counted_and_the_others_used(write):
     assert reasons["record 7"] == "'passages' holds int, but must hold texts"
     assert "bleu" in reasons["record 8"]
     assert "max_tokens" in reasons["record 9"]
+    assert reasons["record 11"].startswith("'metric' is ['f1'], but must be one of")
 
 
 def test_a_limit_counts_usable_examples(write):

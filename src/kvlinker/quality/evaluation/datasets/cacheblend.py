@@ -102,15 +102,15 @@ def _summaries(records: Iterable[Record], source: Source) -> Iterator[Example | 
 
 
 def _dialogue(record: Record) -> str:
+    lines = "\n".join(text_field(record, "question").split("\r\n"))
     if (objection := _no_dialogue(record)) is not None:
         raise BadRecordError(objection)
-    lines = "\n".join(text_field(record, "question").split("\r\n"))
     return f"Dialogue:\n{lines}\nSummary: "
 
 
 def _no_dialogue(record: Record) -> str | None:
-    question = text_field(record, "question") if isinstance(record.fields["question"], str) else ""
-    turns = len(_TURN.findall(question.replace("\r\n", "\n")))
+    question = record.fields["question"]
+    turns = len(_TURN.findall(question.replace("\r\n", "\n"))) if isinstance(question, str) else 0
     return None if turns >= _FEWEST_TURNS else "'question' is no dialogue of lines 'Name: words'"
 
 

@@ -23,7 +23,7 @@ def _question(record: Record, source: Source) -> Question:
     first_line = bool(fields.get("first_line", True))
     choices = _choices(record, first_line=first_line)
     metric = fields.get("metric", "exact_match" if choices else "f1")
-    if metric not in METRICS:
+    if not isinstance(metric, str) or metric not in METRICS:
         raise BadRecordError(f"'metric' is {metric!r}, but must be one of {', '.join(METRICS)}")
     max_tokens = fields.get("max_tokens", 32)
     if type(max_tokens) is not int or max_tokens < 1:
