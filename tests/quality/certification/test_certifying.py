@@ -95,6 +95,20 @@ def test_a_prompt_of_the_stores_chunks_counts_once(tmp_path: Path) -> None:
     assert found.samples == 2 * len(QUESTIONS)
 
 
+def test_chunks_that_expire_meanwhile_are_left_out(tmp_path: Path) -> None:
+    """The store is a live server's, and the figures of hours are not lost for one of them."""
+    settings = load_settings(state_dir=tmp_path, policy="naive", audit=1.0, disk_space=0)
+    with LLM.from_model(loaded_model("llama"), settings) as llm:
+        caches = llm.generate_context_cache(["One text.", "Another one.", "A third one."])
+
+        def expire_one(_what: str, done: int = 0, _total: int | None = None, /) -> None:
+            if done == 2:
+                llm.expire_cache(caches[0])
+
+        found = audit_own_chunks(llm, CertifyOptions("naive", prompts=40), progress=expire_one)
+    assert found.samples == 2 + 2 * len(QUESTIONS), "those of two others are asked about"
+
+
 def test_the_page_has_another_name_than_the_certificate(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["certify", "--out", str(tmp_path / "mine.html")])
     assert run.exit_code == 2

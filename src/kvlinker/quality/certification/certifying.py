@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvlinker.base.errors import ContextLengthError, InvalidRequestError
+from kvlinker.base.errors import (
+    ContextCacheNotFoundError,
+    ContextLengthError,
+    InvalidRequestError,
+)
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.model_files import read_model
 from kvlinker.engines.contract.selftest import SelfTestCheck
@@ -141,16 +145,16 @@ def audit_own_chunks(
 
     ``llm`` audits all of its answers. Each prompt counts once, for the interval is that of
     independent answers: few chunks make few prompts. Those that do not fit the model's window are
-    left out.
+    left out, and so are chunks whose context cache expires meanwhile.
     """
     assert llm.policy_manager.auditor is not None
     draw = random.Random(options.seed)
     found = (*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED))
     caches = list({cache.chunk_key: cache for cache in found}.values())
-    if len(caches) < 2:
-        return agreement(0, 0)
     asked: set[tuple[ContextCache | str, ...]] = set()
     for number in range(options.prompts):
+        if len(caches) < 2:
+            break
         chosen = draw.sample(caches, min(CHUNKS_PER_PROMPT, len(caches)))
         content: tuple[ContextCache | str, ...] = (*chosen, QUESTIONS[number % len(QUESTIONS)])
         if content in asked:
@@ -162,6 +166,9 @@ def audit_own_chunks(
                 [{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0
             )
         except ContextLengthError:
+            continue
+        except ContextCacheNotFoundError as gone:
+            caches = [cache for cache in caches if cache.id != gone.cache_id]
             continue
         llm.policy_manager.auditor.wait(COMPARED_SECONDS)
     tally = llm.policy_manager.auditor.figures.by_policy(DEFAULT_TENANT).get(
