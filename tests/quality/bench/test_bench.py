@@ -3,9 +3,11 @@ at."""
 
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
@@ -207,6 +209,16 @@ def test_reports_become_json_and_plots(tmp_path):
     assert "<svg" in (tmp_path / "lines.svg").read_text()
     with pytest.raises(InvalidRequestError, match=r"plot\.xyz"):
         plot_ttft(rows, tmp_path / "plot.xyz")
+
+
+def test_reports_are_printed_to_the_letter():
+    """Mistral's chat template and names of tasks have brackets, which are no styles."""
+    template, rows = "[INST] {{ message }} [/INST]", [{"task": "[/a]", "n": 1}, {"task": "[b] c"}]
+    output = StringIO()
+    report = Report("kvlinker bench quality", {}, {}, {"chat_template": template}, rows)
+    report.print(Console(file=output, width=200))
+    for text in (f"chat_template {template}", "[/a]", "[b] c"):
+        assert text in output.getvalue()
 
 
 def test_shapes_are_what_they_say():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.libraries import bench_library
@@ -89,7 +90,8 @@ class Report:
             ("settings", self.settings),
         ):
             console.print(
-                f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+                f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()),
+                markup=False,
             )
         table = Table()
         columns = self.columns or list(dict.fromkeys(column for row in shown for column in row))
@@ -98,7 +100,7 @@ class Report:
             justify: Literal["left", "right"] = "left" if column in _TEXT_COLUMNS else "right"
             table.add_column(column, justify=justify, no_wrap=True)
         for row in shown:
-            table.add_row(*(_cell(row.get(column)) for column in columns))
+            table.add_row(*(Text(_cell(row.get(column))) for column in columns))
         console.print(table)
         for check in self.checks:
             console.print(
