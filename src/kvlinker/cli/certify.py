@@ -63,6 +63,7 @@ def certify(
     with the full computation. Ends with 1 if the agreement's exact 95% interval does not lie above
     the target.
     """
+    from kvlinker.quality.bench.harness.report import empty_figure
     from kvlinker.quality.certification.certifying import CertifyOptions
     from kvlinker.quality.certification.certifying import certify as measure
     from kvlinker.quality.certification.page import certificate_page
@@ -79,6 +80,7 @@ def certify(
         prompts=prompts,
     )
     with failures(BAD_USAGE), progress_display() as progress:
+        empty_figure(1, 1)  # where matplotlib is missing, better now than after the run
         certificate = measure(settings, options, command=command_line(), progress=progress)
         path = out or certificate_path(
             settings.state_dir, certificate.fingerprint, certificate.policy

@@ -244,6 +244,7 @@ def test_the_byte_tokenizer_has_a_token_per_byte():
         (["ttft", "--shape", "tiny", "--policies", "blend"], "Unknown policy"),
         (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
         (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
+        (["ttft", "--shape", "9b", "--plot", "ttft.pngg"], "Cannot write ttft.pngg: plots are"),
         (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
         (["decode", "--shape", "tiny", "--sampling", "greedy"], "known are plain, drawn, json"),
         (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.cli import app
 from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.llm import LLM
+from kvlinker.quality.certification import certifying
 from kvlinker.quality.certification.certifying import (
     QUESTIONS,
     CertifyOptions,
@@ -113,6 +115,14 @@ def test_the_page_has_another_name_than_the_certificate(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["certify", "--out", str(tmp_path / "mine.html")])
     assert run.exit_code == 2
     assert "give that of the JSON file" in run.output
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(certifying, "certify", lambda *_, **__: pytest.fail("measured"))
+    run = CliRunner().invoke(app, ["certify", "--policy", POLICY])
+    assert run.exit_code == 2
+    assert "This needs the library matplotlib" in run.output
 
 
 def test_chunks_are_measured_as_one_codec_leaves_them() -> None:

@@ -57,6 +57,7 @@ def _typer_command(benchmark: Benchmark, program: str) -> Any:
 
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     """Make the function of a benchmark's command; its options are its parameters."""
+    from kvlinker.quality.bench.harness.report import require_plot
 
     def run(
         settings: Settings,
@@ -68,6 +69,8 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     ) -> None:
         with failures(BAD_USAGE):
             require_folders(json, plot)
+            if plot is not None:
+                require_plot(plot)
             with progress_display() as progress:
                 report = benchmark.run(
                     Setup(settings, shape, command_line(program), progress), **own

@@ -156,6 +156,16 @@ def empty_figure(width: float, height: float) -> Any:
     return bench_library("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
+def require_plot(path: Path) -> None:
+    """Raise InvalidRequestError where ``path`` cannot become a plot, rather than after a long run:
+    without matplotlib, and for an ending that it does not know."""
+    known = empty_figure(1, 1).canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise InvalidRequestError(
+            f"Cannot write {path}: plots are files of {', '.join(sorted(known))}.", param="plot"
+        )
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a matplotlib figure. Raises InvalidRequestError for a file name whose ending matplotlib
     does not know."""
