@@ -102,3 +102,29 @@ def test_a_selection_is_not_changed_by_planning():
     assert not mask.any()
     with pytest.raises(AttributeError):
         make_plan(prompt, Shared([]), NOTHING).fresh_tokens = 3  # type: ignore[misc]
+
+
+class Returning(Policy):
+    """Returns what a test names as its selection."""
+
+    family = "returning"
+
+    selection: object
+
+    def select(self, prompt, evidence):
+        return self.selection
+
+
+@pytest.mark.parametrize(
+    "selection", [np.array([7]), True, None, np.ones((1, 15), dtype=bool), np.ones(14, dtype=bool)]
+)
+def test_a_selection_that_is_no_mask_is_refused(selection):
+    """The number of one position, alone in an array, would select every token."""
+    with pytest.raises(ValueError, match=r"select returned shape .* for 15 tokens"):
+        make_plan(chunk_prompt(6, 6), Returning(selection), NOTHING)
+
+
+def test_a_mask_of_numbers_is_a_mask():
+    plan = make_plan(chunk_prompt(6, 6), Returning([0, 1] * 6 + [0] * 3), NOTHING)
+    assert plan.recomputed_tokens == 6
+    assert [selection.dtype for selection in plan.selections] == [np.bool_]

@@ -75,11 +75,18 @@ class LinkPlan:
 
 
 def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
-    """Turn a policy's selection into a plan."""
-    selectable = prompt.cached & prompt.changeable
+    """Turn a policy's selection into a plan. Raises ValueError for one that is no mask of the
+    prompt's positions."""
     return _plan_of_selections(
-        prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts)
+        prompt, policy, tuple(_selection(prompt, part, evidence) for part in policy.parts)
     )
+
+
+def _selection(prompt: Prompt, policy: Policy, evidence: Evidence) -> NDArray[np.bool_]:
+    mask = np.asarray(policy.select(prompt, evidence), dtype=np.bool_)
+    if mask.shape != (len(prompt),):
+        raise ValueError(f"select returned shape {mask.shape} for {len(prompt)} tokens")
+    return mask & prompt.cached & prompt.changeable
 
 
 def takes_first_pass(policy: Policy, prompt: Prompt) -> bool:
