@@ -13,6 +13,7 @@ from kvlinker.base.types.answers import AnswerParts
 from kvlinker.prompting.answer_forms import answer_forms, form_for
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import ID_LENGTH
+from kvlinker.prompting.answer_forms.template_reader import TemplateReader
 from tests.toy_tokenizers import byte_level
 
 WEATHER: dict[str, Any] = {
@@ -332,21 +333,24 @@ def test_nothing_is_lost_and_nothing_raises(text: str, size: int, name: str) -> 
         assert content == text
 
 
+RESPONSE_TEMPLATE = {
+    "start_anchor": "@",
+    "fields": {
+        "tool_calls": {
+            "open": "!!",
+            "close": "!!",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
 def test_a_tokenizers_own_response_template_is_followed() -> None:
     own = byte_level(bos=False)
-    own.response_template = {
-        "start_anchor": "@",
-        "fields": {
-            "tool_calls": {
-                "open": "!!",
-                "close": "!!",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"content": "text"},
-        },
-    }
+    own.response_template = RESPONSE_TEMPLATE
     try:
         reader = AnswerForm.of(own, None).reader("@", TOOLS)
         pieces = reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!!!{"name": ')
@@ -358,6 +362,14 @@ def test_a_tokenizers_own_response_template_is_followed() -> None:
         "Hi ",
         [("get_time", "{}")],
     )
+
+
+def test_a_call_that_is_nested_too_deeply_to_be_read_is_text() -> None:
+    deep = '{"a": ' * 100_000 + "1" + "}" * 100_000
+    text = f'Hi !!{{"name": "get_time", "arguments": {deep}}}!! there'
+    reader = TemplateReader(RESPONSE_TEMPLATE, TOOLS, tail="@")
+    said = AnswerParts.of([*reader.feed(text), *reader.finish(cut=False)])
+    assert (said.content, said.calls) == (text, ())
 
 
 def test_special_tokens_of_the_way_are_shown_in_its_answers() -> None:

@@ -107,7 +107,7 @@ class _AnswerParser(ResponseParser):  # type: ignore[misc]
     def _process(self, events: list[_Event], eos: bool) -> None:
         try:
             super()._process(events, eos)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = self._buffer[max(self._call_start, self._given) :]
             events.append({"type": "unparsed", "field": "tool_calls", "text": text})
 
