@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvlinker.quality.bench.harness.benchmark import compared_policies
+from kvlinker.quality.bench.harness.benchmark import compared_policies, followed
 from kvlinker.settings import load_settings
+from tests.toy_models import loaded_model
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
@@ -18,3 +19,10 @@ def test_the_policy_that_requests_have_by_default_is_compared(engine):
 
 def test_policies_are_compared_as_they_are_given():
     assert compared_policies("naive, query-5,naive", load_settings()) == ["naive", "query-5"]
+
+
+def test_what_a_model_cannot_be_linked_under_is_not_compared_by_default():
+    compared = compared_policies(None, load_settings())
+    assert followed(compared, loaded_model("llama")) == compared
+    without_attention = followed(compared, loaded_model("mamba-alone"))
+    assert without_attention == ["full", "naive", "legolink-16", "attnlink-16", "random-15"]

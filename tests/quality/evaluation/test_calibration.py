@@ -33,6 +33,9 @@ class Scripted:
         self.told = told
         self.skipped = skipped
 
+    def require_supported(self, policies: Sequence[str]) -> None:
+        assert set(policies) <= self.told.keys()
+
     def examine(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...] | Skipped:
         if example.id in self.skipped:
             return Skipped(example.id, "too long")

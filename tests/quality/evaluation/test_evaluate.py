@@ -5,11 +5,14 @@ from collections.abc import Generator
 
 import pytest
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import ExampleAnswer, Scored, Skipped
+from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import make_example, results_of
+from tests.toy_models import loaded_model
 
 POLICIES = ("full", "naive", "legolink-4")
 EXAMPLES = [make_example(number) for number in range(5)]
@@ -91,6 +94,17 @@ def test_a_changed_example_is_asked_again(llm, tmp_path):
         )
     )
     assert asked == ["0"]
+
+
+def test_a_policy_that_the_engine_cannot_follow_is_refused_before_anything_is_asked(tmp_path):
+    settings = load_settings(state_dir=tmp_path, disk_space=0, prefix_cache="off")
+    with LLM.from_model(loaded_model("mamba-alone"), settings) as llm:
+        with pytest.raises(PolicyError, match="The policy query-5 needs the question's attention"):
+            list(evaluate(_Counting(llm), EXAMPLES, ("naive", "query-5")))
+        examiner = _Counting(llm, others={"int8": Examiner(llm)})
+        with pytest.raises(PolicyError, match="The policy h2o-5 needs scores"):
+            list(evaluate(examiner, EXAMPLES, ("naive", "h2o-5@int8")))
+    assert not asked
 
 
 def test_skipped_examples_are_not_journaled(llm, tmp_path):

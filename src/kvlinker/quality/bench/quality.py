@@ -22,6 +22,7 @@ from kvlinker.quality.bench.harness.benchmark import (
     WeightFormats,
     benchmark,
     compared_policies,
+    followed,
     names,
 )
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
@@ -223,9 +224,10 @@ def quality(
             f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume"
         )
     others = setup.subjects(names(formats)) if formats else {}
-    measured = run_quality(
-        setup.subject(), setup.settings, options, others, progress=setup.progress
-    )
+    subject = setup.subject()
+    if policies is None:
+        options = replace(options, policies=tuple(followed(options.policies, subject.loaded)))
+    measured = run_quality(subject, setup.settings, options, others, progress=setup.progress)
     warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
     if len(measured.skipped) > _SKIPS_SHOWN:
         warnings.append(f"skipped {len(measured.skipped)} examples in all")
@@ -246,7 +248,7 @@ def run_quality(
     ``settings`` say how chunks are made (``generation_context``, ``system_prompt``,
     ``chat_template``). Raises InvalidRequestError for data that cannot be read, an unknown codec,
     one that changes chunks while several examples run at once, and when no example could be
-    asked.
+    asked; PolicyError for a policy that the model cannot be linked under.
     """
     from kvlinker.quality.evaluation.examiner import FORMAT_MARK, Examiner
     from kvlinker.store.format.codecs import RAW, find_codec

@@ -25,6 +25,7 @@ from kvlinker.quality.bench.harness.benchmark import (
     benchmark,
     compared_policies,
     counts,
+    followed,
 )
 from kvlinker.quality.bench.harness.files import check_cold_reads, chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import (
@@ -133,6 +134,8 @@ def ttft(
     named = compared_policies(policies, setup.settings)
     with_vllm = setup.settings.engine == "vllm"
     subject = setup.subject(repeat=repeat)
+    if policies is None:
+        named = followed(named, subject.loaded)
     report = run_ttft(
         subject,
         workloads,

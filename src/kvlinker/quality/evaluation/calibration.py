@@ -117,7 +117,7 @@ def calibrate(
     """Score every policy on the examples, each by the metric that its task is usually measured by.
 
     Raises InvalidRequestError for examples without answers, when none could be asked, and when full
-    answers none of them right.
+    answers none of them right; PolicyError for a policy that the engine cannot follow.
     """
     questions = [example for example in examples if isinstance(example, Question)]
     if len(questions) < len(examples):

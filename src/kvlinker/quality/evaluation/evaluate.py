@@ -35,7 +35,7 @@ def evaluate(
     """Yield every example with its results, in order.
 
     ``concurrency`` examples run at the same time. Those that the ``journal`` already holds are
-    skipped.
+    skipped. Raises PolicyError for a policy that the engine cannot follow.
     """
 
     def examine(example: Example) -> ExampleResults:
@@ -45,6 +45,8 @@ def evaluate(
         {} if journal is None else {e.digest: journal.get(e.digest, policies) for e in examples}
     )
     missing = [example for example in examples if finished.get(example.digest) is None]
+    if missing:
+        examiner.require_supported(policies)
     with ThreadPoolExecutor(concurrency, thread_name_prefix="kvlinker-evaluation") as pool:
         try:
             asked = pool.map(examine, missing)

@@ -15,12 +15,13 @@ from kvlinker.base.errors import (
     EngineClosedError,
     InvalidRequestError,
     KVLinkerError,
+    PolicyError,
 )
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.messages import ChatMessage
-from kvlinker.linking import Policy
+from kvlinker.linking import Policy, as_policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.examples import (
@@ -80,6 +81,15 @@ class Examiner:
                 ' prefix_cache="off".',
                 param="prefix_cache",
             )
+
+    def require_supported(self, policies: Sequence[str]) -> None:
+        """Raise PolicyError for a policy that the engine cannot follow: every example would be left
+        out for all, each after its full prefill."""
+        for policy in policies:
+            name, _, form = policy.partition(FORMAT_MARK)
+            engine = (self.others[form] if form else self).llm.engine
+            if (reason := engine.unsupported(as_policy(self._policy(name)))) is not None:
+                raise PolicyError(reason, param="policy")
 
     def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
         """Return the policies' results in their order, or why there are none: what fails once is

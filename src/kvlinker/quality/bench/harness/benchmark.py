@@ -28,6 +28,7 @@ from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, WeightFormat
 
 if TYPE_CHECKING:
+    from kvlinker.engines.embedded.model.loaded import LoadedModel
     from kvlinker.quality.bench.harness.report import Report, Row
     from kvlinker.quality.bench.harness.subject import MeasuredModel
 
@@ -207,6 +208,12 @@ def compared_policies(text: str | None, settings: Settings) -> list[str]:
     """Read policies with commas between; without any, take those that are compared by default,
     among them the one that requests have under these settings. Raises PolicyError for a bad one."""
     return policy_names(text or f"full,naive,{settings.policy},legolink-16,attnlink-16,random-15")
+
+
+def followed(policies: Sequence[str], model: LoadedModel) -> list[str]:
+    """Return those policies under which the model can be linked: of the ones that are compared by
+    default, the others are left out."""
+    return [name for name in policies if model.unsupported(parse_policy(name)) is None]
 
 
 def policy_names(text: str) -> list[str]:
