@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.prompting.splitting import Piece, split_text
-from tests.toy_tokenizers import byte_level, metaspace, word_level
+from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
 
 ENCODERS = [
-    TextEncoder(t) for t in (byte_level(), metaspace("first"), metaspace("prepend"), word_level())
+    TextEncoder(tokenizer)
+    for tokenizer in (
+        byte_level(),
+        metaspace("first"),
+        metaspace("prepend"),
+        word_level(),
+        unigram(),
+    )
 ]
 FAMILY, FLAG, ACCENTED = "👩‍👩‍👧", "🇩🇪", "e\u0301\u0323"
 

@@ -11,7 +11,7 @@ from kvlinker.base.types.chunks import GenerationContext
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.prompting.splitting import MAX_PIECE_TOKENS, split_text, splitters
-from tests.toy_tokenizers import byte_level, metaspace, word_level
+from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
 
 ENCODER = TextEncoder(byte_level())
 
@@ -173,6 +173,15 @@ def test_whitespace_that_no_neighbour_has_room_for_is_a_piece() -> None:
     pieces = split(text, "paragraph", max_tokens=8)
     assert "".join(pieces) == text
     assert sum(not piece.strip() for piece in pieces) > 2
+
+
+def test_a_part_of_a_token_may_have_more_tokens_than_the_limit() -> None:
+    """``</s>`` counts as one token of the text, but is five alone; half of ``at.`` is two."""
+    encoder = TextEncoder(unigram())
+    pieces = split("cat sat. </s>", "fixed", 3, encoder)
+    assert pieces == ["ca", "t ", "sa", "t.", " <", "/", "s>"]
+    with pytest.raises(InvalidRequestError, match=r"the character '\.' alone takes 2 tokens"):
+        split("The cat sat. ", "fixed", 1, TextEncoder(metaspace()))
 
 
 def test_a_tokenizer_serves_as_well_as_an_encoder() -> None:

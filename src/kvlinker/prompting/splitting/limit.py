@@ -147,11 +147,17 @@ class TokenLimit:
 
     def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
         """Return the end of the longest piece from ``begin`` on that is within the limit;
-        ``starts`` are the token starts."""
+        ``starts`` are the token starts. Where not one whole token fits, because its parts are more
+        tokens when they stand alone, the piece may be half as long as it could be."""
         token = bisect_left(starts, begin)
         budget = self.max_tokens
+        end = len(text)
         while True:
-            target = starts[token + budget] if token + budget < len(starts) else len(text)
+            if budget > 0:
+                target = starts[token + budget] if token + budget < len(starts) else len(text)
+            else:
+                first = _GRAPHEME.match(text, begin, end).end()
+                target = max((begin + end) // 2, first if first < end else begin)
             end = _cut_position(text, begin, target, at_words=at_words)
             excess = self.counts([text[begin:end]])[0] - self.max_tokens
             if excess <= 0:
@@ -162,7 +168,7 @@ class TokenLimit:
                     f" takes {excess + self.max_tokens} tokens. Allow at least that many.",
                     param="max_tokens",
                 )
-            budget = max(0, budget - excess)
+            budget -= excess
 
     def _shared(self, left: str, blank: str) -> list[str]:
         """Return ``left`` and ``blank``, with the end of ``left`` moved to ``blank`` if both then
