@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import InvalidRequestError
@@ -253,9 +254,10 @@ class PromptBuilder:
 def _join_texts(parts: Sequence[str | Chunk]) -> list[str | Chunk]:
     """Put neighbouring texts together, and leave out empty texts and chunks."""
     joined: list[str | Chunk] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        elif part:
-            joined.append(part)
+    shown = (part for part in parts if part)
+    for are_texts, group in groupby(shown, lambda part: isinstance(part, str)):
+        if are_texts:
+            joined.append("".join(map(str, group)))
+        else:
+            joined += group
     return joined
