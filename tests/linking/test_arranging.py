@@ -2,6 +2,7 @@
 
 from itertools import permutations, product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,7 +101,21 @@ def test_set_prefix_tries_chunks_that_are_alike_once():
     arranged = parse_policy("set-prefix").arrange(prompt, shelf)
     assert exact_head(arranged) == 1 + len(behind)
     assert arranged.tokens.tolist() == prompt.tokens.tolist()
-    assert shelf.asked == 1
+    assert shelf.asked == copies
+
+
+@pytest.mark.parametrize(("policy", "looks"), [("set-prefix", 1), ("cachecraft-1", 0)])
+def test_what_no_variant_may_stand_behind_is_not_looked_at(monkeypatch, policy, looks):
+    """Behind the template's header any chunk is exact, and to write out what stands before each of
+    a thousand took seconds."""
+    looked = []
+    before = Prompt.tokens_before
+    monkeypatch.setattr(Prompt, "tokens_before", lambda *at: looked.append(at) or before(*at))
+    chunks = [CachedSegment(Chunk((10 + index, 11), (1,))) for index in range(1000)]
+    prompt = Prompt((FreshSegment((1,)), *chunks, FreshSegment((3,))))
+    shelf = Shelf([])
+    assert parse_policy(policy).arrange(prompt, shelf) == prompt
+    assert (len(looked), shelf.asked) == (looks, 1000)
 
 
 @given(prompts())

@@ -4,6 +4,7 @@ caching."""
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -63,11 +64,14 @@ class Prefix(Policy):
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
         @cache
-        def stored(chunk: Chunk) -> tuple[Chunk, ...]:
+        def stored(index: int) -> tuple[Chunk, ...]:
+            chunk = prompt.chunks[index]
             return (chunk, *(variant.chunk for variant in library.variants(chunk)))
 
+        sizes = accumulate(map(len, prompt.chunks), initial=0)
+        fresh = [span.start - size for span, size in zip(prompt.spans, sizes, strict=False)]
         best: list[Chunk] = []
-        partial: list[tuple[list[Chunk], list[Chunk]]] = [([], list(prompt.chunks))]
+        partial: list[tuple[list[Chunk], list[int]]] = [([], list(range(len(prompt.chunks))))]
         longest = -1
         tried: set[tuple[tuple[int, ...], ...]] = set()
         while partial:
@@ -76,14 +80,25 @@ class Prefix(Policy):
             if texts in tried:  # by another of several chunks that are alike
                 continue
             tried.add(texts)
+            arranged = [*found, *(prompt.chunks[index] for index in rest)]
             if len(found) > longest:
-                longest, best = len(found), [*found, *rest]
+                longest, best = len(found), arranged
             if not rest or longest == len(prompt.chunks):
                 continue
-            before = tuple(prompt.with_chunks([*found, *rest]).tokens_before(len(found)))
-            for index in reversed(range(len(rest) if self.reorders else 1)):
-                exact = [chunk for chunk in stored(rest[index]) if chunk.prefix == before]
-                partial += [([*found, chunk], rest[:index] + rest[index + 1 :]) for chunk in exact]
+            start = fresh[len(found)] + sum(map(len, found))
+            following = [
+                (chunk, index)
+                for index in reversed(rest if self.reorders else rest[:1])
+                for chunk in stored(index)
+                if len(chunk.prefix) == start
+            ]
+            if following:
+                before = tuple(prompt.with_chunks(arranged).tokens_before(len(found)))
+                partial += [
+                    ([*found, chunk], [other for other in rest if other != index])
+                    for chunk, index in following
+                    if chunk.prefix == before
+                ]
         return prompt.with_chunks(best)
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:

@@ -175,12 +175,12 @@ class CacheCraft(Policy):
     @staticmethod
     def _best(prompt: Prompt, index: int, library: Library) -> Chunk:
         """Find the variant with the lowest CFO; of equal ones, one that is exact."""
-        chunk, new = prompt.chunks[index], prompt.contents[:index]
-        before = tuple(prompt.tokens_before(index))
-        stored = [
-            Variant(chunk, Contextualization(len(chunk), intra=0.0)),
-            *library.variants(chunk),
-        ]
+        chunk = prompt.chunks[index]
+        variants = library.variants(chunk)
+        if not variants:
+            return chunk
+        new, before = prompt.contents[:index], tuple(prompt.tokens_before(index))
+        stored = [Variant(chunk, Contextualization(len(chunk), intra=0.0)), *variants]
         best = min(
             stored,
             key=lambda known: (
