@@ -370,6 +370,9 @@ def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, co
 def test_a_folder_without_texts_is_no_haystack(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"no \.txt files"):
         load_dataset(str(tmp_path), SEMANTIC)
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(InvalidRequestError, match=r"Cannot read a text: .*folder\.txt"):
+        load_dataset(str(tmp_path), SEMANTIC)
 
 
 def test_tasks_are_chosen_before_the_limit(write):
@@ -381,5 +384,5 @@ def test_tasks_are_chosen_before_the_limit(write):
     )
     chosen = load_dataset(path, SEMANTIC, tasks=("b", "c"), limit=2)
     assert [example.answers for example in questions_of(chosen)] == [("2",), ("3",)]
-    with pytest.raises(InvalidRequestError, match="no usable example of d"):
+    with pytest.raises(InvalidRequestError, match="no usable example of d: its tasks are a, b, c"):
         load_dataset(path, SEMANTIC, tasks=("d",))

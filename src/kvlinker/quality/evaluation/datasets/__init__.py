@@ -112,15 +112,23 @@ def _collect(
 ) -> Dataset:
     examples: list[Example] = []
     skipped: list[Skipped] = []
+    other_tasks: dict[str, None] = {}
     for entry in found:
         if isinstance(entry, Skipped):
             skipped.append(entry)
             continue
         if tasks and entry.task not in tasks:
+            other_tasks[entry.task] = None
             continue
         examples.append(entry)
         if len(examples) == limit:
             break
+    if other_tasks and not examples:
+        raise InvalidRequestError(
+            f"{name} has no usable example of {', '.join(tasks)}: its tasks are"
+            f" {', '.join(other_tasks)}.",
+            param="tasks",
+        )
     return Dataset(name, known, tuple(examples), tuple(skipped))
 
 

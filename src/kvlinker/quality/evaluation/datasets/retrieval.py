@@ -76,12 +76,15 @@ def needle_examples(folder: Path, source: Source) -> Iterator[Question]:
     """Yield questions of all lengths at one depth, then at the next. Lengths that the essays do not
     fill are left out.
 
-    Raises InvalidRequestError for a folder without texts.
+    Raises InvalidRequestError for a folder without texts, or with one that cannot be read.
     """
     files = sorted(folder.glob("*.txt"))
-    haystack = "\n\n".join(
-        file.read_text(encoding="utf-8", errors="replace").strip() for file in files
-    )
+    try:
+        haystack = "\n\n".join(
+            file.read_text(encoding="utf-8", errors="replace").strip() for file in files
+        )
+    except OSError as error:
+        raise InvalidRequestError(f"Cannot read a text: {error}", param="dataset") from error
     if not haystack.strip():
         raise InvalidRequestError(
             f"{folder} has no .txt files with text: a haystack needs some.", param="dataset"
