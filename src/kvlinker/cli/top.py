@@ -24,6 +24,7 @@ from rich.text import Text
 from kvlinker.base.errors import KVLinkerError, in_words_of
 from kvlinker.cli.console import failures, output_console
 from kvlinker.doors.client import Client, ServerUnreachableError
+from kvlinker.doors.client.wire import answers_of_others
 
 WINDOW_SECONDS = 60.0
 """The time over which a live view counts: long enough to read figures, short enough to see
@@ -134,15 +135,11 @@ def read(client: Client) -> Snapshot:
     """Ask a server. Raises ServerUnreachableError, also where something else answers, and the
     errors that the server answers."""
     samples: dict[str, list[Sample]] = {}
-    try:
+    with answers_of_others():
         for family in text_string_to_metric_families(client.server_metrics()):
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append(sample)
-        status = client.server_status()
-    except ValueError as error:
-        raise ServerUnreachableError(
-            f"What answers is no server of kvlinker's: {error}. Check the address."
-        ) from error
+    status = client.server_status()
     if missing := sorted(SHOWN - status.keys() if isinstance(status, dict) else SHOWN):
         raise ServerUnreachableError(
             f"What answers is no server of kvlinker's: its status has no {', '.join(missing)}."

@@ -356,6 +356,27 @@ def test_answers_of_strangers(status: int, error: type[KVLinkerError]) -> None:
         assert (caught.value.status, str(status) in caught.value.message) == (status, True)
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>Log in</html>"), (200, b"[]"), (200, b'{"data": 5}'), (307, b"")],
+    ids=["a page", "a list", "other fields", "a redirection"],
+)
+def test_answers_of_another_kind_of_server(status: int, body: bytes) -> None:
+    client = answering(status, body, Location="https://elsewhere/")
+    calls = (
+        lambda: client.search("Oslo"),
+        lambda: client.list_caches(),
+        lambda: client.generate_context_cache(CHUNKS),
+        lambda: client.split_text("a"),
+        lambda: client.read_cache("cc_1"),
+        lambda: client.chat_completion(HELLO),
+        lambda: client.expire_caches({"a": "b"}),
+    )
+    for call in calls:
+        with pytest.raises(ServerUnreachableError, match="no server of kvlinker's"):
+            call()
+
+
 def test_failure_within_a_stream() -> None:
     chunk = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
     error = (

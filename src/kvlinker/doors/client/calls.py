@@ -26,6 +26,7 @@ from kvlinker.doors.client.wire import (
     RemoteAnswer,
     RemoteContextCache,
     RemotePage,
+    answers_of_others,
     error_of,
     read_answer,
     read_caches,
@@ -83,10 +84,12 @@ class HttpCall(Generic[T]):
         }
 
     def result(self, response: httpx.Response) -> T:
-        """Return the call's result. Raises the error that the response describes."""
+        """Return the call's result. Raises the error that the response describes, and
+        ServerUnreachableError for an answer that is no server's of kvlinker."""
         if response.is_error:
             raise error_of(response, self.named or self.body or {})
-        return self.read(response)
+        with answers_of_others():
+            return self.read(response)
 
 
 def generate_context_cache(

@@ -192,6 +192,18 @@ def transport_errors(address: httpx.URL) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def answers_of_others() -> Iterator[None]:
+    """Raise the errors of reading an answer that has another form as ServerUnreachableError: a
+    proxy's page, a redirection, or the answer of another kind of server."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ServerUnreachableError(
+            f"What answers is no server of kvlinker's: {error}. Check the address."
+        ) from error
+
+
 def access_headers(api_key: str | None) -> dict[str, str]:
     """Return the headers of calls with this key. Raises InvalidRequestError, which does not show
     it, for one that headers cannot have."""
