@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
+from kvlinker.cli.documents.files import named_from_root
 from kvlinker.llm import LLM
 from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
@@ -138,7 +139,22 @@ def test_relative_and_absolute_paths_are_the_same_file(
     library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(library)
-    assert ids(ingest("cats.md")) == ids(ingest(library / "cats.md"))
+    made = ids(ingest("cats.md"))
+    assert made == ids(ingest(library / "cats.md"))
+    monkeypatch.chdir(library / "deep")
+    assert made == ids(ingest("../cats.md")) == ids(ingest("..", "--glob", "*.md"))
+    assert len(kept(state)) == 1
+
+
+def test_links_keep_their_names_and_lead_where_the_system_follows_them(tmp_path: Path) -> None:
+    (tmp_path / "releases" / "5").mkdir(parents=True)
+    (tmp_path / "current").symlink_to(tmp_path / "releases" / "5")
+    (tmp_path / "releases" / "notes.md").write_text("notes")
+    assert named_from_root(tmp_path / "current") == tmp_path / "current"
+    above = tmp_path / "current" / ".." / "notes.md"
+    assert named_from_root(above) == tmp_path / "releases" / "notes.md"
+    around = tmp_path / "releases" / ".." / "current"
+    assert named_from_root(around) == tmp_path / "current"
 
 
 def test_run_that_was_killed_goes_on(

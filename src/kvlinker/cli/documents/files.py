@@ -32,12 +32,19 @@ class File:
         return read_document(self.content, self.path.suffix).text
 
 
+def named_from_root(path: Path) -> Path:
+    """Return the absolute path of an existing file or folder, without ``..``: what leads to the
+    last one is resolved, and links behind it keep their names."""
+    parts = path.absolute().parts
+    behind = next((place for place in range(len(parts), 0, -1) if parts[place - 1] == ".."), 0)
+    return Path(*parts[:behind]).resolve().joinpath(*parts[behind:]) if behind else Path(*parts)
+
+
 def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
-    """Yield the absolute paths of the files among ``paths``, and of those in folders that match
+    """Yield the files among ``paths``, which are absolute, and those in folders that match
     ``glob``, each once; hidden ones in folders are left out."""
     found: dict[Path, None] = {}
-    for path in paths:
-        start = path.absolute()
+    for start in paths:
         if start.is_file():
             found[start] = None
             continue

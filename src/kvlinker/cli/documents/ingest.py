@@ -14,7 +14,7 @@ from kvlinker.base.errors import did_you_mean
 from kvlinker.base.types.context_cache import LONGEST_NAME
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.documents.cost import tell_cost, tell_taken
-from kvlinker.cli.documents.files import find_files
+from kvlinker.cli.documents.files import find_files, named_from_root
 from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
 from kvlinker.cli.documents.plan import Plan, PlannedFile, Splitting, plan_ingestion
 from kvlinker.cli.documents.progress import Advance, show_progress
@@ -68,6 +68,7 @@ def ingest(
     """
     if url is None:
         _check_method(method)
+    paths = [named_from_root(path) for path in paths]
     files = list(find_files(paths, glob))
     if not files and not sync:
         raise fail("there are no such files, and no text to cache", FAILURE)

@@ -86,8 +86,8 @@ def plan_ingestion(
     are too long for a server to split, are left out with a warning.
 
     A file that was ingested in this version before is read, but neither converted nor split.
-    ``paths`` are the user's arguments: a file that is gone is one of them or was below one. Raises
-    the errors of ``CacheLibrary.split``.
+    ``paths`` are the user's arguments, absolute: a file that is gone is one of them or was below
+    one. Raises the errors of ``CacheLibrary.split``.
     """
     known: defaultdict[str, list[ExistingCache]] = defaultdict(list)
     for cached in library.caches(ORIGIN):
@@ -147,7 +147,7 @@ def _plan_file(
 def _is_gone(source: str, paths: Sequence[Path]) -> bool:
     """Return whether a file is at, or below, one of the paths by its name, but no longer there."""
     path = Path(source)
-    if not any(path.is_relative_to(each.absolute()) for each in paths):
+    if not any(path.is_relative_to(each) for each in paths):
         return False
     try:
         return not path.exists()
