@@ -384,6 +384,8 @@ def test_same_file_twice_is_ingested_once(library: Path, state: Path) -> None:
         (["blank.txt"], 1, "no text"),
         (["image.png", "--url", "SERVER"], 1, "no text"),
         ([".", "--glob", "*.rst"], 1, "no text"),
+        ([".", "--glob", "/docs/*"], 2, "--glob is '/docs/*', but must be a pattern such as"),
+        ([".", "--glob", "a**", "--url", "SERVER"], 2, "--glob is 'a**'"),
         (
             [".", "--method", "paragaph"],
             2,

@@ -42,7 +42,8 @@ def named_from_root(path: Path) -> Path:
 
 def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
     """Yield the files among ``paths``, which are absolute, and those in folders that match
-    ``glob``, each once; hidden ones in folders are left out."""
+    ``glob``, each once; hidden ones in folders are left out. Raises ValueError or
+    NotImplementedError for a pattern that is none."""
     found: dict[Path, None] = {}
     for start in paths:
         if start.is_file():

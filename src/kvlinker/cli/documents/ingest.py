@@ -69,7 +69,14 @@ def ingest(
     if url is None:
         _check_method(method)
     paths = [named_from_root(path) for path in paths]
-    files = list(find_files(paths, glob))
+    try:
+        files = list(find_files(paths, glob))
+    except (ValueError, NotImplementedError) as error:
+        raise fail(
+            f"--glob is {glob!r}, but must be a pattern such as '*.md', which files below the"
+            f" folders match: {error}",
+            BAD_USAGE,
+        ) from error
     if not files and not sync:
         raise fail("there are no such files, and no text to cache", FAILURE)
     try:
