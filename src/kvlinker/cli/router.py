@@ -13,6 +13,7 @@ from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.settings import Settings
+from kvlinker.settings.values import names_host
 
 _SETTINGS = (
     *("host", "port", "api_keys", "admin_keys", "allowed_hosts", "cors_origins"),
@@ -93,10 +94,7 @@ def router(
 
 def _is_address(url: str, *schemes: str) -> bool:
     """Return whether a URL has one of the schemes, a host, perhaps a port, and nothing else."""
-    try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port, or an IPv6 address, that is none
+    if not names_host(url, *schemes):
         return False
-    rest = parts.path.strip("/") + parts.query + parts.fragment
-    return parts.scheme in schemes and named and not rest and not url.endswith(("?", "#"))
+    parts = urlsplit(url)
+    return not (parts.path.strip("/") + parts.query + parts.fragment) and url[-1] not in "?#"

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings
 
-from kvlinker.settings.values import CommaSeparated
+from kvlinker.settings.values import CommaSeparated, names_host
 
 
 class FleetSettings(BaseSettings):
@@ -35,6 +35,6 @@ class FleetSettings(BaseSettings):
     @classmethod
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
-            if not url.startswith(("http://", "https://")):
+            if not names_host(url, "http", "https"):
                 raise ValueError(f"{url!r} is no address: write http://HOST:PORT")
         return tuple(url.rstrip("/") for url in value)

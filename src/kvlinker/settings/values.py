@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
@@ -46,3 +47,12 @@ def _parse_json(value: object) -> object:
 
 FromJson = Annotated[_Value, NoDecode, BeforeValidator(_parse_json)]
 """A value that is written as JSON in a variable or on the command line."""
+
+
+def names_host(url: str, *schemes: str) -> bool:
+    """Return whether a URL has one of the schemes and a host, and no port that cannot be."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port, or an IPv6 address, that is none
+        return False

@@ -74,8 +74,9 @@ def test_one_that_ends_meanwhile_is_gone(builder: Builder, client: BuilderClient
     builder.status = None
     with pytest.raises(ConnectionError, match="disconnected"):
         client.build(builder.url, KEY, PATIENCE)
-    with pytest.raises(ConnectionError):
-        client.build("http://127.0.0.1:9", KEY, PATIENCE)
+    for nowhere in ("http://127.0.0.1:9", "http://☃.example"):
+        with pytest.raises(ConnectionError):
+            client.build(nowhere, KEY, PATIENCE)
 
 
 def test_a_slow_one_is_given_up(builder: Builder, client: BuilderClient) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.serving import builder_client
 from kvlinker.llm import LLM
 from kvlinker.settings import load_settings
@@ -108,5 +109,12 @@ def test_who_asks_builders() -> None:
     assert found is not None
     assert found.urls() == ["http://10.0.0.9:1"]
     assert builder_client(named.model_copy(update={"role": "build"})) is None
-    with pytest.raises(Exception, match="is no address"):
-        load_settings(builders="10.0.0.7:8000")
+    for wrong in (
+        "10.0.0.7:8000",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "http://[::1",
+    ):
+        with pytest.raises(InvalidRequestError, match="is no address"):
+            load_settings(builders=wrong)

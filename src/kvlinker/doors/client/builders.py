@@ -31,7 +31,8 @@ class BuilderClient:
             answer = self._client.post(f"{url}/{BUILD}", json={"key": key}, timeout=seconds)
         except httpx.ReadTimeout as error:
             raise TimeoutError(f"It has not answered in {seconds:.1f} s.") from error
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: this client is closed
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+            # RuntimeError: this client is closed
             raise ConnectionError(repr(error)) from error
         if not answer.is_success:
             logger.info("The builder %s answers %d.", url, answer.status_code)
