@@ -122,6 +122,23 @@ async def test_a_stream_has_pieces_and_the_whole(served: Served, llm: AsyncLLM) 
         await stream.answer()
 
 
+async def test_another_task_closes_a_stream(served: Served, llm: AsyncLLM) -> None:
+    stream = await llm.stream(HELLO, **LONG)
+
+    async def read() -> int:
+        return len([piece async for piece in stream])
+
+    reading = asyncio.create_task(read())
+    while served.llm.current_load().running == 0:
+        await asyncio.sleep(0.01)
+    await stream.aclose()
+    assert await reading < LONG["max_tokens"]
+    await asyncio.to_thread(served.wait_until_idle)
+    await stream.aclose()
+    with pytest.raises(InvalidRequestError, match="closed before"):
+        await stream.answer()
+
+
 def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
     building = {

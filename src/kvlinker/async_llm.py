@@ -109,8 +109,7 @@ class AsyncLLM:
     ) -> AsyncAnswerStream:
         """Answer as ``LLM.stream`` does, from the first look at the stream on."""
         asked, builder = await asyncio.to_thread(self.llm.prepare_chat, messages, options)
-        events = self._events(lambda sink: self.llm.submit_prepared(asked, sink))
-        return AsyncAnswerStream(events, builder)
+        return AsyncAnswerStream(lambda sink: self.llm.submit_prepared(asked, sink), builder)
 
     @takes_fields_of(SamplingFields)
     async def completion(
@@ -127,9 +126,10 @@ class AsyncLLM:
             self.llm.read_completion, prompt, policy=policy, implicit=implicit, tenant=tenant
         )
         params = self.llm.sampling_params(**sampling)
-        events = self._events(lambda sink: self.llm.submit(read, params, sink, tenant=tenant))
-        answer = await AsyncAnswerStream(events, AnswerBuilder()).answer()
-        return replace(answer, context_caches=read.linked)
+        answering = AsyncAnswerStream(
+            lambda sink: self.llm.submit(read, params, sink, tenant=tenant), AnswerBuilder()
+        )
+        return replace(await answering.answer(), context_caches=read.linked)
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
@@ -140,35 +140,18 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _events(
-        self, submit: Callable[[ChoiceSink], RequestHandle]
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Submit a request for one choice, and yield its events as they come. Closing it cancels
-        the request."""
-        inbox = inbox_of(asyncio.get_running_loop())
-        events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
-
-        def sink(_: int, event: GenerationEvent) -> None:
-            inbox.put(events.put_nowait, event)
-
-        handle = await _cancelled_with_its_task(lambda: submit(sink))
-        try:
-            event: GenerationEvent | None = None
-            while not isinstance(event, Finished | Failed):
-                event = await events.get()
-                yield event
-        finally:
-            handle.cancel()
-
 
 class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
     """``AnswerStream`` for asyncio: yields the pieces of an answer. ``aclose`` and the end of an
     ``async with`` block cancel the request."""
 
     def __init__(
-        self, events: AsyncGenerator[GenerationEvent, None], builder: AnswerBuilder
+        self, submit: Callable[[ChoiceSink], RequestHandle], builder: AnswerBuilder
     ) -> None:
-        self._events = events
+        """``submit`` submits a request for one choice, at the first look at the stream."""
+        self._queue: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
+        self._events = _events(submit, self._queue)
+        self._is_waiting = False
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
 
@@ -178,11 +161,18 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
             while not self._pieces:
                 if self._builder.finished:
                     raise StopAsyncIteration
-                self._pieces.extend(self._builder.take(await anext(self._events)))
+                self._pieces.extend(self._builder.take(await self._next_event()))
         except BaseException:
             await self.aclose()
             raise
         return self._pieces.popleft()
+
+    async def _next_event(self) -> GenerationEvent:
+        self._is_waiting = True
+        try:
+            return await anext(self._events)
+        finally:
+            self._is_waiting = False
 
     async def texts(self) -> AsyncGenerator[str, None]:
         """Yield the texts of the pieces that are content; closing it cancels the request."""
@@ -199,14 +189,38 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         return self._builder.answer()
 
     async def aclose(self) -> None:
-        """Cancel the request, unless it has ended. Idempotent."""
-        await self._events.aclose()
+        """Cancel the request, unless it has ended; a task that waits for a piece meanwhile gets no
+        more. Idempotent."""
+        if self._is_waiting:
+            self._queue.put_nowait(None)
+        else:
+            await self._events.aclose()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+async def _events(
+    submit: Callable[[ChoiceSink], RequestHandle], queue: asyncio.Queue[GenerationEvent | None]
+) -> AsyncGenerator[GenerationEvent, None]:
+    """Submit a request for one choice, and yield its events as they come through the ``queue``. A
+    None there, and closing it, cancel the request."""
+    inbox = inbox_of(asyncio.get_running_loop())
+
+    def sink(_: int, event: GenerationEvent) -> None:
+        inbox.put(queue.put_nowait, event)
+
+    handle = await _cancelled_with_its_task(lambda: submit(sink))
+    try:
+        while (event := await queue.get()) is not None:
+            yield event
+            if isinstance(event, Finished | Failed):
+                return
+    finally:
+        handle.cancel()
 
 
 async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> RequestHandle:
