@@ -13,7 +13,10 @@ from typing import Any, cast
 import pytest
 
 from kvlinker import LLM, AsyncLLM
-from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.async_llm import AsyncAnswerStream
+from kvlinker.base.errors import InvalidRequestError, PolicyError, StoreError
+from kvlinker.engines.contract.contract import Failed, RequestHandle
+from kvlinker.service.answer import AnswerBuilder, ChoiceSink
 from tests.doors.http.serving import Served
 
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -136,6 +139,19 @@ async def test_another_task_closes_a_stream(served: Served, llm: AsyncLLM) -> No
     await asyncio.to_thread(served.wait_until_idle)
     await stream.aclose()
     with pytest.raises(InvalidRequestError, match="closed before"):
+        await stream.answer()
+
+
+async def test_who_asks_again_after_a_failure_learns_it_again() -> None:
+    def submit(sink: ChoiceSink) -> RequestHandle:
+        sink(0, Failed(StoreError("The disk is full.")))
+        return RequestHandle(lambda: None)
+
+    stream = AsyncAnswerStream(submit, AnswerBuilder())
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            await anext(stream)
+    with pytest.raises(StoreError):
         await stream.answer()
 
 

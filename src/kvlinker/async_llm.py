@@ -152,6 +152,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         self._queue: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         self._events = _events(submit, self._queue)
         self._is_waiting = False
+        self._failed: Failed | None = None  # for who asks again: no other event comes
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
 
@@ -161,7 +162,9 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
             while not self._pieces:
                 if self._builder.finished:
                     raise StopAsyncIteration
-                self._pieces.extend(self._builder.take(await self._next_event()))
+                event = self._failed or await self._next_event()
+                self._failed = event if isinstance(event, Failed) else None
+                self._pieces.extend(self._builder.take(event))
         except BaseException:
             await self.aclose()
             raise
