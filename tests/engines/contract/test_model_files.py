@@ -23,6 +23,7 @@ from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract import model_files
 from kvlinker.engines.contract.model_files import (
     FINGERPRINTS,
+    choose_device,
     choose_dtype,
     fingerprint_of_files,
     read_model,
@@ -38,6 +39,16 @@ def complaint(model: str | Path) -> str:
     with pytest.raises(ModelLoadError) as caught:
         read_tokenizer(load_settings(model=str(model)))
     return caught.value.message
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, missing in ((0, "cuda"), (2, "cuda:2")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(ModelLoadError, match=f"no device '{missing}'.* finds {count} GPUs"):
+            choose_device(missing)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ModelLoadError, match="Unknown device 'gpu'"):
+        choose_device("gpu")
 
 
 def test_gguf_is_refused(tmp_path: Path) -> None:

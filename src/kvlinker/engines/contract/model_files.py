@@ -117,15 +117,21 @@ def _is_offline(error: BaseException | None) -> bool:
 
 def choose_device(name: str) -> torch.device:
     """Return the named device; ``auto`` is CUDA where present, else the CPU. Raises ModelLoadError
-    for others."""
+    for others, and for a GPU that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ModelLoadError(
             f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>."
         ) from error
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        raise ModelLoadError(
+            f"There is no device {name!r}: PyTorch {torch.__version__} finds {found} GPUs here. Use"
+            " another, or auto; builds of PyTorch for CPUs find none."
+        )
+    return device
 
 
 def expert_counts(config: Any) -> set[int]:
