@@ -69,7 +69,8 @@ def certify(
     from kvlinker.quality.certification.page import certificate_page
     from kvlinker.service.audit.certificate import certificate_path
 
-    require_folders(out)
+    with failures(BAD_USAGE):
+        require_folders(out)
     if out is not None and out.suffix == ".html":
         raise fail(f"--out {out} is the page's name: give that of the JSON file", BAD_USAGE)
     options = CertifyOptions(

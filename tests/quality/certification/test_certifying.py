@@ -125,6 +125,12 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert "This needs the library matplotlib" in run.output
 
 
+def test_the_folder_of_a_certificate_is_there_before_anything_is_measured(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["certify", "--out", str(tmp_path / "none" / "mine.json")])
+    assert run.exit_code == 2
+    assert "there is no folder" in run.output
+
+
 def test_chunks_are_measured_as_one_codec_leaves_them() -> None:
     codecs: dict[str, Any] = {"disk_codec": "int4+zstd", "redis_url": "redis://a", "policy": POLICY}
     with pytest.raises(InvalidRequestError, match="but tiers have int4 and int8"):
