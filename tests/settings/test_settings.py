@@ -290,3 +290,21 @@ def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KVLINKER_STATE_DIR", "")
     monkeypatch.setenv("KVLINKER_MAX_WAITING", "")
     assert load_settings() == unset
+
+
+def test_a_home_folder_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match=r"option state_dir\): that home folder"):
+        load_settings(state_dir="~nobody-here/kvlinker")
+
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KVLINKER_STATE_DIR")
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with pytest.raises(InvalidRequestError, match=r"from its default\): .* an absolute path"):
+        load_settings()
+
+
+def test_more_threads_than_any_machine_has() -> None:
+    with pytest.raises(InvalidRequestError, match="a whole number from 1 to 4096"):
+        load_settings(threads=10**30)

@@ -44,7 +44,10 @@ class EngineSettings(BaseSettings):
         ),
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads for the model; all that there are by default."
+        default=None,
+        ge=1,
+        le=4096,
+        description="CPU threads for the model; all that there are by default.",
     )
 
     native_attention: bool = Field(

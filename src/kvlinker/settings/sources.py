@@ -45,7 +45,9 @@ def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -
     def origin(name: str) -> str:
         if name in given:
             return source(name)
-        return f"variable {variables[name]}" if name in variables else f"file {file}"
+        if name in variables:
+            return f"variable {variables[name]}"
+        return f"file {file}" if file else "its default"
 
     _check_variables(variables)
     try:

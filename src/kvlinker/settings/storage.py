@@ -146,7 +146,10 @@ class StorageSettings(BaseSettings):
     @field_validator("state_dir")
     @classmethod
     def _expand(cls, value: Path) -> Path:
-        return value.expanduser()
+        try:
+            return value.expanduser()
+        except RuntimeError:
+            raise ValueError("that home folder is not known: give an absolute path") from None
 
     @field_validator("disk_codec", "redis_codec", "object_codec")
     @classmethod
