@@ -377,6 +377,20 @@ def test_answers_of_another_kind_of_server(status: int, body: bytes) -> None:
             call()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_answer_cannot_hold_is_refused(client: Client, stream: bool) -> None:
+    """Calls in a stream of text were left out, and the texts of several choices mixed."""
+    ask: Any = client.chat_completion
+    with pytest.raises(InvalidRequestError, match="n is 2") as refused:
+        list(ask(HELLO, stream=stream, n=2, **GREEDY))
+    assert refused.value.param == "n"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    if stream:
+        with pytest.raises(InvalidRequestError, match="no calls of 'tools'"):
+            next(ask(HELLO, stream=True, tools=[tool], **GREEDY))
+    assert ask(HELLO, stream=stream, tools=[tool], tool_choice="none", n=1, **GREEDY)
+
+
 def test_failure_within_a_stream() -> None:
     chunk = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
     error = (

@@ -169,7 +169,14 @@ def chat_completion(
 def stream_chat_completion(
     messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
 ) -> HttpCall[None]:
-    """Answer a conversation as a stream of events, which the clients read themselves."""
+    """Answer a conversation as a stream of events, which the clients read themselves. Raises
+    InvalidRequestError for tools, whose calls are no text."""
+    if sampling.get("tools") and sampling.get("tool_choice") != "none":
+        raise InvalidRequestError(
+            "A stream gives the answer's text alone, in which no calls of 'tools' are: leave out"
+            " 'stream', or 'tools'.",
+            param="stream",
+        )
     return HttpCall(
         "POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True}
     )
@@ -228,7 +235,14 @@ def _chat_body(
     messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the body of a chat request. ``sampling`` are the server's fields, which it checks
-    itself, so that only a misspelt argument of the call is refused here."""
+    itself, so that only a misspelt argument of the call is refused here, and an ``n`` of more
+    choices than an answer has."""
+    several = sampling.get("n")
+    if isinstance(several, int) and several > 1:
+        raise InvalidRequestError(
+            f"n is {several}, but an answer here is one choice: leave it out, and call as often.",
+            param="n",
+        )
     for name in sampling:
         if did_you_mean(name, _CHAT_ARGUMENTS):
             raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
