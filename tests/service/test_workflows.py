@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError, StoreError
 from kvlinker.base.events import ChunkNamed, Event, Events, SuccessorsForetold
+from kvlinker.base.types.answers import Delta, Timing, Usage
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.preloading import Preloading
 from kvlinker.service.workflows import FIRST_PACE, MOST_NODES, NextUse, Workflows, WorkflowStep
@@ -37,6 +39,10 @@ class Brought:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
+        self.retries = 0
+
+    def retry(self) -> None:
+        self.retries += 1
 
     def begin(self, keys: Sequence[str], seconds: float, *, tenant: str, replaces: bool) -> int:
         self.keys += keys
@@ -67,6 +73,18 @@ class Scene:
         step = WorkflowStep(flow, following or None) if flow else None
         expected = self.workflows.expected(step, tenant="one") if step else ()
         self.workflows.begin(step, expected, used, tenant="one")
+
+
+def test_a_request_leaves_room_however_it_ends() -> None:
+    scene = Scene()
+    told: list[GenerationEvent] = []
+    sink = scene.workflows.watch(lambda _, event: told.append(event))
+    finished = Finished("stop", Usage(0, 0, 4), Timing())
+    ends: list[GenerationEvent] = [finished, Failed(StoreError("The disk is full."))]
+    for number, event in enumerate(ends, 1):
+        sink(0, Delta("a", ()))
+        sink(0, event)
+        assert (told[-1], scene.brought.retries) == (event, number)
 
 
 def test_steps_are_told_in_the_workflows_pace() -> None:

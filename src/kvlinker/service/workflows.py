@@ -16,7 +16,7 @@ from kvlinker.base.errors import (
     shortened,
 )
 from kvlinker.base.events import Events, SuccessorsForetold
-from kvlinker.engines.contract.contract import Finished, GenerationEvent, Sink
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, Sink
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.preloading import Preloading
 from kvlinker.store import NextUses
@@ -261,7 +261,7 @@ class Workflows:
         leaves room for what is used next."""
 
         def take(choice: int, event: GenerationEvent) -> None:
-            if isinstance(event, Finished):
+            if isinstance(event, Finished | Failed):
                 self._preloading.retry()
             sink(choice, event)
 
