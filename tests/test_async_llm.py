@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import aclosing
 from inspect import getmembers, isfunction, signature
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kvlinker.base.errors import InvalidRequestError, PolicyError, StoreError
 from kvlinker.engines.contract.contract import Failed, RequestHandle
 from kvlinker.service.answer import AnswerBuilder, ChoiceSink
 from tests.doors.http.serving import Served
+from tests.waiting import PATIENCE, wait_until
 
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -84,6 +86,56 @@ async def test_the_audit_is_told_which_chunks_had_no_ids(
 async def test_many_at_once(llm: AsyncLLM) -> None:
     answers = await asyncio.gather(*(llm.chat_completion(HELLO, **GREEDY) for _ in range(12)))
     assert len({answer.text for answer in answers}) == 1
+
+
+async def test_long_calls_hold_up_no_others(
+    served: Served, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of them there are: no thread waits for what the engine computes."""
+    waiting: list[Future[Any]] = []
+
+    def begin(*_: Any, **__: Any) -> Future[Any]:
+        waiting.append(Future())
+        return waiting[-1]
+
+    monkeypatch.setattr(served.llm.caches, "create", begin)
+    monkeypatch.setattr(served.llm.engine, "score", begin)
+    calls = [llm.generate_context_cache("A text."), llm.score("numbers 1 2 3")]
+    calls += [llm.generate_context_cache("A text.") for _ in range(40)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    while len(waiting) < min(len(tasks), 4):
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE):
+        assert (await llm.chat_completion(HELLO, **GREEDY)).usage.output_tokens == 6
+    for task in tasks[:2]:
+        task.cancel()
+    for each in waiting:
+        each.set_result(())
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert done[2:] == [()] * 40
+
+
+async def test_an_explanation_ends_with_its_task(
+    served: Served, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = await llm.explain(HELLO, policy="naive")
+    expected = served.llm.explain(HELLO, policy="naive")
+    assert (told.token_ids, told.texts) == (expected.token_ids, expected.texts)
+    waiting: Future[Any] = Future()
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def begin(_: object) -> Future[Any]:
+        loop.call_soon_threadsafe(begun.set)
+        return waiting
+
+    monkeypatch.setattr(served.llm.engine, "explain", begin)
+    task = asyncio.create_task(llm.explain(HELLO))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(wait_until, waiting.cancelled)
 
 
 async def test_mistakes(llm: AsyncLLM) -> None:
@@ -166,6 +218,7 @@ def test_it_has_the_calls_of_llm() -> None:
     }
     building |= {"prepare_chat", "request_tools", "described", "fitting"}
     building |= {"submit_prepared", "answer_builder", "begin_explain"}
+    building |= {"begin_score", "begin_context_caches"}
     at_once = {
         "default_policy",
         "current_load",

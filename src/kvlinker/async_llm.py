@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import AnswerPiece
-from kvlinker.base.types.messages import Implicit
+from kvlinker.base.types.chunks import GenerationContext
+from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingFields
-from kvlinker.base.types.tenants import DEFAULT_TENANT
+from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
-from kvlinker.linking import Policy
+from kvlinker.linking import Explanation, Policy
 from kvlinker.llm import LLM, Prompt
+from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.service.answer import Answer, AnswerBuilder, ChoiceSink
 from kvlinker.service.content import CompletionContent
-from kvlinker.service.prompt_calls import ChatOptions, Messages, refuse_tools_in_text
+from kvlinker.service.context_caches.checks import texts_of
+from kvlinker.service.context_caches.creation import Metadata
+from kvlinker.service.context_caches.progress import progress_bar
+from kvlinker.service.prompt_calls import ChatOptions, Documents, Messages, refuse_tools_in_text
 from kvlinker.settings import Options
+from kvlinker.store import ContextCache
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,13 +47,26 @@ def _in_thread(
     return method
 
 
+def _awaited(
+    call: Callable[Concatenate[LLM, P], T], begin: Callable[Concatenate[LLM, P], Future[T]]
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
+    """Return the method of ``AsyncLLM`` that begins in a thread what a method of ``LLM`` returns:
+    no thread waits for it."""
+
+    @wraps(call)
+    async def method(self: AsyncLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await _result_of(await asyncio.to_thread(begin, self.llm, *args, **kwargs))
+
+    return method
+
+
 @names_arguments
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
-    ``model`` and ``options`` are those of ``LLM``, and so are the calls. A task
-    that is cancelled cancels its request. ``llm`` is the ``LLM`` behind it; loading a model blocks,
-    as there.
+    ``model`` and ``options`` are those of ``LLM``, and so are the calls. A task that is cancelled
+    cancels its answer or explanation; context caches and scores are computed to the end. ``llm`` is
+    the ``LLM`` behind it; loading a model blocks, as there.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
@@ -59,11 +79,9 @@ class AsyncLLM:
         made.llm = llm
         return made
 
-    generate_context_cache = _in_thread(LLM.generate_context_cache)
     split = _in_thread(LLM.split)
     split_pieces = _in_thread(LLM.split_pieces)
-    score = _in_thread(LLM.score)
-    explain = _in_thread(LLM.explain)
+    score = _awaited(LLM.score, LLM.begin_score)
     expire_cache = _in_thread(LLM.expire_cache)
     expire_caches = _in_thread(LLM.expire_caches)
     update_cache = _in_thread(LLM.update_cache)
@@ -73,6 +91,65 @@ class AsyncLLM:
     embed = _in_thread(LLM.embed)
     caches_usage = _in_thread(LLM.caches_usage)
     close = _in_thread(LLM.close)
+
+    async def generate_context_cache(
+        self,
+        chunks: str | Sequence[str],
+        *,
+        ttl: float | None = None,
+        name: str | None = None,
+        metadata: Metadata | None = None,
+        context: GenerationContext | str | None = None,
+        pinned: bool = False,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+        progress: bool | None = None,
+    ) -> tuple[ContextCache, ...]:
+        """Compute and keep the KV of each chunk, as ``LLM.generate_context_cache`` does."""
+        texts = texts_of(chunks)
+        with progress_bar(len(texts), progress) as advance:
+            created = await asyncio.to_thread(
+                self.llm.begin_context_caches,
+                texts,
+                ttl=ttl,
+                name=name,
+                metadata=metadata,
+                context=context,
+                pinned=pinned,
+                scope=scope,
+                tenant=tenant,
+                advance=advance,
+            )
+            return await _result_of(created)
+
+    async def explain(
+        self,
+        messages: Messages | None = None,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        attention: bool = False,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Explanation:
+        """Explain how a conversation, or a completion's ``prompt``, is linked, as ``LLM.explain``
+        does."""
+        begin = partial(
+            self.llm.begin_explain,
+            messages,
+            documents=documents,
+            options=options,
+            prompt=prompt,
+            policy=policy,
+            implicit=implicit,
+            attention=attention,
+            tenant=tenant,
+        )
+        explaining, read = await _cancelled_with_its_task(begin, lambda begun: begun[0].cancel())
+        explanation = await asyncio.wrap_future(explaining)  # and so cancelled with the task
+        return await asyncio.to_thread(self.llm.described, explanation, read)
 
     @overload
     async def chat_completion(
@@ -206,6 +283,11 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         await self.aclose()
 
 
+async def _result_of(begun: Future[T]) -> T:
+    """Await what cannot be cancelled: a task that is cancelled meanwhile leaves it to its end."""
+    return await asyncio.shield(asyncio.wrap_future(begun))
+
+
 async def _events(
     submit: Callable[[ChoiceSink], RequestHandle], queue: asyncio.Queue[GenerationEvent | None]
 ) -> AsyncGenerator[GenerationEvent, None]:
@@ -216,7 +298,7 @@ async def _events(
     def sink(_: int, event: GenerationEvent) -> None:
         inbox.put(queue.put_nowait, event)
 
-    handle = await _cancelled_with_its_task(lambda: submit(sink))
+    handle = await _cancelled_with_its_task(lambda: submit(sink), lambda begun: begun.cancel())
     try:
         while (event := await queue.get()) is not None:
             yield event
@@ -226,17 +308,17 @@ async def _events(
         handle.cancel()
 
 
-async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> RequestHandle:
-    """Submit in a thread; a request whose task is cancelled meanwhile is cancelled as soon as it is
-    there."""
+async def _cancelled_with_its_task(begin: Callable[[], T], cancel: Callable[[T], object]) -> T:
+    """Begin something in a thread; what is begun for a task that is cancelled meanwhile is
+    cancelled as soon as it is there."""
 
-    def cancel(done: asyncio.Future[RequestHandle]) -> None:
+    def end(done: asyncio.Future[T]) -> None:
         if done.exception() is None:
-            done.result().cancel()
+            cancel(done.result())
 
-    submitted = asyncio.ensure_future(asyncio.to_thread(submit))
+    beginning = asyncio.ensure_future(asyncio.to_thread(begin))
     try:
-        return await asyncio.shield(submitted)
+        return await asyncio.shield(beginning)
     except asyncio.CancelledError:
-        submitted.add_done_callback(cancel)
+        beginning.add_done_callback(end)
         raise

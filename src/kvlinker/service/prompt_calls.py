@@ -153,11 +153,23 @@ class PromptCalls(ModelCalls):
         most likely tokens to return with each. Raises the errors of ``completion``, and
         InvalidRequestError if there is nothing to score.
         """
+        scoring = self.begin_score(prompt, policy=policy, tenant=tenant, logprobs=logprobs)
+        return scoring.result()
+
+    def begin_score(
+        self,
+        prompt: CompletionContent,
+        *,
+        policy: str | Policy | None = None,
+        tenant: str = DEFAULT_TENANT,
+        logprobs: int | None = None,
+    ) -> Future[PromptLogprobs]:
+        """Begin what ``score`` returns."""
         read = self.read_completion(prompt, policy=policy, tenant=tenant)
         request = GenerationRequest(
             read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
         )
-        return self.engine.score(request).result()
+        return self.engine.score(request)
 
     def explain(
         self,

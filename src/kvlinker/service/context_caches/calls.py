@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 from kvlinker.base.arguments import names_arguments
@@ -54,19 +55,45 @@ class ContextCacheCalls:
         """
         texts = texts_of(chunks)
         with progress_bar(len(texts), progress) as advance:
-            created = self.caches.create(
+            return self.begin_context_caches(
                 texts,
-                tenant=tenant,
-                expires_at=None if ttl is None else expiry_of(ttl),
+                ttl=ttl,
                 name=name,
                 metadata=metadata,
-                context=None if context is None else parse_context(context),
+                context=context,
                 pinned=pinned,
-                scope=parse_scope(scope),
-                admin=True,
+                scope=scope,
+                tenant=tenant,
                 advance=advance,
-            )
-            return created.result()
+            ).result()
+
+    def begin_context_caches(
+        self,
+        texts: Sequence[str],
+        *,
+        ttl: float | None,
+        name: str | None,
+        metadata: Metadata | None,
+        context: GenerationContext | str | None,
+        pinned: bool,
+        scope: Scope | str,
+        tenant: str,
+        advance: Callable[[], object],
+    ) -> Future[tuple[ContextCache, ...]]:
+        """Begin what ``generate_context_cache`` returns; ``advance`` is called as the KV of each
+        text comes, from any thread. It cannot be cancelled."""
+        return self.caches.create(
+            texts,
+            tenant=tenant,
+            expires_at=None if ttl is None else expiry_of(ttl),
+            name=name,
+            metadata=metadata,
+            context=None if context is None else parse_context(context),
+            pinned=pinned,
+            scope=parse_scope(scope),
+            admin=True,
+            advance=advance,
+        )
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
         """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the
