@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
@@ -12,6 +12,10 @@ from langchain_kvlinker.server import Server
 CONTEXT_CACHE = "context_cache"
 """The key of a document's metadata, and of a block of text, that has the id of its context
 cache."""
+
+MOST_CHARACTERS = 2**15
+"""The most characters that one request caches, but for a longer text alone: it is answered before
+the client has waited too long, and sends it again."""
 
 MOST_PAIRS = 16
 LONGEST_KEY = 64
@@ -50,9 +54,9 @@ class ContextCacheTransformer(Server, BaseDocumentTransformer):
     """Caches each document as one chunk, and returns it with the id of its context cache in its
     metadata.
 
-    Split long documents first: a chunk is read as a whole. Pairs of metadata that are text or
-    numbers, and short enough, are kept with the context cache, so that ``KVLinkerRetriever`` can
-    filter by them.
+    Split long documents first: a chunk is read as a whole. Those without text, as of a blank page,
+    stay as they are. Pairs of metadata that are text or numbers, and short enough, are kept with
+    the context cache, so that ``KVLinkerRetriever`` can filter by them.
     """
 
     ttl: float | None = None
@@ -63,20 +67,34 @@ class ContextCacheTransformer(Server, BaseDocumentTransformer):
     ) -> Sequence[Document]:
         """Cache the documents, and return them with the ids. ``kwargs`` are other fields of ``POST
         /v1/context_caches``, such as ``pinned``."""
-        if not documents:
-            return []
-        body = {
-            "chunks": [document.page_content for document in documents],
-            "metadata": [kept_metadata(document.metadata) for document in documents],
-            "ttl": self.ttl,
-            **kwargs,
-        }
-        return [
-            document.model_copy(
-                update={"metadata": {**document.metadata, CONTEXT_CACHE: cache["id"]}}
-            )
-            for document, cache in zip(documents, self.post("/context_caches", body), strict=True)
-        ]
+        cached = list(documents)
+        for places in batches([document.page_content for document in documents]):
+            body = {
+                "chunks": [documents[place].page_content for place in places],
+                "metadata": [kept_metadata(documents[place].metadata) for place in places],
+                "ttl": self.ttl,
+                **kwargs,
+            }
+            for place, cache in zip(places, self.post("/context_caches", body), strict=True):
+                metadata = {**documents[place].metadata, CONTEXT_CACHE: cache["id"]}
+                cached[place] = documents[place].model_copy(update={"metadata": metadata})
+        return cached
+
+
+def batches(texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the places of the texts that one request caches, those that are blank left out."""
+    batch: list[int] = []
+    characters = 0
+    for place, text in enumerate(texts):
+        if not text.strip():
+            continue
+        if batch and characters + len(text) > MOST_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(place)
+        characters += len(text)
+    if batch:
+        yield batch
 
 
 def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -75,6 +75,18 @@ def test_documents_are_cached_ahead(model: ChatKVLinker, base_url: str) -> None:
     assert model.invoke(asked(*context_blocks(cached))).text == "Oslo"
 
 
+def test_many_documents_are_cached_by_several_requests_and_blank_ones_stay(
+    model: ChatKVLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("langchain_kvlinker.documents.MOST_CHARACTERS", len(FACTS[0]))
+    texts = ["", FACTS[0], " \n", *FACTS[1:]]
+    cached = ContextCacheTransformer(ttl=600).transform_documents(list(map(Document, texts)))
+    assert [document.page_content for document in cached] == texts
+    ids = [document.metadata.get("context_cache") for document in cached]
+    assert [id is None for id in ids] == [True, False, True, *[False] * len(FACTS[1:])]
+    assert len(set(ids)) == len(FACTS) + 1
+
+
 def test_documents_without_ids_are_marked(model: ChatKVLinker) -> None:
     documents = [Document(fact) for fact in FACTS]
     for sent in (

@@ -148,6 +148,16 @@ def test_a_query_engine_answers_from_ingested_documents(model: KVLinker) -> None
     assert answer.source_nodes[0].node.get_content() == FACTS[1].strip()
 
 
+def test_many_nodes_are_cached_by_several_requests_and_blank_ones_stay(
+    model: KVLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_index.llms.kvlinker.nodes.MOST_CHARACTERS", len(FACTS[0]))
+    nodes = [TextNode(text=text) for text in ("", FACTS[0], " \n", *FACTS[1:])]
+    ids = [node.metadata.get("context_cache") for node in ContextCacheTransform(ttl=600)(nodes)]
+    assert [id is None for id in ids] == [True, False, True, *[False] * len(FACTS[1:])]
+    assert len(set(ids)) == len(FACTS) + 1
+
+
 def test_options_and_window(model: KVLinker, address: str) -> None:
     assert model.metadata.context_window > 1000
     assert KVLinker(context_window=500).metadata.context_window == 500

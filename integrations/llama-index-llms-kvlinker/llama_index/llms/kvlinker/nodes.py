@@ -3,7 +3,7 @@ retrieved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field
@@ -21,6 +21,10 @@ from llama_index.llms.kvlinker.server import default_key, default_url, post
 
 CONTEXT_CACHE = "context_cache"
 """The key of a node's metadata that has the id of its context cache."""
+
+MOST_CHARACTERS = 2**15
+"""The most characters that one request caches, but for a longer text alone: it is answered before
+the client has waited too long, and sends it again."""
 
 MOST_PAIRS = 16
 LONGEST_KEY = 64
@@ -50,9 +54,9 @@ class ContextCacheTransform(TransformComponent):
     """Caches each node's text as one chunk, as a step of an ``IngestionPipeline`` behind a
     splitter.
 
-    The node has the id of its context cache in its metadata afterwards. Pairs of metadata that are
-    text or numbers, and short enough, are kept with the context cache, so that
-    ``KVLinkerRetriever`` can filter by them.
+    The node has the id of its context cache in its metadata afterwards, unless it has no text.
+    Pairs of metadata that are text or numbers, and short enough, are kept with the context cache,
+    so that ``KVLinkerRetriever`` can filter by them.
     """
 
     api_base: str = Field(
@@ -67,17 +71,33 @@ class ContextCacheTransform(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Cache the nodes' texts, and return the nodes with the ids."""
-        if not nodes:
-            return nodes
-        body = {
-            "chunks": [node.get_content(MetadataMode.NONE) for node in nodes],
-            "metadata": [kept_metadata(node.metadata) for node in nodes],
-            "ttl": self.ttl,
-        }
-        created = post(self.api_base, self.api_key, "context_caches", body)["data"]
-        for node, cache in zip(nodes, created, strict=True):
-            name_context_cache(node, cache["id"])
+        texts = [node.get_content(MetadataMode.NONE) for node in nodes]
+        for places in batches(texts):
+            body = {
+                "chunks": [texts[place] for place in places],
+                "metadata": [kept_metadata(nodes[place].metadata) for place in places],
+                "ttl": self.ttl,
+            }
+            created = post(self.api_base, self.api_key, "context_caches", body)["data"]
+            for place, cache in zip(places, created, strict=True):
+                name_context_cache(nodes[place], cache["id"])
         return nodes
+
+
+def batches(texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the places of the texts that one request caches, those that are blank left out."""
+    batch: list[int] = []
+    characters = 0
+    for place, text in enumerate(texts):
+        if not text.strip():
+            continue
+        if batch and characters + len(text) > MOST_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(place)
+        characters += len(text)
+    if batch:
+        yield batch
 
 
 def name_context_cache(node: BaseNode, cache_id: str) -> None:
