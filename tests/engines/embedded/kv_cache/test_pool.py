@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.embedded.kv_cache.pool import (
     KVPool,
     SlotAllocator,
@@ -139,3 +140,10 @@ def test_slots_between_are_a_part_of_all(sizes, begin, size):
     begin = min(begin, sum(sizes) - 1)
     expected = slots_of(spans)[begin : begin + size]
     assert slots_between(spans, begin, begin + size).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("slots", [10**14, 10**30])
+def test_a_pool_beyond_the_memory(slots: int) -> None:
+    layers = loaded_model("llama").layers
+    with pytest.raises(ModelLoadError, match=f"{slots:,} tokens.* Lower kv_slots"):
+        KVPool(layers, slots, dtype=torch.float32, device=torch.device("cpu"))

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import KV
@@ -200,12 +201,17 @@ class KVPool:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros: attention needs finite numbers even in slots that no query sees. On the CPU,
-    memory is allocated when it is written to."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(
-        shape
-    )
+    memory is allocated when it is written to. Raises ModelLoadError where there is none."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+        raise ModelLoadError(
+            f"There is no memory for the KV of {shape[1]:,} tokens, of which the keys or values of"
+            f" one layer take {nbytes / 2**30:,.1f} GiB. Lower kv_slots, or free memory."
+        ) from error
 
 
 def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
