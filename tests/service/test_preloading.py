@@ -122,6 +122,33 @@ def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(map(len, batches)) == 43
 
 
+def test_more_tenants_than_chunks_at_a_time_take_turns(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn goes on where the last one ended, so that the first tenants do not take all."""
+    monkeypatch.setattr("kvlinker.service.preloading.AT_ONCE", 2)
+    batches: list[list[str]] = []
+    began, goes_on = Event(), Event()
+
+    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
+        batches.append(list(keys))
+        began.set()
+        assert goes_on.wait(30)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return [nothing for _ in keys]
+
+    monkeypatch.setattr(llm.store, "load", load)
+    for tenant in "abc":
+        keys = [f"{tenant}{number:063x}" for number in range(6)]
+        llm.preloading.begin(keys, 60.0, tenant=tenant)
+        assert began.wait(30)
+    goes_on.set()
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert [key[0] for batch in batches[1:4] for key in batch] == ["a", "b", "c"] * 2
+    assert sum(map(len, batches)) == 18
+
+
 def test_chunks_that_found_no_room_are_kept_for_each_tenant(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

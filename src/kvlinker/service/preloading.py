@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
-from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
@@ -44,14 +44,14 @@ class _Wanted(NamedTuple):
     """True if chunks of its owner that are needed later may go for it."""
 
 
-_Lines = dict[str, dict[str, _Wanted]]
-"""Chunks by tenant and key, first ones first."""
+_Lines = OrderedDict[str, OrderedDict[str, _Wanted]]
+"""Chunks by tenant and key, those first whose turn is first."""
 
 
 def _line_up(lines: _Lines, wanted: Mapping[str, _Wanted]) -> None:
     """Put chunks at the ends of their tenants' lines, as far as there is room."""
     for key, each in wanted.items():
-        line = lines.setdefault(each.tenant, {})
+        line = lines.setdefault(each.tenant, OrderedDict())
         if len(line) < MOST_PENDING:
             line.setdefault(key, each)
 
@@ -65,8 +65,8 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
-        self._waiting: _Lines = {}
-        self._lacking: _Lines = {}  # those for which requests had left no room
+        self._waiting: _Lines = OrderedDict()
+        self._lacking: _Lines = OrderedDict()  # those for which requests had left no room
         self._pending = 0
         self._retries = 0
         self._thread: threading.Thread | None = None
@@ -94,7 +94,7 @@ class Preloading:
         others and found no room: a request has ended that held its own there."""
         with self._lock:
             self._retries += 1
-            lacking, self._lacking = self._lacking, {}
+            lacking, self._lacking = self._lacking, OrderedDict()
             now = time.monotonic()
             for line in lacking.values():
                 self._enter({key: each for key, each in line.items() if each.deadline > now})
@@ -138,29 +138,25 @@ class Preloading:
         """Take the next chunks; there are none where nothing more is to be brought, and then the
         thread ends."""
         now = time.monotonic()
+        batch: dict[str, _Wanted] = {}
         with self._lock:
             full = not self._has_room()
-            self._waiting = {
-                tenant: {
-                    key: each
-                    for key, each in line.items()
-                    if each.deadline > now and (each.replaces or not full)
-                }
-                for tenant, line in self._waiting.items()
-            }
-            self._pending = sum(map(len, self._waiting.values()))
-            if self._closed.is_set() or not self._pending:
+            while self._waiting and len(batch) < AT_ONCE:
+                tenant, line = self._waiting.popitem(last=False)
+                key, each = line.popitem(last=False)
+                if line:
+                    self._waiting[tenant] = line  # behind all others
+                if each.deadline > now and (each.replaces or not full):
+                    batch[key] = each
+            self._pending = len(batch) + sum(map(len, self._waiting.values()))
+            if self._closed.is_set() or not batch:
                 self._end()
                 return {}
-            in_turn = chain.from_iterable(zip_longest(*map(dict.items, self._waiting.values())))
-            batch = dict(islice(filter(None, in_turn), AT_ONCE))
-            for key, each in batch.items():
-                del self._waiting[each.tenant][key]
             return batch
 
     def _end(self) -> None:
         """Drop waiting chunks; the next call begins anew."""
-        self._waiting, self._pending, self._thread = {}, 0, None
+        self._waiting, self._pending, self._thread = OrderedDict(), 0, None
 
     def _bring_batch(self, keys: Sequence[str], deadline: float) -> list[str]:
         """Load some chunks, and compute those that no tier has; returns those that there is KV of,
