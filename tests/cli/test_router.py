@@ -20,6 +20,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.cli import app
 from tests.waiting import PATIENCE, wait_until
 
@@ -66,6 +67,26 @@ def test_others_do_not_reach_it_without_keys() -> None:
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 2
     assert "binds to loopback only" in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [([], None), (["--admin-keys", "new,old"], "new"), (["--api-key", "own"], "own")],
+)
+def test_it_asks_servers_by_an_admins_key(
+    options: Sequence[str], key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def create_router(*_: object, api_key: str | None, **__: object) -> None:
+        asked.append(api_key)
+        raise KVLinkerError("This is enough.")
+
+    monkeypatch.setattr("kvlinker.fleet.app.create_router", create_router)
+    monkeypatch.delenv("KVLINKER_API_KEY", raising=False)
+    arguments = ["router", "--port", "0", "--backend", "http://host:1", *options]
+    CliRunner().invoke(app, arguments)
+    assert asked == [key]
 
 
 @contextmanager

@@ -35,7 +35,8 @@ def router(
         str | None,
         typer.Option(
             envvar="KVLINKER_API_KEY",
-            help="An admin's key of the servers, to read what they have in memory.",
+            help="An admin's key of the servers, to read what they have in memory; the first of"
+            " --admin-keys by default.",
         ),
     ] = None,
     kv_events: Annotated[
@@ -80,7 +81,7 @@ def router(
         app = create_router(
             always(urls),
             settings,
-            api_key=api_key,
+            api_key=api_key or next(iter(settings.admin_keys), None),
             tracer_provider=provider_from_environment(),
             kv_events=published,
         )
