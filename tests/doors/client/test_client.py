@@ -268,6 +268,18 @@ def test_no_server(url: str) -> None:
         client.chat_completion(HELLO)
 
 
+def test_a_server_that_takes_too_long() -> None:
+    def wait(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    client = Client("http://server")
+    client._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(wait))
+    with pytest.raises(ServerUnreachableError, match="has not answered in time"):
+        client.generate_context_cache(CHUNKS)
+    with pytest.raises(ServerUnreachableError, match="a longer timeout"):
+        next(client.chat_completion(HELLO, stream=True))
+
+
 @pytest.mark.parametrize(
     "url", ["http://[::", "nonsense", "localhost:8000", "ftp://x", "http://", "", None]
 )

@@ -186,6 +186,11 @@ def transport_errors(address: httpx.URL) -> Iterator[None]:
     ServerUnreachableError."""
     try:
         yield
+    except httpx.ReadTimeout as error:
+        raise ServerUnreachableError(
+            f"The server at {str(address).rstrip('/')} has not answered in time, and may still"
+            " compute. Ask for less at once, or give the client a longer timeout."
+        ) from error
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ServerUnreachableError(
             f"No server answers at {str(address).rstrip('/')}: {error}. Check the address."
