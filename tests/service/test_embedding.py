@@ -4,20 +4,28 @@ meaning."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import ContextLengthError, InvalidRequestError, ModelLoadError
+from kvlinker.base.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    ModelLoadError,
+)
 from kvlinker.llm import LLM
 from kvlinker.service.context_caches.texts import fused
 from kvlinker.service.embedding import BATCH_TEXTS, Embedder
 from kvlinker.settings import load_settings
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.toy_embedders import LONGEST, encoder, sentence_model, synonyms
+from tests.waiting import PATIENCE, wait_until
 
 pytest.importorskip(
     "sentence_transformers", reason="needs the extra: pip install 'kvlinker[embeddings]'"
@@ -54,6 +62,31 @@ def test_vectors_are_the_librarys(pooling: str, normalized: bool, tmp_path: Path
     assert vectors.shape == (len(texts), 32)
     np.testing.assert_allclose(vectors, reference(folder, texts), atol=1e-5)
     embedder.close()
+
+
+def test_who_waits_when_it_is_closed_learns_that(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing, goes_on = Event(), Event()
+    compute = embedder._compute
+
+    def slowly(*asked: Any) -> NDArray[np.float32]:
+        computing.set()
+        assert goes_on.wait(PATIENCE)
+        return compute(*asked)
+
+    monkeypatch.setattr(embedder, "_compute", slowly)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(embedder.embed, TEXTS[:1])
+        assert computing.wait(PATIENCE)
+        second = threads.submit(embedder.embed, TEXTS[:1])
+        wait_until(lambda: embedder._thread._work_queue.qsize() == 1)
+        closed = threads.submit(embedder.close)
+        with pytest.raises(EngineClosedError):
+            second.result(PATIENCE)
+        goes_on.set()
+        closed.result(PATIENCE)
+        assert first.result(PATIENCE).shape == (1, 32)
 
 
 def test_an_encoder_of_transformers_is_averaged(tmp_path: Path) -> None:

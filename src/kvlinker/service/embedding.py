@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,13 +133,17 @@ class Embedder:
         self, texts: Sequence[Given], role: Role | None = None, *, dimensions: int | None = None
     ) -> NDArray[np.float32]:
         """Return the vectors [texts, dimensions] of texts, each of length 1, in their order: of all
-        dimensions, or the first ones. Raises the errors of ``prepare``, and InvalidRequestError for
-        more dimensions than there are."""
+        dimensions, or the first ones. Raises the errors of ``prepare`` and ``submit``, and
+        InvalidRequestError for more dimensions than there are."""
         self.check_dimensions(dimensions)
         request = self.prepare(texts, role)
         vectors = np.empty((len(texts), self.dimensions), np.float32)
         for batch in request.batches:
-            vectors[batch.places] = self.submit(request, batch).result()
+            computing = self.submit(request, batch)
+            try:
+                vectors[batch.places] = computing.result()
+            except CancelledError as error:
+                raise engine_closed() from error
         return self.cut(vectors, dimensions)
 
     def check_dimensions(self, dimensions: int | None) -> None:
