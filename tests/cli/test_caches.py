@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from contextlib import closing
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ContextCache
+from kvlinker.store.inventory import LONGEST_CREATION_SECONDS
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import free_port
 
@@ -44,6 +46,12 @@ def caches(state: Path, *arguments: str) -> Result:
 
 def files(state: Path) -> list[Path]:
     return [file for file in (state / "chunks").rglob("*") if file.is_file()]
+
+
+def let_creations_end(state: Path) -> None:
+    """The KV is so old that no creation can still be about to enter it."""
+    for file in files(state):
+        os.utime(file, (time.time() - LONGEST_CREATION_SECONDS - 1,) * 2)
 
 
 def test_ls(state: Path, stored: tuple[ContextCache, ...]) -> None:
@@ -152,6 +160,7 @@ def test_check_tells_of_a_tier_that_does_not_answer(
 def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) -> None:
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
         llm.catalog.delete(stored[1].id, stored[1].tenant, time.time())
+    let_creations_end(state)
     for arguments, code in (([], 1), ([], 1), (["--repair"], 1), ([], 0)):
         result = caches(state, "check", *arguments)
         assert result.exit_code == code
@@ -159,11 +168,24 @@ def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) ->
     assert not [file for file in files(state) if stored[1].chunk_key in file.name]
 
 
+def test_check_leaves_kv_to_running_creations(state: Path) -> None:
+    with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
+        text = "The cat sat on the mat."
+        (cache,) = llm.generate_context_cache([text])
+        llm.store.flush()
+        llm.catalog.delete(cache.id, cache.tenant, time.time())  # as before it was entered
+        result = caches(state, "check", "--repair")
+        assert result.exit_code == 0, result.output
+        assert "0 orphans" in result.stdout
+        assert [file.stem for file in files(state)] == [cache.chunk_key]
+
+
 def test_check_repairs_the_catalog(state: Path, stored: tuple[ContextCache, ...]) -> None:
     with closing(sqlite3.connect(state / "catalog.sqlite")) as raw, raw:
         raw.execute("UPDATE chunks SET tokens = x'00000000' WHERE key = ?", (stored[0].chunk_key,))
         raw.execute("UPDATE tenants SET caches = 77")
     assert "caches check --repair" in caches(state, "ls").stderr
+    let_creations_end(state)
     for arguments, code in (([], 1), (["--repair"], 1), ([], 0)):
         result = caches(state, "check", *arguments)
         assert result.exit_code == code, result.output

@@ -150,10 +150,10 @@ def check_caches(
 ) -> None:
     """Verify the catalog, and every stored file against its checksums and the catalog.
 
-    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers
-    share, KV that this catalog does not hold is left to the other servers. The exit code is 1 when
-    anything was wrong, repaired or not, else 0. A check that is interrupted leaves the rest to the
-    next one.
+    Damaged copies are removed: their KV is computed again when it is used. KV that this catalog
+    does not hold is left to other servers in tiers that these share, and to a creation that may be
+    under way where it was used in the last hour. The exit code is 1 when anything was wrong,
+    repaired or not, else 0. A check that is interrupted leaves the rest to the next one.
     """
     with _opened(settings) as (catalog, store):
         faults = catalog.check(repair=repair)
@@ -167,11 +167,9 @@ def check_caches(
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
-        stored = (
-            store.own_keys()
-        )  # before the catalog is read: what is entered meanwhile is no orphan
+        left = store.left_keys()  # before the catalog is read: what is entered now is no orphan
         held = catalog.chunk_keys().keys()
-        orphans = sorted(stored - held)
+        orphans = sorted(left - held)
         for key in orphans:
             if repair:
                 store.delete(key)

@@ -13,8 +13,13 @@ from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
+from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
 from kvlinker.store.writer import BackgroundWriter
+
+LONGEST_CREATION_SECONDS = 3600.0
+"""The seconds during which a chunk's KV may be stored, or found, before its creation is over, and
+the catalog has its context cache."""
 
 
 class Inventory:
@@ -116,10 +121,11 @@ class Inventory:
         """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
         return self._tiers[1:]
 
-    def own_keys(self) -> frozenset[str]:
-        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be
-        written."""
-        return self._keys([tier for tier in self._tiers if not tier.shared])
+    def left_keys(self) -> frozenset[str]:
+        """Return the keys of all chunks in tiers of this store alone that no process has written or
+        used for ``LONGEST_CREATION_SECONDS``: those that no context cache holds are left over."""
+        disks = (tier for tier in self._tiers if isinstance(tier, DiskTier))
+        return frozenset().union(*(disk.unused_for(LONGEST_CREATION_SECONDS) for disk in disks))
 
     def stored_here(self, keys: Set[str]) -> frozenset[str]:
         """Return those of the keys that tiers of this store alone, its device's included, know of,

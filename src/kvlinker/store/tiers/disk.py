@@ -203,6 +203,11 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._files)
 
+    def unused_for(self, seconds: float) -> frozenset[str]:
+        """Return the keys of all files that no process has written or read for so long."""
+        latest = time.time() - seconds
+        return frozenset(key for key, status in self._folder.files() if status.st_mtime < latest)
+
     def nbytes(self, key: str) -> int | None:
         return self._files.nbytes(key)
 
