@@ -22,7 +22,7 @@ from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.service.context_caches.checks import check_fields, check_tenant
+from kvlinker.service.context_caches.checks import check_fields, check_tenant, check_ttl
 from kvlinker.service.context_caches.creation import Creation, Metadata
 from kvlinker.service.context_caches.maintenance import Maintenance
 from kvlinker.service.context_caches.texts import ChunkTexts
@@ -118,6 +118,7 @@ class ContextCaches:
         *,
         tenant: str,
         expires_at: float | None = None,
+        ttl: float | None = None,
         name: str | None = None,
         metadata: Metadata | None = None,
         context: GenerationContext | None = None,
@@ -129,8 +130,9 @@ class ContextCaches:
         """Create one context cache per text, in order; the future has them once the KV of all is in
         the store. ``advance`` is called as that of each comes, from any thread.
 
-        ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``:
-        the caller may write shared ones. Raises InvalidRequestError and ContextLengthError for bad
+        ``expires_at`` is in Unix seconds; ``ttl``, in its place, is in seconds from when all can be
+        used. ``metadata``: that of all, or one for each. ``admin``: the caller may write shared
+        ones. Raises InvalidRequestError and ContextLengthError for bad
         texts and fields, PermissionDeniedError, EngineClosedError, QuotaExceededError and
         PinLimitError; the last two are the future's where others took the room meanwhile.
         """
@@ -138,11 +140,14 @@ class ContextCaches:
             raise engine_closed()
         check_tenant(tenant)
         check_fields(expires_at=expires_at, name=name, metadata=metadata, pinned=pinned)
+        if ttl is not None:
+            check_ttl(ttl)
         _check_rights(scope, admin)
         return self.creation.begin(
             texts,
             owner=_owner(scope, tenant),
             expires_at=expires_at,
+            ttl=ttl,
             name=name,
             metadata=metadata,
             context=context,

@@ -85,7 +85,7 @@ class ContextCacheCalls:
         return self.caches.create(
             texts,
             tenant=tenant,
-            expires_at=None if ttl is None else expiry_of(ttl),
+            ttl=ttl,
             name=name,
             metadata=metadata,
             context=None if context is None else parse_context(context),

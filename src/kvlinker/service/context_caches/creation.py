@@ -83,6 +83,7 @@ class Creation:
         *,
         owner: str,
         expires_at: float | None,
+        ttl: float | None,
         name: str | None,
         metadata: Metadata | None,
         context: GenerationContext | None,
@@ -125,7 +126,7 @@ class Creation:
         except BaseException:
             self._deletions.spare_no_longer(keys)
             raise
-        computed.add_done_callback(lambda done: self._computed(done, records, entered))
+        computed.add_done_callback(lambda done: self._computed(done, records, ttl, entered))
         return entered
 
     def enter_implicit(
@@ -232,12 +233,13 @@ class Creation:
         self,
         computed: Future[int],
         records: tuple[ContextCache, ...],
+        ttl: float | None,
         entered: Future[tuple[ContextCache, ...]],
     ) -> None:
         """Have the records entered by another thread: this is the engine's, which must not wait for
         the disk."""
         try:
-            self._writer.submit(self._enter, computed, records, entered)
+            self._writer.submit(self._enter, computed, records, ttl, entered)
         except BaseException as error:
             self._deletions.spare_no_longer([record.chunk_key for record in records])
             entered.set_exception(error)
@@ -246,6 +248,7 @@ class Creation:
         self,
         computed: Future[int],
         records: tuple[ContextCache, ...],
+        ttl: float | None,
         entered: Future[tuple[ContextCache, ...]],
     ) -> None:
         keys = [record.chunk_key for record in records]
@@ -254,9 +257,12 @@ class Creation:
                 computed.result()
                 if self._shares is not None:
                     self._shares()
-                # now, as computing took a while, and lists that have passed would skip it
+                # now, as computing took a while: lists that have passed would skip it, and a short
+                # life would be over
                 now = time.time()
                 records = tuple(replace(record, created_at=now) for record in records)
+                if ttl is not None:
+                    records = tuple(replace(record, expires_at=now + ttl) for record in records)
                 room = self._catalog.add(records, self._limits, now=now)
             finally:
                 self._deletions.spare_no_longer(keys)
