@@ -126,6 +126,30 @@ def test_a_prompt_that_comes_again_is_linked_exactly(variant_bench, family, poli
     )
 
 
+def test_a_prompt_of_more_chunks_than_variants_are_kept_is_computed_once(variant_bench):
+    made = variant_bench(limit=2)
+    prompt = prompt_of(FIRST, SECOND, THIRD, FOURTH)
+    made.hold(prompt)
+    for _ in range(2):
+        made.answer(prompt, "cachecraft-1")
+        made.rest()
+        assert [len(made.variants(part)) for part in prompt.chunks] == [1, 1, 0, 0]
+        assert made.library.missing(prompt, "default") == []
+
+
+def test_tokens_are_read_only_where_a_variant_may_be_exact(variant_bench, monkeypatch):
+    """A background thread looks through each prompt: it would else be quadratic in its chunks."""
+    made = variant_bench()
+    prompt = prompt_of(FIRST, SECOND, THIRD)
+    read = []
+    before = Prompt.tokens_before
+    monkeypatch.setattr(
+        Prompt, "tokens_before", lambda self, index: (read.append(index), before(self, index))[1]
+    )
+    assert made.library.missing(prompt, "default") == [0, 1, 2]
+    assert read == []
+
+
 def test_a_variants_kv_is_the_full_prefills(variant_bench):
     made = variant_bench()
     prompt = prompt_of(FIRST, SECOND, THIRD)

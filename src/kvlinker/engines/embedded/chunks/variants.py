@@ -4,7 +4,7 @@ else to do."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -43,15 +43,15 @@ class VariantLibrary:
         return TenantVariants(self._index, self._store, self._fingerprint, tenant)
 
     def missing(self, prompt: Prompt, tenant: str) -> list[int]:
-        """Return the indices of the prompt's chunks of which no exact KV is stored."""
+        """Return the indices of the prompt's chunks of which no exact KV is stored, of the first
+        ones: as many as variants are kept, so that those of one prompt do not evict each other."""
         library = self.of(tenant)
-        missing = []
-        for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
-            if not span.exact:
-                before = tuple(prompt.tokens_before(index))
-                if all(variant.chunk.prefix != before for variant in library.variants(chunk)):
-                    missing.append(index)
-        return missing
+        return [
+            index
+            for index, span in enumerate(prompt.spans[: self._limit])
+            if not span.exact
+            and not _has_exact(library.variants(prompt.chunks[index]), prompt, index)
+        ]
 
     def note_use(self, key: str, recomputed: float) -> None:
         """Note that a request used the variant under ``key``, and computed this share of its tokens
@@ -99,6 +99,17 @@ class TenantVariants:
         return tuple(found)
 
 
+def _has_exact(variants: Iterable[Variant], prompt: Prompt, index: int) -> bool:
+    """Return whether one of the variants of a chunk was computed after just what stands before it
+    in the prompt."""
+    start = prompt.spans[index].start
+    return any(
+        len(variant.chunk.prefix) == start
+        and variant.chunk.prefix == tuple(prompt.tokens_before(index))
+        for variant in variants
+    )
+
+
 class VariantRequest(CaptureRequest):
     """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their
     scores."""
@@ -128,13 +139,14 @@ class VariantRequest(CaptureRequest):
         self._missing = tuple(missing)
 
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
-        computed = [(self._prompt.variant(index), kvs[index]) for index in self._missing]
-        self._background(partial(self._put, computed))
+        self._background(partial(self._put, [kvs[index] for index in self._missing]))
         return tuple(kvs)
 
-    def _put(self, computed: Sequence[tuple[Chunk, ChunkKV]]) -> None:
+    def _put(self, kvs: Sequence[ChunkKV]) -> None:
+        """Store the KV of the missing variants, in their order."""
         try:
-            self._library.put(computed, self._tenant)
+            variants = map(self._prompt.variant, self._missing)
+            self._library.put(list(zip(variants, kvs, strict=True)), self._tenant)
         except Exception:
             logger.exception("Variants could not be stored.")
 
