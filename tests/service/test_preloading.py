@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -94,6 +94,37 @@ def test_what_found_no_room_is_not_tried_for_ever(
     llm.preloading.retry()
     assert llm.preloading.pending == 0
     assert not llm.store.is_resident(first)
+
+
+def test_a_chunk_is_not_given_up_at_anothers_deadline(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch has two tenants' chunks; one's time is over before it is known that no tier has
+    the other."""
+    first, hasty, patient, *_ = keys_of(llm)
+    began, goes_on, late = Event(), Event(), Event()
+
+    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
+        began.set()
+        assert goes_on.wait(30)
+        if hasty in keys:
+            monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 2000.0)
+            late.set()
+        loads: list[Future[None]] = [Future() for _ in keys]
+        for each in loads:
+            Timer(0.1, each.set_result, [None]).start()
+        return loads
+
+    monkeypatch.setattr(llm.store, "load", load)
+    llm.store.delete(patient)
+    llm.preloading.begin([first], 60.0, tenant="one")
+    assert began.wait(30)
+    llm.preloading.begin([hasty], 1000.0, tenant="two")
+    llm.preloading.begin([patient], 5000.0, tenant="three")
+    goes_on.set()
+    assert late.wait(30)
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert brought(llm, [hasty, patient]) == [False, True]
 
 
 def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import wait
+from concurrent.futures import as_completed, wait
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -54,6 +54,10 @@ def _line_up(lines: _Lines, wanted: Mapping[str, _Wanted]) -> None:
         line = lines.setdefault(each.tenant, OrderedDict())
         if len(line) < MOST_PENDING:
             line.setdefault(key, each)
+
+
+def _seconds_until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 class Preloading:
@@ -124,7 +128,7 @@ class Preloading:
             while batch := self._next():
                 retries = self._retries
                 fitting = self._with_room(tuple(batch))
-                there = self._bring_batch(fitting, min(each.deadline for each in batch.values()))
+                there = self._bring_batch({key: batch[key].deadline for key in fitting})
                 refused = {key for key in there if not self._store.is_resident(key)}
                 self._keep_lacking(batch, refused | (batch.keys() - set(fitting)), retries)
                 brought += sum(map(self._store.is_resident, batch))
@@ -158,26 +162,29 @@ class Preloading:
         """Drop waiting chunks; the next call begins anew."""
         self._waiting, self._pending, self._thread = OrderedDict(), 0, None
 
-    def _bring_batch(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Load some chunks, and compute those that no tier has; returns those that there is KV of,
-        whether memory took it or not."""
-        loads = self._store.load(keys, Urgency(), ahead=True)
-        loaded = wait(loads, timeout=max(0.0, deadline - time.monotonic())).done
+    def _bring_batch(self, deadlines: Mapping[str, float]) -> list[str]:
+        """Load some chunks, and compute those that no tier has, as far as their time is not over by
+        then; returns those that there is KV of, whether memory took it or not."""
+        loads = self._store.load(tuple(deadlines), Urgency(), ahead=True)
+        keys = dict(zip(loads, deadlines, strict=True))
+        latest = max(deadlines.values(), default=0.0)
         found, building = [], []
-        for key, load in zip(keys, loads, strict=True):
-            if load not in loaded or load.exception():
-                continue
-            if load.result() is not None:
-                found.append(key)
-                continue
-            known = self._catalog.chunk(key)
-            if known is None or known[0].contextual:  # the next to need it computes it
-                continue
-            if known[2] == self._engine.fingerprint:
-                with suppress(KVLinkerError):  # requests for it get the error
-                    building.append(self._engine.cache_chunk(known[0], tenant=known[1]))
+        with suppress(TimeoutError):
+            for load in as_completed(loads, timeout=_seconds_until(latest)):
+                key = keys[load]
+                if load.exception():
+                    continue
+                if load.result() is not None:
                     found.append(key)
-        wait(building, timeout=max(0.0, deadline - time.monotonic()))
+                    continue
+                known = self._catalog.chunk(key)
+                if known is None or known[0].contextual:  # the next to need it computes it
+                    continue
+                if known[2] == self._engine.fingerprint and _seconds_until(deadlines[key]):
+                    with suppress(KVLinkerError):  # requests for it get the error
+                        building.append(self._engine.cache_chunk(known[0], tenant=known[1]))
+                        found.append(key)
+        wait(building, timeout=_seconds_until(latest))
         return found
 
     def _keep_lacking(self, batch: Mapping[str, _Wanted], lacking: Set[str], retries: int) -> None:
