@@ -414,6 +414,7 @@ def test_calls_without_what_they_need_name_it(make_llm):
         "tools": lambda: llm.chat_completion(hi, tools=5),
         "documents": lambda: llm.chat_completion(hi, documents=5),
         "link.policy": lambda: llm.chat_completion(hi, policy=5),
+        "grammar": lambda: llm.chat_completion(hi, grammar=5),
         "ttl": lambda: llm.chat_completion(hi, keep="answer", ttl=float("inf")),
         "limit": lambda: llm.list_caches(limit=0),
         "order": lambda: llm.list_caches(order="up"),

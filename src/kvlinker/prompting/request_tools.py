@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.grammars import check_grammar
 from kvlinker.base.types.tools import Tool, function_of, shown_tool
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
@@ -69,8 +70,10 @@ class RequestTools:
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are ``given``, with those that make answers
-        to ``prompt`` call tools as the request demands."""
+        to ``prompt`` call tools as the request demands. Raises InvalidRequestError if ``grammar``
+        is none."""
         fields = dict(given)
+        check_grammar(fields.get("grammar"))
         if not self._reads:
             return fields
         form, tail, several = self._form, self._tail_of(prompt), self._several

@@ -65,6 +65,16 @@ class AnswerGrammar:
         return cls("choice", json.dumps(list(texts)), param)
 
 
+def check_grammar(grammar: object) -> None:
+    """Raise InvalidRequestError unless this is a grammar, or None."""
+    if not isinstance(grammar, AnswerGrammar | None):
+        raise InvalidRequestError(
+            f"grammar is {grammar!r}, but must be an AnswerGrammar, such as"
+            " AnswerGrammar.choice(['yes', 'no']).",
+            param="grammar",
+        )
+
+
 def json_style(*, lenient: bool = False) -> dict[str, Any]:
     """Return llguidance's options for JSON: a space or an indented line between tokens, so that
     answers do not ramble on. Schemas that cannot be enforced are refused, even if they ask for less

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.call_marks import CallMarks
-from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.grammars import AnswerGrammar, check_grammar
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -168,6 +168,8 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"seed is {self.seed!r}, but must be a whole number.", param="seed"
             )
+
+        check_grammar(self.grammar)
 
     def _check_number(self, name: str) -> None:
         """Check the parameter ``name`` against its range, and make it a float where it need not be
