@@ -188,6 +188,21 @@ def test_files_are_named(
     assert complaint.format(file=file) in caught.value.message
 
 
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvlinker.toml"
+    file.touch()
+
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setenv("KVLINKER_CONFIG", str(file))
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(InvalidRequestError, match=f"Permission denied: '{file}'"):
+        load_settings()
+
+
 def test_llm_says_the_same() -> None:
     misspelt: Any = {"polciy": "naive"}  # type checkers know the options
     with pytest.raises(

@@ -68,7 +68,12 @@ class Settings(
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         file = os.environ.get(CONFIG_FILE_VARIABLE)
-        if file and not Path(file).is_file():
-            raise InvalidRequestError(f"{CONFIG_FILE_VARIABLE} names no file: {file}")
-        toml = TomlConfigSettingsSource(settings_cls, file)
+        try:
+            if file and not Path(file).is_file():
+                raise InvalidRequestError(f"{CONFIG_FILE_VARIABLE} names no file: {file}")
+            toml = TomlConfigSettingsSource(settings_cls, file)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{CONFIG_FILE_VARIABLE} names a file that cannot be read: {error}"
+            ) from error
         return init_settings, env_settings, toml
