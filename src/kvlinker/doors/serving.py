@@ -20,7 +20,8 @@ def builder_client(
     settings: Settings, found: Callable[[], Sequence[str]] | None = None
 ) -> BuilderClient | None:
     """Return the source of chunks that a server lacks: those builders that ``found`` returns, or
-    else those that the settings name; None if there are none, or the server is one."""
+    else those that the settings name; None if there are none, the server is one, or vLLM is its
+    engine."""
 
     def named() -> Sequence[str]:
         return settings.builders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
 from kvlinker.settings.values import CommaSeparated, names_host
@@ -33,7 +33,9 @@ class FleetSettings(BaseSettings):
 
     @field_validator("builders")
     @classmethod
-    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_asked(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if value and info.data.get("engine") == "vllm":
+            raise ValueError("the vllm engine asks no builders for chunks: leave it out")
         for url in value:
             if not names_host(url, "http", "https"):
                 raise ValueError(f"{url!r} is no address: write http://HOST:PORT")

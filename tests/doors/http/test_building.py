@@ -109,6 +109,8 @@ def test_who_asks_builders() -> None:
     assert found is not None
     assert found.urls() == ["http://10.0.0.9:1"]
     assert builder_client(named.model_copy(update={"role": "build"})) is None
+    with pytest.raises(InvalidRequestError, match="the vllm engine asks no builders"):
+        load_settings(builders="http://10.0.0.7:8000", engine="vllm")
     for wrong in (
         "10.0.0.7:8000",
         "http://",
