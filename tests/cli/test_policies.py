@@ -21,6 +21,17 @@ def test_policies_are_listed() -> None:
     assert "cacheblend-<percent, 0 to 100>[-onestep][-k|v]" in shown
 
 
+def test_texts_of_policies_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plug-ins write of intervals, paths and lists in their docstrings."""
+    (own, *_) = known_policies().values()
+    described = own.describe() | {"description": "Selects [red] or [/etc].", "restriction": "[/x]"}
+    monkeypatch.setattr("kvlinker.linking.describe_policies", lambda _: [described])
+    result = runner.invoke(app, ["policies"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "Selects [red] or [/etc]." in result.output
+    assert "[/x]" in result.output
+
+
 def test_policies_are_listed_as_json() -> None:
     listed = json.loads(runner.invoke(app, ["policies", "--json"]).output)
     supported = {"supported": True, "restriction": None}

@@ -132,6 +132,7 @@ def policies(
     what the engine cannot follow."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from kvlinker import linking
 
@@ -142,10 +143,10 @@ def policies(
     table = Table("policy", "what it recomputes", "parameters", show_lines=True)
     for policy in described:
         parameters = "\n".join(f"{row['name']}: {_allowed(row)}" for row in policy["parameters"])
-        restriction = f"\n[yellow]{policy['restriction']}[/]" if policy["restriction"] else ""
-        table.add_row(
-            policy["usage"].replace("[", "\\["), policy["description"] + restriction, parameters
-        )
+        does = Text(policy["description"])
+        if policy["restriction"]:
+            does.append(f"\n{policy['restriction']}", "yellow")
+        table.add_row(Text(policy["usage"]), does, Text(parameters))
     Console().print(table)
     typer.echo(
         "Policies are joined with +, as in query-5+legolink-4. A token is recomputed if any of"
