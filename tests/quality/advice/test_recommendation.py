@@ -113,10 +113,14 @@ def test_no_way_out_where_computing_is_quicker_than_loading():
     assert "computing everything" in way
 
 
+@pytest.mark.parametrize("rate", [1e9, 1e5], ids=["quicker than computing", "slower"])
+def test_no_percent_hides_loading_that_overlaps_with_nothing(rate):
+    assert figures(rate=rate, overlaps=False).hidden_percent == 0
+
+
 def test_reading_on_the_models_processors_hides_nothing():
     tier = figures(rate=1e9, overlaps=False)
     assert not tier.hidden
-    assert tier.hidden_percent == 0
     _, way = explain_recommendation([tier])
     assert "adds 1 ms" in way
     assert "50%" in way

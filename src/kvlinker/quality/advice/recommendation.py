@@ -74,7 +74,9 @@ class TierFigures:
     def hidden_percent(self) -> float:
         """The r that makes T_recompute(r) equal to T_load, at most 100; 0 if loading overlaps with
         nothing."""
-        return Forecast(self.load_seconds, self.prefill_seconds, self.overlaps).hidden_percent(0)
+        if not self.overlaps:
+            return 0.0
+        return Forecast(self.load_seconds, self.prefill_seconds).hidden_percent(0)
 
     @property
     def hidden(self) -> bool:
