@@ -88,8 +88,8 @@ class ChatTemplate:
         no tools, or does not show each document once. Chunks take the places of ``definitions``,
         texts that ``definition`` gave, where each stands in the prompt just once. Raises
         InvalidRequestError (``messages``) when there is no template, when it raises, or when it
-        does not show every chunk exactly once; and ``chat_template_kwargs`` for variables that it
-        has not. Names of messages are left to the template, which may show them or not.
+        does not show every chunk exactly once. Variables that the template has not are left out.
+        Names of messages are left to it, which may show them or not.
         """
         if documents and self._takes_documents:
             with suppress(InvalidRequestError):
