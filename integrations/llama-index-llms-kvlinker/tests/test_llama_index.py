@@ -60,6 +60,16 @@ def test_context_caches_in_messages(model: KVLinker, facts: tuple[str, ...]) -> 
     assert "".join(event.delta or "" for event in model.stream_chat(messages)) == "Oslo"
 
 
+async def test_context_caches_in_completions(model: KVLinker, facts: tuple[str, ...]) -> None:
+    prompt = "".join(element("", cache_id) for cache_id in facts) + QUESTION
+    answer = model.complete(prompt)
+    assert answer.text == "Oslo"
+    assert [cache["id"] for cache in linked(answer)] == list(facts)
+    assert [*model.stream_complete(prompt)][-1].text == "Oslo"
+    assert (await model.acomplete(prompt)).text == "Oslo"
+    assert [event async for event in await model.astream_complete(prompt)][-1].text == "Oslo"
+
+
 async def test_context_caches_in_messages_async(model: KVLinker, facts: tuple[str, ...]) -> None:
     messages = asked(*map(context_cache, facts))
     assert (await model.achat(messages)).message.content == "Oslo"

@@ -65,23 +65,21 @@ class KVLinker(OpenAILike):
             self.context_window = told["max_model_len"]
         return super().metadata
 
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation."""
-        return super().chat(without_chunks(messages), **_with_chunks(messages, kwargs))
+    # What completions of one prompt call, too:
 
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation as a stream."""
-        return super().stream_chat(without_chunks(messages), **_with_chunks(messages, kwargs))
+    def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return super()._chat(without_chunks(messages), **_with_chunks(messages, kwargs))
 
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation."""
-        return await super().achat(without_chunks(messages), **_with_chunks(messages, kwargs))
+    def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return super()._stream_chat(without_chunks(messages), **_with_chunks(messages, kwargs))
 
-    async def astream_chat(
+    async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return await super()._achat(without_chunks(messages), **_with_chunks(messages, kwargs))
+
+    async def _astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        """Answer a conversation as a stream."""
-        return await super().astream_chat(
+        return await super()._astream_chat(
             without_chunks(messages), **_with_chunks(messages, kwargs)
         )
 
