@@ -74,6 +74,12 @@ class ChatKVLinker(BaseChatOpenAI):
             for message in self._convert_input(input_).to_messages()
         ]
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
+        if "messages" not in payload:
+            raise ValueError(
+                "LangChain would drop chunks from what it sends to the Responses API. Leave out"
+                " what asks for that, such as use_responses_api, reasoning, include and tools of"
+                " OpenAI's own."
+            )
         for message, sent in zip(messages, payload["messages"], strict=True):
             if isinstance(message, AIMessage) and (
                 reasoning := message.additional_kwargs.get("reasoning_content")

@@ -155,6 +155,16 @@ def test_options_are_those_of_the_call_before_the_models(base_url: str) -> None:
         model.invoke("Hello", policy="nope")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"use_responses_api": True}, {"reasoning": {"effort": "low"}}],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_responses_api_is_refused(base_url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="would drop chunks"):
+        ChatKVLinker(**options).invoke("Hi")
+
+
 def test_tokens_are_counted_by_the_server(model: ChatKVLinker, facts: tuple[str, ...]) -> None:
     assert model.get_num_tokens("Where does Tom Reyes live?") == len(
         model.get_token_ids("Where does Tom Reyes live?")
