@@ -252,6 +252,14 @@ def test_the_figures_of_every_policy_are_shown(bench, policy):
         assert np.isfinite(score.values).all()
 
 
+def test_a_prompt_that_fills_the_pool_is_explained(bench):
+    made = bench(kv_slots=64)
+    prompt = linked_prompt(fresh=64)
+    request = GenerationRequest(prompt, parse_policy("naive"), SamplingParams(max_tokens=0))
+    assert made.engine.explain(request).result(timeout=60).tokens == 64
+    assert made.answer(linked_prompt(fresh=9), "naive", max_tokens=1).failed is None
+
+
 def test_an_explanation_samples_nothing_and_leaves_nothing(bench):
     made = bench()
     prompt = PROMPTS["header and fresh text between"]

@@ -272,7 +272,7 @@ class Explaining(PromptFuture[Explanation]):
         cancel: Callable[[Sequence[Request]], None],
     ) -> None:
         """``cancel`` has the engine end requests."""
-        super().__init__(request, layers=layers, max_tokens=1, linked=None)
+        super().__init__(request, layers=layers, max_tokens=0, linked=None)
         self._cost = cost
         self.future = _EndedByCancelling(partial(cancel, (self,)))
         self.future.set_running_or_notify_cancel()
