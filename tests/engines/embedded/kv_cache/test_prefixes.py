@@ -284,6 +284,22 @@ def slots_with(*linked):
     return slots
 
 
+def keep(slots, path, own) -> None:
+    """Have the slots keep a sequence of which these tokens were computed."""
+    spans = slots._allocator.allocate(len(own)) if len(own) else ()
+    sequence = SimpleNamespace(
+        path=path,
+        path_so_far=path,
+        prompt_in_place=True,
+        own=own,
+        computed_length=len(own),
+        spans=spans,
+        marked={},
+        state=None,
+    )
+    slots.release(sequence)
+
+
 def found(slots, prompt, policy, tenant="tenant"):
     """The number of tokens that the prompt can reuse."""
     reused = slots.find_prefix(tenant, prompt, keys_of(prompt), parse_policy(policy))
@@ -407,6 +423,25 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     spans, _ = slots._prefixes.acquire(path, reused)
     assert sum(span.size for span in spans) == len(HEADER)
     assert list(slots._prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
+
+
+def test_chunks_alone_are_not_kept() -> None:
+    """They would hold no slots, and stay as long as no other prefix has to go."""
+    slots = SequenceSlots(8, keeps_prefixes=True)
+    for number in range(50):
+        chunk = {0: (PathChunk(f"chunk {number}", ""), 20)}
+        keep(slots, SequencePath(f"salt {number}", np.arange(20), chunk), np.arange(0))
+    assert not slots._prefixes._roots
+    assert not slots._prefixes._names
+
+
+def test_chunks_behind_what_was_computed_are_not_kept() -> None:
+    slots = SequenceSlots(200, keeps_prefixes=True)
+    for number in range(50):
+        chunk = {2: (PathChunk(f"chunk {number}", ""), 20)}
+        keep(slots, SequencePath("tenant", np.arange(22), chunk), np.arange(2))
+    assert len(slots._prefixes) == 1
+    assert not slots._prefixes._names
 
 
 def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:

@@ -4,7 +4,7 @@ another."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
@@ -43,6 +43,13 @@ class SequencePath:
 
     asked: int | None = None
     """The length of the prompt, if the recomputed tokens of chunks depend on all of it."""
+
+    def up_to(self, last: int) -> SequencePath:
+        """Return the path without the tokens after position ``last``, but for those of its
+        chunk."""
+        chunks = {start: chunk for start, chunk in self.chunks.items() if start <= last}
+        end = max([last + 1, *(start + length for start, (_, length) in chunks.items())])
+        return replace(self, tokens=self.tokens[:end], chunks=chunks)
 
 
 class PathChoices:

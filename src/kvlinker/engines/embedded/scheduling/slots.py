@@ -145,7 +145,9 @@ class SequenceSlots:
         states = list(sequence.marked.values())
         if sequence.state is not None:
             states.append(sequence.state)
-        self._prefixes.insert(path, own, sequence.spans, states)
+        path = path.up_to(max([*own[-1:], *(state.position - 1 for state in states)], default=-1))
+        if len(path.tokens):  # chunks alone hold no slots that they would be given up for
+            self._prefixes.insert(path, own, sequence.spans, states)
         sequence.marked.clear()
 
     def held_alone(self, sequence: TokenSequence) -> NDArray[np.int64]:
