@@ -3,10 +3,13 @@ them, and waited for: on a device that a CPU passes for."""
 
 import numpy as np
 import pytest
+import torch
 
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.embedded.execution import layers_ahead, runner
+from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.store import HostTier
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.memory.lane import lane_to
 from tests.engines.embedded.conftest import linked_prompt
 from tests.store.memory.fake_device import FakeArrival, FakeDevice
@@ -62,6 +65,19 @@ def test_layers_are_copied_before_their_turn(bench, device, monkeypatch):
         *("launch 3", "wait 2"),
         "wait 3",
     ]
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_layers_that_share_kv_in_turn_copy_it_once(layers):
+    device = FakeDevice()
+    kv = ChunkKV(tuple(LayerKV(*torch.randn(2, 2, 9, 16)) for _ in range(layers)))
+    ahead = LayersAhead(device, layers)
+    ahead.begin_pass()
+    last = layers - 1
+    for index in (*range(layers), last - 1, last, last - 1):
+        (layer,) = ahead.layer([kv], index)
+        assert torch.equal(layer.key, kv.layers[index].key)
+    assert sum(line.startswith("launch") for line in device.log) == layers
 
 
 def test_copies_stay_for_the_next_tokens_as_long_as_there_is_room(bench, device, monkeypatch):

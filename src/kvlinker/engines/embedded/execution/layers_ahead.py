@@ -40,7 +40,8 @@ class LayersAhead:
     device's memory already, or copies.
 
     While a layer is computed, the next ones are copied on a lane of their own. A copy lasts until
-    a later layer is asked for or, as long as there is room, until a pass ends that did not need it.
+    a later layer is asked for, but those of the last layers last together; or, as long as there is
+    room, until a pass ends that did not need it.
     """
 
     def __init__(self, lane: CopyLane | None, layers: int, *, room_bytes: int = 0) -> None:
@@ -118,7 +119,9 @@ class LayersAhead:
             self._chunks = names
             self._begun.clear()
         turn = range(index, min(index + 1 + AHEAD, self._layers))
-        for name in [name for name, each in self._passing.items() if each.index not in turn]:
+        # later layers may share the KV of the last ones, and take turns in that
+        stay = range(min(index, self._layers - 1 - AHEAD), turn.stop)
+        for name in [name for name, each in self._passing.items() if each.index not in stay]:
             del self._passing[name]
         for ahead in turn:
             if ahead not in self._begun:
