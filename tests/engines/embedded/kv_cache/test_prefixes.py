@@ -19,6 +19,7 @@ from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath, li
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking import PromptEvidence, make_plan, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
@@ -442,6 +443,18 @@ def test_chunks_behind_what_was_computed_are_not_kept() -> None:
         keep(slots, SequencePath("tenant", np.arange(22), chunk), np.arange(2))
     assert len(slots._prefixes) == 1
     assert not slots._prefixes._names
+
+
+def test_prefixes_stay_where_giving_them_up_makes_no_room() -> None:
+    slots = SequenceSlots(200, keeps_prefixes=True)
+    running = slots._allocator.allocate(150)
+    assert running is not None
+    keep(slots, SequencePath("tenant", np.arange(30)), np.arange(30))
+    waiting = TokenSequence(np.arange(60), [(0, 60)], most_tokens=60)
+    assert not slots.admit(waiting)
+    assert slots.kept == 30
+    slots._allocator.release(running[:1])
+    assert slots.admit(waiting)
 
 
 def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:

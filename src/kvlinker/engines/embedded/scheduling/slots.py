@@ -187,9 +187,11 @@ class SequenceSlots:
         return count
 
     def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
-        """Return so many slots, which prefixes are given up for; None if sequences hold too
-        many."""
+        """Return so many slots, which prefixes are given up for; None, and none is given up, if
+        sequences hold too many."""
         if self._allocator.free < size:
+            if self._allocator.free_without(self._prefixes.spans) < size:
+                return None
             self._prefixes.evict(size)
         return self._allocator.allocate(size)
 
