@@ -22,6 +22,7 @@ from kvlinker.engines.embedded.execution.compiled_step import (
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.execution.step_structures import NativeStep
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.model.recording.module_calls import BoundModule
 from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
     Calculation,
@@ -205,6 +206,26 @@ def test_observers_see_the_attention_of_modules(family):
         assert ours.any(axis=1).any()
         np.testing.assert_allclose(ours, expected, atol=2e-2)
         np.testing.assert_allclose(ours.sum(axis=1), expected.sum(axis=1), atol=2e-2)
+
+
+class _Unready:
+    """An observer that is shown what was not computed."""
+
+    def observe(self, *_: object) -> None:
+        raise AssertionError("a module failed before")
+
+
+def test_a_module_that_fails_fails_its_step_alone_before_observers_are_shown_more(monkeypatch):
+    loaded = prepare_model(tiny_model("qwen3_5-states").bfloat16(), byte_tokenizer())
+    runner, batch = runner_of(loaded), prompt_batch(9)
+    observed = Batch((replace(batch.runs[0], observer=_Unready()),), batch.visible_kv)
+    held = runner._compiled._bound._held
+    module = next(each for each in held if isinstance(each, BoundModule))
+    with monkeypatch.context() as patches:
+        patches.setattr(module, "_call", lambda _: int("no memory"))
+        with pytest.raises(ValueError, match="no memory"):
+            runner.step(observed)
+    assert runner.step(batch).logits[0].isfinite().all()
 
 
 def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):

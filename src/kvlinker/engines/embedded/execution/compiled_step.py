@@ -161,8 +161,7 @@ class CompiledStep:
             if batch.is_observed:
                 self._compute_observed(step, batch, positions, segments)
             else:
-                self._compute(step)
-        self._bound.raise_what_failed()
+                self._run(step)
         owners = batch.logit_owners
         logits = self._bound.logits(len(owners))
         states = {} if forward is None else forward.states()
@@ -180,9 +179,8 @@ class CompiledStep:
         begin = 0
         for number, operation in enumerate(self._program.operations, start=1):
             if isinstance(operation, RecordedAttention):
-                self._compute(self._bound.part(step, begin, number))
-                begin = number
-                index = operation.layer
+                self._run(self._bound.part(step, begin, number))
+                begin, index = number, operation.layer
                 layer = LayerAttention(
                     segments.plan(index)[0],
                     positions,
@@ -193,7 +191,12 @@ class CompiledStep:
                     picked=None,
                 )
                 observation.show(index, layer)
-        self._compute(self._bound.part(step, begin, len(self._program.operations)))
+        self._run(self._bound.part(step, begin, len(self._program.operations)))
+
+    def _run(self, step: NativeStep) -> None:
+        """Compute these operations. Raises what a module raised."""
+        self._compute(step)
+        self._bound.raise_what_failed()
 
     def _forward(self, batch: Batch) -> ForwardPass | None:
         """Return what the modules that native code calls ask for states, or to attend to latents;
@@ -305,7 +308,7 @@ class _Bound:
         )
 
     def raise_what_failed(self) -> None:
-        """Raise what a module raised in the step before, if one did."""
+        """Raise what a module raised in the operations before, if one did."""
         if self._failed:
             error, *_ = self._failed
             self._failed.clear()
