@@ -34,11 +34,28 @@ with LLM(dtype="float32", state_dir=sys.argv[1], disk_space="1GiB") as llm:
 """
 
 
-def native_threads(threads: int, folder: Path) -> int:
-    """Count the threads that are not Python's, of a process that serves requests with so many
-    threads computing."""
+MEASURE = """
+import os, sys, threading
+from pathlib import Path
+from kvlinker.quality.bench import ttft
+from kvlinker.quality.bench.harness.benchmark import Setup
+from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.settings import load_settings
+rows_of = ttft._rows
+def counted(*args, **options):
+    print(len(os.listdir("/proc/self/task")) - threading.active_count())
+    return rows_of(*args, **options)
+ttft._rows = counted
+subject = Setup(load_settings(state_dir=Path(sys.argv[1])), shape="tiny").subject()
+ttft.run_ttft(subject, [Workload(2, 300, 16)], ["full", "naive"], repeat=1)
+"""
+
+
+def native_threads(program: str, threads: int, folder: Path) -> int:
+    """Count the threads that are not Python's, of a process that serves or measures requests with
+    so many threads computing."""
     done = subprocess.run(
-        [sys.executable, "-c", SERVE_A_REQUEST, str(folder)],
+        [sys.executable, "-c", program, str(folder)],
         env=os.environ
         | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         | {
@@ -54,8 +71,9 @@ def native_threads(threads: int, folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_serving_makes_one_pool(tmp_path: Path) -> None:
-    few, many = native_threads(2, tmp_path / "few"), native_threads(6, tmp_path / "many")
+@pytest.mark.parametrize("program", [SERVE_A_REQUEST, MEASURE], ids=["serving", "measuring"])
+def test_the_engine_has_the_only_pool(program: str, tmp_path: Path) -> None:
+    few, many = (native_threads(program, count, tmp_path / str(count)) for count in (2, 6))
     assert many - few == 4, "each further pool would add four more"
 
 

@@ -66,6 +66,7 @@ def load_model(settings: Settings) -> LoadedModel:
     )
 
 
+@in_own_thread
 def multiplies_bf16(settings: Settings) -> bool:
     """Return whether native code multiplies by weights in bf16, and attends, on this CPU."""
     return (

@@ -13,7 +13,6 @@ import numpy as np
 import typer
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.threads import in_own_thread
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.sampling import SamplingFields
 from kvlinker.engines.contract.contract import Engine
@@ -267,7 +266,6 @@ def _step(
     )
 
 
-@in_own_thread
 def _in_transformers(model: Any, prompts: Batches, steps: int) -> dict[Case, Taken]:
     """Return what a step takes."""
     from kvlinker.engines.embedded.model.interception import attention_of

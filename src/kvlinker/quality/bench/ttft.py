@@ -15,6 +15,7 @@ import numpy as np
 import typer
 
 from kvlinker.base.profiling import Profile
+from kvlinker.base.threads import in_own_thread
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.benchmark import (
     ChunkTokens,
@@ -351,6 +352,7 @@ def _forget_files(state_dir: Path) -> None:
     drop_from_page_cache(chunk_files(state_dir))
 
 
+@in_own_thread
 def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> float:
     """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV
     cache kept."""

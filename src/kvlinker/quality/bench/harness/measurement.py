@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.threads import in_own_thread
 from kvlinker.base.types.answers import Delta, Timing
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.sampling import SamplingFields, SamplingParams
@@ -163,6 +164,7 @@ def decode_step(
     return median_step(arrivals[: steps * len(prompts) + 1], requests=len(prompts))
 
 
+@in_own_thread
 def transformers_decode_step(model: Any, tokens: Tokens, *, steps: int) -> float:
     """Return the median seconds of ``steps`` steps of greedy decoding behind ``tokens`` with a
     transformers model.
@@ -240,6 +242,7 @@ def seconds_of(call: Callable[[], object]) -> Callable[[], float]:
     return timed
 
 
+@in_own_thread
 def copy_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of a large copy, counting bytes read plus bytes written."""
     import torch
@@ -249,6 +252,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
 
 
+@in_own_thread
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the floating-point operations per second: of products in registers alone in bf16 on
     a CPU with native code, else of a large matrix product."""
