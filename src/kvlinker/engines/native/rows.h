@@ -65,9 +65,9 @@ class Partials {
     std::unique_ptr<float, Free> memory;
 };
 
-// Has a key's or a value's memory fetched ahead.
+// Has a key's or a value's memory fetched ahead, to the second cache: what is computed meanwhile fills the first.
 inline void prefetch(const bf16* row, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += CACHE_LINE / static_cast<int64_t>(sizeof(bf16))) __builtin_prefetch(row + i);
+    for (int64_t i = 0; i < dim; i += CACHE_LINE / static_cast<int64_t>(sizeof(bf16))) __builtin_prefetch(row + i, 0, 2);
 }
 
 // Keys of a segment that are computed together.
