@@ -110,7 +110,12 @@ def test_what_no_variant_may_stand_behind_is_not_looked_at(monkeypatch, policy, 
     a thousand took seconds."""
     looked = []
     before = Prompt.tokens_before
-    monkeypatch.setattr(Prompt, "tokens_before", lambda *at: looked.append(at) or before(*at))
+
+    def counted(*at):
+        looked.append(at)
+        return before(*at)
+
+    monkeypatch.setattr(Prompt, "tokens_before", counted)
     chunks = [CachedSegment(Chunk((10 + index, 11), (1,))) for index in range(1000)]
     prompt = Prompt((FreshSegment((1,)), *chunks, FreshSegment((3,))))
     shelf = Shelf([])

@@ -16,7 +16,7 @@ from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.llm import LLM
 from kvlinker.quality.bench.decode import SAMPLING, run_decode
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step
-from kvlinker.quality.bench.harness.report import Report
+from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
@@ -213,7 +213,8 @@ def test_reports_become_json_and_plots(tmp_path):
 
 def test_reports_are_printed_to_the_letter():
     """Mistral's chat template and names of tasks have brackets, which are no styles."""
-    template, rows = "[INST] {{ message }} [/INST]", [{"task": "[/a]", "n": 1}, {"task": "[b] c"}]
+    template = "[INST] {{ message }} [/INST]"
+    rows: list[Row] = [{"task": "[/a]", "n": 1}, {"task": "[b] c"}]
     output = StringIO()
     report = Report("kvlinker bench quality", {}, {}, {"chat_template": template}, rows)
     report.print(Console(file=output, width=200))

@@ -143,9 +143,12 @@ def test_tokens_are_read_only_where_a_variant_may_be_exact(variant_bench, monkey
     prompt = prompt_of(FIRST, SECOND, THIRD)
     read = []
     before = Prompt.tokens_before
-    monkeypatch.setattr(
-        Prompt, "tokens_before", lambda self, index: (read.append(index), before(self, index))[1]
-    )
+
+    def counted(self, index):
+        read.append(index)
+        return before(self, index)
+
+    monkeypatch.setattr(Prompt, "tokens_before", counted)
     assert made.library.missing(prompt, "default") == [0, 1, 2]
     assert read == []
 
