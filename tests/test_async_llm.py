@@ -16,6 +16,7 @@ import pytest
 from kvlinker import LLM, AsyncLLM
 from kvlinker.async_llm import AsyncAnswerStream
 from kvlinker.base.errors import InvalidRequestError, PolicyError, StoreError
+from kvlinker.base.types.answers import Delta
 from kvlinker.engines.contract.contract import Failed, RequestHandle
 from kvlinker.service.answer import AnswerBuilder, ChoiceSink
 from tests.doors.http.serving import Served
@@ -192,6 +193,24 @@ async def test_another_task_closes_a_stream(served: Served, llm: AsyncLLM) -> No
     await stream.aclose()
     with pytest.raises(InvalidRequestError, match="closed before"):
         await stream.answer()
+
+
+async def test_a_closed_stream_gives_no_piece_that_came_before() -> None:
+    sinks: list[ChoiceSink] = []
+    cancelled = asyncio.Event()
+
+    def submit(sink: ChoiceSink) -> RequestHandle:
+        sinks.append(sink)
+        return RequestHandle(cancelled.set)
+
+    stream = AsyncAnswerStream(submit, AnswerBuilder())
+    reading = asyncio.ensure_future(anext(stream, None))
+    while not stream._is_waiting or not sinks:
+        await asyncio.sleep(0.01)
+    stream._queue.put_nowait(Delta("Oslo", (1,)))
+    await stream.aclose()
+    assert await reading is None
+    assert cancelled.is_set()
 
 
 async def test_who_asks_again_after_a_failure_learns_it_again() -> None:

@@ -228,7 +228,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         """``submit`` submits a request for one choice, at the first look at the stream."""
         self._queue: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         self._events = _events(submit, self._queue)
-        self._is_waiting = False
+        self._is_waiting = self._is_closed = False
         self._failed: Failed | None = None  # for who asks again: no other event comes
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
@@ -250,9 +250,12 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
     async def _next_event(self) -> GenerationEvent:
         self._is_waiting = True
         try:
-            return await anext(self._events)
+            event = await anext(self._events)
         finally:
             self._is_waiting = False
+        if self._is_closed:  # by another task, behind this event
+            raise StopAsyncIteration
+        return event
 
     async def texts(self) -> AsyncGenerator[str, None]:
         """Yield the texts of the pieces that are content; closing it cancels the request."""
@@ -271,6 +274,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
     async def aclose(self) -> None:
         """Cancel the request, unless it has ended; a task that waits for a piece meanwhile gets no
         more. Idempotent."""
+        self._is_closed = True
         if self._is_waiting:
             self._queue.put_nowait(None)
         else:

@@ -38,6 +38,24 @@ def brought(llm: LLM, keys: list[str]) -> list[bool]:
     return [llm.store.is_resident(key) for key in keys]
 
 
+def held_loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[str]], Event, Event]:
+    """Have the store find nothing: the keys that it is asked for at a time, what is set when it is
+    first asked, and what lets it answer."""
+    batches: list[list[str]] = []
+    began, goes_on = Event(), Event()
+
+    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
+        batches.append(list(keys))
+        began.set()
+        assert goes_on.wait(30)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return [nothing for _ in keys]
+
+    monkeypatch.setattr(llm.store, "load", load)
+    return batches, began, goes_on
+
+
 def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
     keys = keys_of(llm)
     llm.store.delete(keys[0])
@@ -130,18 +148,7 @@ def test_a_chunk_is_not_given_up_at_anothers_deadline(
 def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One who announces thousands of chunks neither leaves another's out, nor lets them wait."""
     monkeypatch.setattr("kvlinker.service.preloading.MOST_PENDING", 40)
-    batches: list[list[str]] = []
-    began, goes_on = Event(), Event()
-
-    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
-        batches.append(list(keys))
-        began.set()
-        assert goes_on.wait(30)
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return [nothing for _ in keys]
-
-    monkeypatch.setattr(llm.store, "load", load)
+    batches, began, goes_on = held_loads(llm, monkeypatch)
     begin = llm.preloading.begin
     begin([f"{number:064x}" for number in range(100)], 60.0, tenant="one")
     assert began.wait(30)
@@ -158,18 +165,7 @@ def test_more_tenants_than_chunks_at_a_time_take_turns(
 ) -> None:
     """A turn goes on where the last one ended, so that the first tenants do not take all."""
     monkeypatch.setattr("kvlinker.service.preloading.AT_ONCE", 2)
-    batches: list[list[str]] = []
-    began, goes_on = Event(), Event()
-
-    def load(keys: list[str], *_: Any, **__: Any) -> list[Future[None]]:
-        batches.append(list(keys))
-        began.set()
-        assert goes_on.wait(30)
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return [nothing for _ in keys]
-
-    monkeypatch.setattr(llm.store, "load", load)
+    batches, began, goes_on = held_loads(llm, monkeypatch)
     for tenant in "abc":
         keys = [f"{tenant}{number:063x}" for number in range(6)]
         llm.preloading.begin(keys, 60.0, tenant=tenant)
@@ -178,6 +174,24 @@ def test_more_tenants_than_chunks_at_a_time_take_turns(
     wait_until(lambda: llm.preloading.pending == 0)
     assert [key[0] for batch in batches[1:4] for key in batch] == ["a", "b", "c"] * 2
     assert sum(map(len, batches)) == 18
+
+
+def test_what_is_over_takes_no_turn_and_may_be_asked_for_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, began, goes_on = held_loads(llm, monkeypatch)
+    begin = llm.preloading.begin
+    begin(["0" * 64], 5000.0, tenant="one")
+    assert began.wait(30)
+    begin([f"1{number:063x}" for number in range(40)], 5000.0, tenant="one")
+    hasty = [f"2{number:063x}" for number in range(40)]
+    begin(hasty, 10.0, tenant="two")
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 1000.0)
+    begin([hasty[30], "3" * 64], 1000.0, tenant="two")
+    goes_on.set()
+    wait_until(lambda: llm.preloading.pending == 0)
+    assert {hasty[30], "3" * 64} <= set(batches[1])
+    assert sum(map(len, batches)) == 1 + 40 + 2
 
 
 def test_chunks_that_found_no_room_are_kept_for_each_tenant(

@@ -66,7 +66,8 @@ class ContextCacheTransformer(Server, BaseDocumentTransformer):
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
         """Cache the documents, and return them with the ids. ``kwargs`` are other fields of ``POST
-        /v1/context_caches``, such as ``pinned``."""
+        /v1/context_caches``, such as ``pinned``, the same for all. Long lists are several requests:
+        where one fails, the context caches of those before stay."""
         cached = list(documents)
         for places in batches([document.page_content for document in documents]):
             body = {

@@ -49,11 +49,12 @@ _Lines = OrderedDict[str, OrderedDict[str, _Wanted]]
 
 
 def _line_up(lines: _Lines, wanted: Mapping[str, _Wanted]) -> None:
-    """Put chunks at the ends of their tenants' lines, as far as there is room."""
+    """Put chunks at the ends of their tenants' lines, as far as there is room; those that wait
+    already do so until the later deadline."""
     for key, each in wanted.items():
         line = lines.setdefault(each.tenant, OrderedDict())
-        if len(line) < MOST_PENDING:
-            line.setdefault(key, each)
+        if len(line) < MOST_PENDING or key in line:
+            line[key] = max(line.get(key, each), each, key=lambda wanted: wanted.deadline)
 
 
 def _seconds_until(deadline: float) -> float:
@@ -147,11 +148,13 @@ class Preloading:
             full = not self._has_room()
             while self._waiting and len(batch) < AT_ONCE:
                 tenant, line = self._waiting.popitem(last=False)
-                key, each = line.popitem(last=False)
+                while line:  # what is not to be brought any more takes no turn
+                    key, each = line.popitem(last=False)
+                    if each.deadline > now and (each.replaces or not full):
+                        batch[key] = each
+                        break
                 if line:
                     self._waiting[tenant] = line  # behind all others
-                if each.deadline > now and (each.replaces or not full):
-                    batch[key] = each
             self._pending = len(batch) + sum(map(len, self._waiting.values()))
             if self._closed.is_set() or not batch:
                 self._end()

@@ -122,7 +122,7 @@ class Inventory:
         return self._tiers[1:]
 
     def left_keys(self) -> frozenset[str]:
-        """Return the keys of all chunks in tiers of this store alone that no process has written or
+        """Return the keys of all chunks on disks of this store alone that no process has written or
         used for ``LONGEST_CREATION_SECONDS``: those that no context cache holds are left over."""
         disks = (tier for tier in self._tiers if isinstance(tier, DiskTier))
         return frozenset().union(*(disk.unused_for(LONGEST_CREATION_SECONDS) for disk in disks))

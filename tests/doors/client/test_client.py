@@ -383,6 +383,8 @@ def test_answers_of_another_kind_of_server(status: int, body: bytes) -> None:
         lambda: client.read_cache("cc_1"),
         lambda: client.chat_completion(HELLO),
         lambda: client.expire_caches({"a": "b"}),
+        lambda: client.expire_cache("cc_1"),
+        *([client.server_metrics] if status == 307 else []),
     )
     for call in calls:
         with pytest.raises(ServerUnreachableError, match="no server of kvlinker's"):

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvlinker.llm import LLM
@@ -40,11 +41,13 @@ def test_a_life_begins_when_all_is_computed(
     with LLM.from_model(tiny_model(), tiny_settings(tmp_path)) as llm:
         slow: Future[int] = Future()
         monkeypatch.setattr(llm.engine, "cache_chunk", lambda *_, **__: slow)
-        short = llm.caches.create(["a life of a minute"], tenant="default", ttl=60.0)
+        ttl: float = np.float32(60)  # type: ignore[assignment]
+        short = llm.caches.create(["a life of a minute"], tenant="default", ttl=ttl)
         fixed = llm.caches.create(["until then"], tenant="default", expires_at=end)
         monkeypatch.setattr(time, "time", lambda now=time.time: now() + 1000.0)
         slow.set_result(4)
         (cache,) = short.result(PATIENCE)
         assert cache.expires_at == cache.created_at + 60.0
+        assert type(cache.expires_at) is float, "an fp32 cannot be kept"
         assert fixed.result(PATIENCE)[0].expires_at == end
         assert llm.caches.get(cache.id, tenant="default") == cache

@@ -89,6 +89,8 @@ class HttpCall(Generic[T]):
         if response.is_error:
             raise error_of(response, self.named or self.body or {})
         with answers_of_others():
+            if not response.is_success:
+                raise ValueError(f"it redirects from {response.url}")
             return self.read(response)
 
 
@@ -190,7 +192,12 @@ def explain(messages: Sequence[Message], *, policy: str | None = None) -> HttpCa
 
 def expire_cache(cache: HasId | str) -> HttpCall[None]:
     """Delete a context cache."""
-    return HttpCall("DELETE", _cache_path(cache), lambda _: None, named={"id": _id_of(cache)})
+    return HttpCall("DELETE", _cache_path(cache), _read_deleted, named={"id": _id_of(cache)})
+
+
+def _read_deleted(response: httpx.Response) -> None:
+    if not response.json()["deleted"]:
+        raise ValueError("it has deleted nothing")
 
 
 def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> HttpCall[int]:

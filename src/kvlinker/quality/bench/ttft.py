@@ -361,6 +361,7 @@ def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> float:
     from kvlinker.engines.embedded.model.interception import attention_of
 
     ids = torch.from_numpy(prompt.tokens)[None].to(loaded.device)
+    torch.ones(1 << 20).add_(1)  # begins this thread's pool
     with torch.inference_mode(), attention_of(loaded.model, "sdpa"):
         begin = time.perf_counter()
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -262,7 +262,9 @@ class Creation:
                 now = time.time()
                 records = tuple(replace(record, created_at=now) for record in records)
                 if ttl is not None:
-                    records = tuple(replace(record, expires_at=now + ttl) for record in records)
+                    records = tuple(
+                        replace(record, expires_at=now + float(ttl)) for record in records
+                    )
                 room = self._catalog.add(records, self._limits, now=now)
             finally:
                 self._deletions.spare_no_longer(keys)

@@ -386,3 +386,8 @@ def test_tasks_are_chosen_before_the_limit(write):
     assert [example.answers for example in questions_of(chosen)] == [("2",), ("3",)]
     with pytest.raises(InvalidRequestError, match="no usable example of d: its tasks are a, b, c"):
         load_dataset(path, SEMANTIC, tasks=("d",))
+    broken = write("broken.jsonl", record("a", "1"), {"task": "d", "passages": ["p\n"]})
+    with pytest.raises(
+        InvalidRequestError, match=r"no usable example of d .*'question' is missing"
+    ):
+        load_dataset(broken, SEMANTIC, tasks=("d",))

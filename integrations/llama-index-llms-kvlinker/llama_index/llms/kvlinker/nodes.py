@@ -70,7 +70,8 @@ class ContextCacheTransform(TransformComponent):
     )
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Cache the nodes' texts, and return the nodes with the ids."""
+        """Cache the nodes' texts, and return the nodes with the ids. Many nodes are several
+        requests: where one fails, the context caches of those before stay."""
         texts = [node.get_content(MetadataMode.NONE) for node in nodes]
         for places in batches(texts):
             body = {

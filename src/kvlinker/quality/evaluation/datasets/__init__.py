@@ -123,7 +123,7 @@ def _collect(
         examples.append(entry)
         if len(examples) == limit:
             break
-    if other_tasks and not examples:
+    if other_tasks and not examples and not skipped:
         raise InvalidRequestError(
             f"{name} has no usable example of {', '.join(tasks)}: its tasks are"
             f" {', '.join(other_tasks)}.",
