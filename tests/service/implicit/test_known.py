@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.service.implicit import known as known_module
-from kvlinker.service.implicit.known import KnownTexts
-from kvlinker.service.implicit.windows import WINDOW, Hashes, WindowHash
+from kvlinker.service.implicit.known import WINDOW, Hashes, KnownTexts, WindowHash
 
 ONE = "The red fox was seen near the old mill, says the miller's wife."
 TWO = "The red fox was seen near the old mill, says the miller's wife. It ran when she came."

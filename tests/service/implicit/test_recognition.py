@@ -13,8 +13,8 @@ from kvlinker.base.events import Events
 from kvlinker.base.types.messages import CachedPart, ChatMessage, ContextCacheReference, MarkedText
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.service.implicit import recognition
+from kvlinker.service.implicit.known import WindowHash
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.implicit.windows import WindowHash
 from tests.service.implicit.test_seen_lines import document
 from tests.toy_tokenizers import byte_level
 

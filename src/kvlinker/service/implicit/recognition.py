@@ -23,7 +23,7 @@ from kvlinker.base.events import AnswerKept, Event, Events
 from kvlinker.base.types.chunks import salted
 from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.service.implicit.known import KnownTexts, Span
+from kvlinker.service.implicit.known import WINDOW, KnownTexts, Span, WindowHash
 from kvlinker.service.implicit.seen_lines import (
     LEAST_CHARACTERS,
     Line,
@@ -32,7 +32,6 @@ from kvlinker.service.implicit.seen_lines import (
     paragraphs,
     units_of,
 )
-from kvlinker.service.implicit.windows import WINDOW, WindowHash
 from kvlinker.store import Catalog
 
 MOST_TENANTS = 64
