@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from kvlinker.service.audit.comparison import Comparison, RequestKind
-from kvlinker.service.audit.statistics import DriftDetector, DriftState, Interval, clopper_pearson
+from kvlinker.service.audit.statistics import DriftDetector, Interval, clopper_pearson
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class FiguresState:
     """The state of ``AuditFigures``."""
 
     tallies: tuple[tuple[_Group, Tally], ...]
-    detectors: dict[str, DriftState]
+    detectors: dict[str, DriftDetector]
     """By policy."""
 
     drifts: dict[str, Drift]
@@ -165,7 +165,7 @@ class AuditFigures:
             ]
             policies = {group[0] for group, _ in tallies}
             detectors = {
-                name: each.state for name, each in self._detectors.items() if name in policies
+                name: replace(each) for name, each in self._detectors.items() if name in policies
             }
             drifts = {name: each for name, each in self._drifts.items() if name in policies}
             return FiguresState(tuple(tallies), detectors, drifts)
@@ -174,9 +174,7 @@ class AuditFigures:
         """Replace the current state by another."""
         with self._lock:
             self._tallies = defaultdict(Tally, state.tallies)
-            self._detectors.clear()
-            for policy, known in state.detectors.items():
-                self._detectors[policy].restore(known)
+            self._detectors = defaultdict(DriftDetector, state.detectors)
             self._drifts = dict(state.drifts)
 
     def drift(self, policy: str) -> Drift:

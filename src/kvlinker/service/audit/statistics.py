@@ -151,79 +151,48 @@ class RepeatedTest:
         self.successes += success
 
 
-@dataclass(frozen=True, slots=True)
-class DriftState:
-    """The state of a ``DriftDetector``."""
-
-    alarms: int
-    seen: int
-    """The answers since the last alarm."""
-
-    successes: int
-    bound: float | None
-    """The rate that is taken for the usual one; None while it is learnt."""
-
-    logs: tuple[float, ...]
-
-
+@dataclass(slots=True)
 class DriftDetector:
     """Notices when successes become rarer than they were in the first hundred answers.
 
     It is a mixture of e-CUSUM detectors (Shin, Ramdas and Rinaldo 2024, after Page 1954) against
     the lower end of the exact interval of those first answers: as long as the rate is not below
     that, alarms are at least ``FALSE_ALARM_SAMPLES`` answers apart on average. After an alarm it
-    learns the new rate and begins again.
+    learns the new rate and begins again. Its fields are its state, as it is written.
     """
 
-    def __init__(self) -> None:
-        self.alarms = 0
-        """The number of times that successes have become rarer."""
+    alarms: int = 0
+    """The number of times that successes have become rarer."""
 
-        self._begin()
+    seen: int = 0
+    """The answers since the last alarm."""
 
-    def _begin(self) -> None:
-        self._seen = self._successes = 0
-        self._bound: float | None = None
-        self._steps: tuple[tuple[float, float], ...] = ()
-        self._logs: list[float] = []
+    successes: int = 0
 
-    @property
-    def state(self) -> DriftState:
-        """The current state."""
-        return DriftState(self.alarms, self._seen, self._successes, self._bound, tuple(self._logs))
+    bound: float | None = None
+    """The rate that is taken for the usual one; None while it is learnt."""
 
-    def restore(self, state: DriftState) -> None:
-        """Go on from a state."""
-        self.alarms, self._seen, self._successes = state.alarms, state.seen, state.successes
-        if state.bound is not None:
-            self._hold_against(state.bound)
-            self._logs = list(state.logs)
+    logs: tuple[float, ...] = ()
 
     def note(self, success: bool) -> bool:
         """Take another answer into account; return whether it raises an alarm."""
-        self._seen += 1
-        self._successes += success
-        if self._seen <= BASELINE_SAMPLES:
-            if self._seen == BASELINE_SAMPLES:
-                self._learn()
+        self.seen += 1
+        self.successes += success
+        if self.bound is None:
+            if self.seen == BASELINE_SAMPLES:
+                self.bound = max(clopper_pearson(self.successes, self.seen).low, 1e-3)
+                self.logs = (0.0,) * len(_HIGHER)
             return False
-        self._logs = [
-            max(0.0, log) + step[success] for log, step in zip(self._logs, self._steps, strict=True)
-        ]
-        if _log_sum(self._logs) - math.log(len(self._logs)) < math.log(FALSE_ALARM_SAMPLES):
+        rates = higher_failure_rates(self.bound)
+        self.logs = tuple(
+            max(0.0, log) + _log_ratios(self.bound, rate)[success]
+            for log, rate in zip(self.logs, rates, strict=True)
+        )
+        if _log_sum(self.logs) - math.log(len(self.logs)) < math.log(FALSE_ALARM_SAMPLES):
             return False
         self.alarms += 1
-        self._begin()
+        self.seen, self.successes, self.bound, self.logs = 0, 0, None, ()
         return True
-
-    def _learn(self) -> None:
-        self._hold_against(max(clopper_pearson(self._successes, self._seen).low, 1e-3))
-
-    def _hold_against(self, bound: float) -> None:
-        """Begin to gather evidence that the rate is below ``bound``."""
-        self._bound = bound
-        self._steps = tuple(_log_ratios(bound, rate) for rate in higher_failure_rates(bound))
-        self._logs = [0.0] * len(self._steps)
 
 
 def higher_failure_rates(bound: float) -> list[float]:
