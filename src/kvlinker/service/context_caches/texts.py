@@ -64,22 +64,23 @@ class ChunkTexts:
     def index(self, chunks: Mapping[str, Chunk]) -> None:
         """Add chunks that the catalog has, given by chunk key, to the search index."""
         if self._searchable:
-            texts = {key: self.text(chunk.tokens) for key, chunk in chunks.items()}
-            self._catalog.search.add(texts)
-            if self._vectors is not None:
-                self._vectors.index(texts)
+            self._add({key: chunk.tokens for key, chunk in chunks.items()})
 
     def catch_up(self) -> None:
         """Add all chunks that are not in the search index yet."""
         while self._searchable and (
             missing := self._catalog.without_text(self._fingerprint, limit=INDEXED_AT_ONCE)
         ):
-            texts = {key: self.text(tokens) for key, tokens in missing.items()}
-            self._catalog.search.add(texts)
-            if self._vectors is not None:
-                self._vectors.index(texts)
+            self._add(missing)
         if self._vectors is not None:
             self._vectors.catch_up()
+
+    def _add(self, chunks: Mapping[str, tuple[int, ...]]) -> None:
+        """Add the texts of chunks, given by chunk key, to what is searched."""
+        texts = {key: self.text(tokens) for key, tokens in chunks.items()}
+        self._catalog.search.add(texts)
+        if self._vectors is not None:
+            self._vectors.index(texts)
 
     def settle(self) -> None:
         """Wait until all chunks so far are found by meaning, where they are to be."""
