@@ -40,6 +40,9 @@ from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, Conte
 from kvlinker.service.context_caches.building import Building
 from kvlinker.service.context_caches.kept_answers import AnswerKeeper, KeepRequest
 from kvlinker.service.embedding import Embedder
+from kvlinker.service.implicit.ahead import PassagesAhead
+from kvlinker.service.implicit.caches import ImplicitCaches
+from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.preloading import Preloading
 from kvlinker.service.prompt_calls import (
     ChatOptions,
@@ -184,17 +187,39 @@ class LLM(ContextCacheCalls, PromptCalls):
             settings, self.engine, self.events, model=self.model_name, decode=self.decode_ids
         )
         started.callback(self.policy_manager.close)
-        self._content = ContentReader.of(
-            settings,
+        implicit = ImplicitCaches(
+            self.builder,
+            self.engine,
+            self.caches.creation,
+            self.catalog,
+            self.events,
+            ttl=settings.implicit_ttl,
+        )
+        ahead = None
+        if settings.implicit_ahead == "on" and settings.engine == "embedded":
+            ahead = PassagesAhead(
+                implicit,
+                self.engine,
+                self.catalog,
+                self.store,
+                most_caches=settings.implicit_caches,
+                quotas=settings.quotas,
+            )
+            started.callback(ahead.close)
+        self._content = ContentReader(
             self.builder,
             self.caches,
-            self.engine,
-            self.catalog,
-            self.store,
-            self.events,
+            implicit,
+            Recognizer(
+                self.catalog,
+                self.builder.encoder,
+                self.events,
+                fingerprint=self.engine.fingerprint,
+            ),
             self.policy_manager,
+            Implicit(settings.implicit),
+            ahead,
         )
-        started.callback(self._content.close)
         started.callback(self.engine.close)  # before all others, so that what they wait for ends
 
     def request_tools(

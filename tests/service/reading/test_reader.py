@@ -3,13 +3,15 @@ texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvlinker.base.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
+from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
@@ -22,15 +24,14 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.linking import parse_policy
+from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.implicit.caches import FoundChunk
-from kvlinker.service.reading import ContentReader, ReadDefaults, ReadOptions
+from kvlinker.service.reading import ContentReader, ReadOptions
+from kvlinker.settings import load_settings
 from kvlinker.store import ContextCache
 
 ANNA = ReadOptions("anna")
 ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
-DEFAULTS = ReadDefaults(
-    lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive")
-)
 
 
 def cache(cache_id: str, *tokens: int) -> ContextCache:
@@ -173,10 +174,24 @@ class Finder:
         ], []
 
 
-def reader(*ids: str, defaults: ReadDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
-    """A ContentReader, whose prompts are what its builder was given."""
-    caches, implicit = Caches(ids), Implicits()
-    made: Any = ContentReader(Builder(), caches, implicit, Finder(), defaults)  # type: ignore[arg-type]
+def reader(
+    *ids: str,
+    policy: str = "legolink-4",
+    implicit_policy: str | None = "naive",
+    steered: Callable[[], str] | None = None,
+) -> tuple[Any, Caches, Implicits]:
+    """A ContentReader, whose prompts are what its builder was given. ``steered`` names the default
+    policy where a quality target moves it."""
+    settings = load_settings(policy=policy, implicit_policy=implicit_policy)
+    engine: Any = None
+    policies: Any = PolicyManager(settings, engine, Events(), model="tiny", decode=str)
+    if steered is not None:
+        policies.controller = SimpleNamespace(policy=lambda tenant: parse_policy(steered()))
+    builder: Any = Builder()
+    caches: Any = Caches(ids)
+    implicit: Any = Implicits()
+    finder: Any = Finder()
+    made: Any = ContentReader(builder, caches, implicit, finder, policies, Implicit.MARKED)
     return made, caches, implicit
 
 
@@ -374,11 +389,7 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
     implicit_policy: str | None, entered: list[str], policy: str
 ) -> None:
     now = ["legolink-4"]
-    fixed = None if implicit_policy is None else parse_policy(implicit_policy)
-    defaults = ReadDefaults(
-        lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True
-    )
-    reading, _, implicit = reader("cc_1", defaults=defaults)
+    reading, _, implicit = reader("cc_1", implicit_policy=implicit_policy, steered=lambda: now[0])
     now[0] = "query-5"
     read = reading.completion((MarkedText("x"),), ANNA)
     assert (implicit.entered, read.policy.name) == (entered, policy)
@@ -389,8 +400,8 @@ def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
 def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(
     steered: bool, entered: list[str]
 ) -> None:
-    defaults = ReadDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
-    reading, _, implicit = reader(defaults=defaults)
+    controller = (lambda: "full") if steered else None
+    reading, _, implicit = reader(policy="full", implicit_policy=None, steered=controller)
     assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"
     assert implicit.entered == entered
 

@@ -63,11 +63,13 @@ class PolicyManager:
 
         self._engine = engine
         self._configured = parse_policy(settings.policy)
+        name = settings.implicit_policy
+        self._implicit = None if name is None else parse_policy(name)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
             self._certified = CertifiedPolicies(settings, engine.fingerprint)
-            for name in (settings.policy, settings.implicit_policy or settings.policy):
-                self._certified.check(parse_policy(name))
+            for policy in (self._configured, self._implicit or self._configured):
+                self._certified.check(policy)
         if settings.quality_target is not None:
             ladder = make_ladder(
                 self._configured, settings.quality_policies, unsupported=self._refusal
@@ -81,11 +83,7 @@ class PolicyManager:
                 texts = decode if settings.audit_log_text else None
                 journal = AuditJournal(settings.audit_log.expanduser(), model=model, decode=texts)
             steps = () if self.controller is None else self.controller.ladder.names
-            defaults = (
-                parse_policy(name).name
-                for name in (settings.policy, settings.implicit_policy)
-                if name
-            )
+            defaults = (each.name for each in (self._configured, self._implicit) if each)
             self._findings = Findings(events, AuditFigures((*defaults, *steps)), self.controller)
             self.auditor = Auditor(
                 engine,
@@ -95,10 +93,23 @@ class PolicyManager:
                 journal=journal,
             )
 
-    def default_policy(self, tenant: str) -> Policy:
+    def default_policy(self, tenant: str, *, implicit: bool = False) -> Policy:
         """Return the policy of the tenant's requests that name none: the one that is set, or the
-        one that keeps the quality target."""
+        one that keeps the quality target. ``implicit``: none of its chunks was named by id."""
+        if implicit and self._implicit is not None:
+            return self._implicit
         return self._configured if self.controller is None else self.controller.policy(tenant)
+
+    @property
+    def needs_no_chunks(self) -> bool:
+        """True if prompts without ids are computed in full where they name no policy.
+
+        A default policy that a quality target has raised until it computes everything is no reason:
+        it is lowered again by answers with chunks.
+        """
+        if self._implicit is not None:
+            return self._implicit.exact
+        return self.controller is None and self._configured.exact
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that lacks its certificate, where certificates are

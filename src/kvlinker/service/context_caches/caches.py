@@ -155,16 +155,6 @@ class ContextCaches:
             advance=advance,
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the model that computes the chunks."""
-        return self._engine.fingerprint
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a chunk may have, with those that it is computed after."""
-        return self._engine.max_model_len
-
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.
 

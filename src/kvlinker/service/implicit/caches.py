@@ -20,8 +20,9 @@ from kvlinker.base.events import ChunkNamed, Events, ImplicitText
 from kvlinker.base.types.chunks import Chunk, salted
 from kvlinker.base.types.messages import MarkedText, TextSource
 from kvlinker.base.types.residency import lines_of, text_name
+from kvlinker.engines.contract.contract import Engine
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.service.context_caches import ContextCaches
+from kvlinker.service.context_caches.creation import Creation
 from kvlinker.store import Catalog, ContextCache
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class ImplicitCaches:
     def __init__(
         self,
         builder: PromptBuilder,
-        caches: ContextCaches,
+        engine: Engine,
+        creation: Creation,
         catalog: Catalog,
         events: Events,
         *,
@@ -63,7 +65,8 @@ class ImplicitCaches:
     ) -> None:
         """``ttl``: the seconds that an implicit context cache lives from its last use."""
         self._builder = builder
-        self._caches = caches
+        self._engine = engine
+        self._creation = creation
         self._catalog = catalog
         self._events = events
         self._ttl = ttl
@@ -77,7 +80,7 @@ class ImplicitCaches:
             chunk = replace(self._builder.encode_chunk(text), salt=salt, scored=False)
         except InvalidRequestError:
             return None
-        fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._caches.longest
+        fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._engine.max_model_len
         return chunk if fits else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
@@ -86,7 +89,7 @@ class ImplicitCaches:
         There are none while the catalog does not answer."""
         if not chunks:
             return {}
-        fingerprint = salted(self._caches.fingerprint, chunks[0].salt)
+        fingerprint = salted(self._engine.fingerprint, chunks[0].salt)
         try:
             known = self._catalog.implicit.find(
                 {chunk.content for chunk in chunks}, tenant, fingerprint, time.time()
@@ -150,7 +153,7 @@ class ImplicitCaches:
         kept = {each.cache.id for each in found.values()}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
         if new:
-            entered = self._caches.creation.enter_implicit(new, owner=tenant, kept=kept)
+            entered = self._creation.enter_implicit(new, owner=tenant, kept=kept)
             for chunk, (cache, created) in entered.items():
                 found[chunk] = FoundChunk(cache.chunk, cache, created)
         return found

@@ -1,6 +1,5 @@
 """Makes prompts of typed content for all callers."""
 
-from kvlinker.service.reading.prompts import ReadDefaults, ReadOptions, ReadPrompt
-from kvlinker.service.reading.reader import ContentReader
+from kvlinker.service.reading.reader import ContentReader, ReadOptions, ReadPrompt
 
-__all__ = ["ContentReader", "ReadDefaults", "ReadOptions", "ReadPrompt"]
+__all__ = ["ContentReader", "ReadOptions", "ReadPrompt"]

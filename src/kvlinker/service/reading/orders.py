@@ -6,11 +6,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from typing import TypeVar
 
-from kvlinker.base.types.messages import CachedPart, Document, MarkedText
+from kvlinker.base.types.messages import CachedPart, ChatMessage, Document, MarkedText
 
 MOST_ORDERS = 8192
 """The most sets of chunks whose orders are remembered; those that were asked for last stay."""
@@ -24,6 +26,19 @@ class DocumentOrders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._orders: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # of names, by the set
+
+    def arranged(
+        self,
+        owner: str,
+        documents: Sequence[Document[CachedPart]],
+        messages: Sequence[ChatMessage[CachedPart]],
+    ) -> tuple[Sequence[Document[CachedPart]], Sequence[ChatMessage[CachedPart]]]:
+        """Return documents, and the runs of chunks in each message, in the order in which a prompt
+        of the owner had the same ones before."""
+        arranged = partial(self.arranged_runs, owner)
+        return arranged(documents), [
+            replace(message, content=tuple(arranged(message.content))) for message in messages
+        ]
 
     def arranged_runs(self, owner: str, parts: Sequence[P]) -> Sequence[P]:
         """Return the parts of a content, or documents, where each run of neighbouring chunks is in

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Self
 
 from kvlinker.base.errors import (
     ContextCacheModelError,
     ContextCacheNotFoundError,
     InvalidRequestError,
 )
-from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
     MARKS,
     CachedPart,
     ChatMessage,
     CompletionPrompt,
+    Content,
     ContextCacheReference,
     Document,
     Implicit,
@@ -31,8 +30,7 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.base.types.tools import Tool
-from kvlinker.engines.contract.contract import Engine
-from kvlinker.linking import Policy, parse_policy
+from kvlinker.linking import Policy
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.marks import marked_text
@@ -43,17 +41,72 @@ from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.reading.orders import DocumentOrders
-from kvlinker.service.reading.parts import (
-    Chunks,
-    chunk_or_text,
-    note_places,
-    placed,
-    texts_of,
-    with_chunks,
-)
-from kvlinker.service.reading.prompts import ReadDefaults, ReadOptions, ReadPrompt
-from kvlinker.settings import Settings
-from kvlinker.store import Catalog, ChunkStore
+
+Chunks = Mapping[CachedPart, Chunk]
+"""The chunks of parts; a marked text that is not among them stays text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """Holds a prompt, how it is to be linked, and the context caches that stand in it."""
+
+    prompt: Prompt
+
+    policy: Policy
+    """The policy that the request asks for, or that applies to a prompt with these chunks."""
+
+    caches: Mapping[str, FoundChunk]
+    """By id, in the order in which the prompt first has them."""
+
+    salt: str = ""
+    """The request's own salt."""
+
+    @property
+    def linked(self) -> tuple[LinkedCache, ...]:
+        """The context caches, as answers list them."""
+        return tuple(
+            LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items()
+        )
+
+    @property
+    def implicit(self) -> bool:
+        """True if there are context caches, and none of them was named by id."""
+        return bool(self.caches) and all(
+            each.cache.implicit_ttl is not None for each in self.caches.values()
+        )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of their chunks."""
+        return tuple(each.cache.chunk_key for each in self.caches.values())
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The ids of the context caches, by their chunks' content."""
+        return {each.chunk.content: id for id, each in self.caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """A request's options for reading its content; None stands for the settings."""
+
+    tenant: str
+    policy: Policy | None = None
+    implicit: Implicit | None = None
+
+    salt: str = ""
+    """The request's own salt: chunks that are found by content, and earlier KV, are of requests
+    with the same one."""
+
+    special_tokens: bool = True
+    """False to leave out the special tokens around a completion's text."""
+
+    any_order: bool = False
+    """True if documents, and neighbouring chunks, may be reordered."""
+
+    keeps: bool = True
+    """False if there will be no answer: marked texts become chunks, but no context caches are
+    entered."""
 
 
 class ContentReader:
@@ -73,57 +126,20 @@ class ContentReader:
         caches: ContextCaches,
         implicit: ImplicitCaches,
         recognizer: Recognizer,
-        defaults: ReadDefaults,
+        policies: PolicyManager,
+        mode: Implicit,
         ahead: PassagesAhead | None = None,
     ) -> None:
-        """``ahead`` makes chunks of passages that were seen once; without it, none are."""
+        """``mode`` is for requests that do not say which texts become chunks. ``ahead`` makes
+        chunks of passages that were seen once; without it, none are."""
         self._builder = builder
         self._caches = caches
         self._implicit = implicit
         self._recognizer = recognizer
-        self._defaults = defaults
+        self._policies = policies
+        self._default_mode = mode
         self._ahead = ahead
         self._orders = DocumentOrders()
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        builder: PromptBuilder,
-        caches: ContextCaches,
-        engine: Engine,
-        catalog: Catalog,
-        store: ChunkStore,
-        events: Events,
-        policies: PolicyManager,
-    ) -> Self:
-        """Make the reader that ``settings`` describe."""
-        policy = settings.implicit_policy
-        implicit = ImplicitCaches(builder, caches, catalog, events, ttl=settings.implicit_ttl)
-        ahead = None
-        if settings.implicit_ahead == "on" and settings.engine == "embedded":
-            most = settings.implicit_caches
-            ahead = PassagesAhead(
-                implicit, engine, catalog, store, most_caches=most, quotas=settings.quotas
-            )
-        return cls(
-            builder,
-            caches,
-            implicit,
-            Recognizer(catalog, builder.encoder, events, fingerprint=caches.fingerprint),
-            ReadDefaults(
-                policy=policies.default_policy,
-                implicit=Implicit(settings.implicit),
-                implicit_policy=None if policy is None else parse_policy(policy),
-                steered=policies.controller is not None,
-            ),
-            ahead,
-        )
-
-    def close(self) -> None:
-        """Make no more chunks of passages that were seen once. Idempotent."""
-        if self._ahead is not None:
-            self._ahead.close()
 
     def chat(
         self,
@@ -135,12 +151,13 @@ class ContentReader:
         """Read a conversation about documents."""
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
-            note_places(message.content, f"messages.{index}.content", places)
+            _note_places(message.content, f"messages.{index}.content", places)
         if how.any_order:
-            documents, messages = self._arranged(documents, messages, how)
+            owner = f"{how.tenant}\0{how.salt}"
+            documents, messages = self._orders.arranged(owner, documents, messages)
         beside = [document.text for document in documents]
         given = chain(beside, *((message.name or "", *message.content) for message in messages))
-        self._builder.check_texts(texts_of(given), param="messages")
+        self._builder.check_texts(_texts_of(given), param="messages")
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
         self._builder.check_texts(texts, param="tools")
         options, section = self._tool_section(options, how)
@@ -153,46 +170,35 @@ class ContentReader:
         ]
 
         def build(chunks: Chunks) -> Prompt:
-            linked = [with_chunks(message, chunks) for message in messages]
-            beside = [Document(chunk_or_text(each.text, chunks), each.fields) for each in documents]
+            linked = [
+                ChatMessage(each.role, _placed(each.content, chunks), each.name, each.fields)
+                for each in messages
+            ]
+            beside = [
+                Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents
+            ]
             described = {each.text: chunks[each] for each in definitions if each in chunks}
             return self._builder.chat(linked, beside, options=options, definitions=described)
 
         read = self._read(parts, places, how, build)
         return _without_unshown(read) if definitions else read
 
-    def _arranged(
-        self,
-        documents: Sequence[Document[CachedPart]],
-        messages: Sequence[ChatMessage[CachedPart]],
-        how: ReadOptions,
-    ) -> tuple[Sequence[Document[CachedPart]], Sequence[ChatMessage[CachedPart]]]:
-        """Return documents, and neighbouring chunks of each message, in the order in which a prompt
-        of the tenant had the same ones before."""
-        arranged = partial(self._orders.arranged_runs, f"{how.tenant}\0{how.salt}")
-        return arranged(documents), [
-            replace(message, content=tuple(arranged(message.content))) for message in messages
-        ]
-
     def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
         if isinstance(prompt, TokenIds):
-            return ReadPrompt(
-                self._builder.completion(prompt.ids), self._default(how), {}, how.salt
-            )
+            return ReadPrompt(self._builder.completion(prompt.ids), self._policy(how), {}, how.salt)
         places: dict[str, str] = {}
-        note_places(prompt, "prompt", places)
-        self._builder.check_texts(texts_of(prompt), param="prompt")
+        _note_places(prompt, "prompt", places)
+        self._builder.check_texts(_texts_of(prompt), param="prompt")
         if how.any_order:
-            _, (ordered,) = self._arranged((), [ChatMessage("user", prompt)], how)
-            prompt = ordered.content
+            prompt = tuple(self._orders.arranged_runs(f"{how.tenant}\0{how.salt}", prompt))
         prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
         return self._read(
             prompt,
             places,
             how,
             lambda chunks: self._builder.completion(
-                placed(prompt, chunks), special_tokens=how.special_tokens
+                _placed(prompt, chunks), special_tokens=how.special_tokens
             ),
         )
 
@@ -219,11 +225,9 @@ class ContentReader:
         marked = _by_text(encoded, known)
         if mode is Implicit.MARKED:  # kept answers are recognised, and may be gone by now
             for text in encoded.keys() - marked.keys():
-                if isinstance(text, MarkedText) and text.source is TextSource.RECOGNITION:
+                if text.source is TextSource.RECOGNITION:
                     del encoded[text]
-        chunks = dict(named_chunks)
-        chunks.update((part, chunk) for part, chunk in encoded.items())
-        chunks.update((part, found.chunk) for part, found in marked.items())
+        chunks = named_chunks | encoded | {part: found.chunk for part, found in marked.items()}
         try:
             prompt = build(chunks)
         except InvalidRequestError:
@@ -246,9 +250,7 @@ class ContentReader:
             if used != chunks:  # there was no room for some
                 prompt = build(used)
         found = {**named, **marked}
-        policy = (self._implicit_policy(how) if marked and not named else None) or self._default(
-            how
-        )
+        policy = self._policy(how, implicit=bool(marked and not named))
         uses = {found[part].cache.id: found[part] for part in cached if part in found}
         if lost := {id for id, each in uses.items() if self._is_lost_answer(each)}:
             prompt = prompt.with_tokens_of({uses[id].chunk for id in lost})
@@ -261,28 +263,13 @@ class ContentReader:
         return found.chunk.contextual and self._caches.tier(found.cache) is None
 
     def _mode(self, how: ReadOptions) -> Implicit:
-        """Return which texts become chunks: none where all of it would be computed again.
+        """Return which texts become chunks: none where all of it would be computed again."""
+        exact = how.policy.exact if how.policy else self._policies.needs_no_chunks
+        return Implicit.OFF if exact else how.implicit or self._default_mode
 
-        A default policy that a quality target has raised until it computes everything is no reason:
-        it is lowered again by answers with chunks.
-        """
-        policy = self._implicit_policy(how)
-        if policy is None and not self._defaults.steered:
-            policy = self._default(how)
-        return (
-            Implicit.OFF
-            if policy is not None and policy.exact
-            else how.implicit or self._defaults.implicit
-        )
-
-    def _default(self, how: ReadOptions) -> Policy:
-        """Return the policy of a prompt with chunks that were named by id, or without chunks."""
-        return how.policy or self._defaults.policy(how.tenant)
-
-    def _implicit_policy(self, how: ReadOptions) -> Policy | None:
-        """Return the policy of a prompt none of whose chunks was named by id; None for the default
-        policy."""
-        return how.policy or self._defaults.implicit_policy
+    def _policy(self, how: ReadOptions, *, implicit: bool = False) -> Policy:
+        """Return the policy of a prompt; ``implicit``: it has chunks, none named by id."""
+        return how.policy or self._policies.default_policy(how.tenant, implicit=implicit)
 
     def _tool_section(
         self, options: TemplateOptions, how: ReadOptions
@@ -327,11 +314,11 @@ class ContentReader:
 
     def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
-        texts = [part for part in parts if isinstance(part, MarkedText)]
         return {
             text: chunk
-            for text in texts
-            if (chunk := self._implicit.encode(text.text, salt)) is not None
+            for text in parts
+            if isinstance(text, MarkedText)
+            and (chunk := self._implicit.encode(text.text, salt)) is not None
         }
 
     def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:
@@ -346,6 +333,34 @@ class ContentReader:
             ContextCacheReference(id): FoundChunk(cache.chunk, cache, False)
             for id, cache in caches.items()
         }
+
+
+def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:
+    """Add the path of each id that is not in ``places`` yet, such as
+    ``messages.0.content.1.id``."""
+    for index, part in enumerate(content):
+        if isinstance(part, ContextCacheReference):
+            places.setdefault(part.id, f"{path}.{index}.id")
+
+
+def _texts_of(parts: Iterable[str | CachedPart]) -> list[str]:
+    """Return all texts among the parts, marked or not."""
+    return [
+        part if isinstance(part, str) else part.text
+        for part in parts
+        if not isinstance(part, ContextCacheReference)
+    ]
+
+
+def _placed(content: Content[CachedPart], chunks: Chunks) -> Content[Chunk]:
+    """Return the content with chunks in the places of context caches and of marked texts."""
+    return tuple(_chunk_or_text(part, chunks) for part in content)
+
+
+def _chunk_or_text(part: str | CachedPart, chunks: Chunks) -> str | Chunk:
+    if isinstance(part, MarkedText):
+        return chunks.get(part, part.text)
+    return part if isinstance(part, str) else chunks[part]
 
 
 def _by_text(
