@@ -232,11 +232,10 @@ def test_it_has_the_calls_of_llm() -> None:
         "chat_prompt",
         "read_chat",
         "read_completion",
-        "submit",
         "sampling_params",
     }
     building |= {"prepare_chat", "request_tools", "described", "fitting"}
-    building |= {"submit_prepared", "answer_builder", "begin_explain"}
+    building |= {"prepare_completion", "submit_prepared", "begin_explain"}
     building |= {"begin_score", "begin_context_caches"}
     at_once = {
         "default_policy",

@@ -62,7 +62,7 @@ def _links_chunks(llm: LLM) -> None:
 def _calls_tools(llm: LLM, served: Any) -> None:
     """The prompt shows the tool, a call that is required is valid, and a marked definition is a
     chunk."""
-    prompt = llm.read_chat(QUESTION, options=TemplateOptions(tools=(WEATHER,))).prompt
+    prompt = llm.chat_prompt(QUESTION, options=TemplateOptions(tools=(WEATHER,)))
     assert "get_weather" in llm.text_of(prompt)
     body = {
         "messages": QUESTION,
@@ -85,10 +85,10 @@ def _reasons(llm: LLM, model: FieldModel) -> None:
     if not model.reasons:
         assert llm.answer_form.reasoning is None
         return
-    tail = llm.tail_of(llm.read_chat(QUESTION).prompt)
+    tail = llm.tail_of(llm.chat_prompt(QUESTION))
     reader = llm.answer_form.reader(tail, ())
     pieces = [*reader.feed("<think>\nWhere?\n</think>\n\nOslo."), *reader.finish(cut=False)]
     said = AnswerParts.of(pieces)
     assert (said.reasoning, said.content) == ("Where?", "Oslo.")
     silent = TemplateOptions(variables={"enable_thinking": False})
-    assert "</think>" in llm.tail_of(llm.read_chat(QUESTION, options=silent).prompt)
+    assert "</think>" in llm.tail_of(llm.chat_prompt(QUESTION, options=silent))

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
@@ -23,11 +22,16 @@ from kvlinker.linking import Explanation, Policy
 from kvlinker.llm import LLM, Prompt
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.service.answer import Answer, AnswerBuilder, ChoiceSink
-from kvlinker.service.content import CompletionContent
+from kvlinker.service.content import (
+    ChatOptions,
+    CompletionContent,
+    Documents,
+    Messages,
+    refuse_tools_in_text,
+)
 from kvlinker.service.context_caches.checks import texts_of
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.service.context_caches.progress import progress_bar
-from kvlinker.service.prompt_calls import ChatOptions, Documents, Messages, refuse_tools_in_text
 from kvlinker.settings import Options
 from kvlinker.store import ContextCache
 
@@ -199,14 +203,12 @@ class AsyncLLM:
         **sampling: Unpack[SamplingFields],
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
-        read = await asyncio.to_thread(
-            self.llm.read_completion, prompt, policy=policy, implicit=implicit, tenant=tenant
+        prepare = partial(self.llm.prepare_completion, prompt, sampling)
+        asked, builder = await asyncio.to_thread(
+            prepare, policy=policy, implicit=implicit, tenant=tenant
         )
-        params = self.llm.sampling_params(**sampling)
-        answering = AsyncAnswerStream(
-            lambda sink: self.llm.submit(read, params, sink, tenant=tenant), AnswerBuilder()
-        )
-        return replace(await answering.answer(), context_caches=read.linked)
+        submit = partial(self.llm.submit_prepared, asked)
+        return await AsyncAnswerStream(submit, builder).answer()
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"

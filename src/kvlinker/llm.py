@@ -3,62 +3,55 @@ it, too."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Literal, Self, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
-from kvlinker.base.events import Events
+from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
-from kvlinker.base.types.messages import Implicit, TemplateOptions
+from kvlinker.base.types.messages import (
+    CachedPart,
+    ChatMessage,
+    CompletionPrompt,
+    Implicit,
+    TemplateOptions,
+)
 from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
-from kvlinker.base.types.tools import Tool
-from kvlinker.engines.contract.contract import Engine, GenerationRequest, RequestHandle
+from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.linking import Explanation, Policy
-from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.prompting.request_tools import RequestTools, ToolChoice
+from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.segments import Prompt
-from kvlinker.service.answer import (
-    Answer,
-    AnswerBuilder,
-    AnswerStream,
-    ChoiceSink,
-    wait_for_answer,
-)
-from kvlinker.service.audit.policy_manager import PolicyManager, with_usable_policy
+from kvlinker.service.answer import Answer, AnswerBuilder, AnswerStream, ChoiceSink
 from kvlinker.service.builders import BuilderClient
-from kvlinker.service.content import CompletionContent, ContentPart, Message, parse_tools
-from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
-from kvlinker.service.context_caches.building import Building
-from kvlinker.service.context_caches.kept_answers import AnswerKeeper, KeepRequest
-from kvlinker.service.embedding import Embedder
-from kvlinker.service.implicit.ahead import PassagesAhead
-from kvlinker.service.implicit.caches import ImplicitCaches
-from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.preloading import Preloading
-from kvlinker.service.prompt_calls import (
+from kvlinker.service.content import (
     ChatOptions,
+    CompletionContent,
+    ContentPart,
+    Documents,
+    Message,
     Messages,
-    PreparedRequest,
-    PromptCalls,
+    parse_documents,
+    parse_messages,
+    parse_prompt,
+    parse_tools,
     refuse_tools_in_text,
 )
-from kvlinker.service.reading import ContentReader, ReadPrompt
-from kvlinker.service.residency import Residency
-from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
-from kvlinker.service.tool_waits import ToolWaits
-from kvlinker.service.workflows import Workflows, WorkflowStep
+from kvlinker.service.context_caches import ContextCacheCalls
+from kvlinker.service.context_caches.kept_answers import KeepRequest
+from kvlinker.service.model_calls import ModelCalls
+from kvlinker.service.prompt_calls import PreparedRequest, PromptCalls
+from kvlinker.service.reading import ReadPrompt
+from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source
+from kvlinker.service.workflows import WorkflowStep
 from kvlinker.settings import Options, Settings, load_settings
-from kvlinker.store import Speeds
-from kvlinker.store.speeds import FILE_NAME
 
 __all__ = [
     "LLM",
@@ -73,7 +66,7 @@ __all__ = [
 
 
 @names_arguments
-class LLM(ContextCacheCalls, PromptCalls):
+class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
     ``model``: local path or hub id; without it the small model that ships with kvlinker.
@@ -106,135 +99,120 @@ class LLM(ContextCacheCalls, PromptCalls):
         llm._start(source, settings)
         return llm
 
-    def _start(self, source: EngineSource, settings: Settings) -> None:
-        with ExitStack() as started:
-            self._start_parts(source, settings, started)
-            self._closing = started.pop_all()
-
-    def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
-        """Make the parts, each of which ``started`` closes."""
-        self.settings = settings
-        self.events = Events()
-        self.model_name = settings.served_name
-        self.created_at = time.time()
-        self.tokenizer = source.tokenizer
-        self.sampling_defaults = (
-            source.sampling_defaults if settings.generation_config == "auto" else {}
-        )
-        self.speeds = Speeds(settings.state_dir / FILE_NAME)
-        started.callback(self.speeds.close)
-        self.embedder = Embedder(settings) if settings.embedding_model else None
-        if self.embedder is not None:
-            started.callback(self.embedder.close)
-        self.catalog, self.store = open_state(
-            settings,
-            self.events,
-            host_bytes=settings.host_memory if source.uses_host_memory else 0,
-            device=source.device,
-            speeds=self.speeds,
-        )
-        started.callback(self.catalog.close)
-        started.callback(self.store.close)
-        self.engine: Engine = source.make(
-            self.catalog, self.store, self.events, settings, self.speeds
-        )
-        started.callback(self.engine.close)
-        self.builder = PromptBuilder(
-            self.tokenizer,
-            context=settings.generation_context,
-            system_prompt=settings.system_prompt,
-            chat_template=settings.chat_template,
-            max_tokens=self.engine.max_model_len,
-        )
-        self.caches = ContextCaches(
-            model=self.model_name,
-            builder=self.builder,
-            engine=self.engine,
-            catalog=self.catalog,
-            store=self.store,
-            texts=ChunkTexts(
-                self.catalog,
-                self.builder.encoder,
-                fingerprint=self.engine.fingerprint,
-                searchable=settings.searchable,
-                embedder=self.embedder,
-            ),
-            events=self.events,
-            quotas=settings.quotas,
-            implicit_caches=settings.implicit_caches,
-            builds=settings.role == "build",
-        )
-        started.callback(self.caches.close)
-        self._keeper = AnswerKeeper(
-            self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
-        )
-        started.callback(self._keeper.close)
-        self._tool_waits = ToolWaits(self.engine, longest=settings.tool_wait)
-        started.callback(self._tool_waits.close)
-        self.building = Building(self.engine, self.catalog, self.store)
-        started.callback(self.building.close)
-        self.residency = Residency(
-            self.store,
-            kv_bytes=self.engine.kv_bytes,
-            resident_keys=self.engine.resident_keys,
-        )
-        self.events.subscribe(self.residency.listen)
-        self.preloading = Preloading(self.catalog, self.store, self.engine)
-        started.callback(self.preloading.close)
-        self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
-        settings = with_usable_policy(settings, self.engine)
-        self.policy_manager = PolicyManager(
-            settings, self.engine, self.events, model=self.model_name, decode=self.decode_ids
-        )
-        started.callback(self.policy_manager.close)
-        implicit = ImplicitCaches(
-            self.builder,
-            self.engine,
-            self.caches.creation,
-            self.catalog,
-            self.events,
-            ttl=settings.implicit_ttl,
-        )
-        ahead = None
-        if settings.implicit_ahead == "on" and settings.engine == "embedded":
-            ahead = PassagesAhead(
-                implicit,
-                self.engine,
-                self.catalog,
-                self.store,
-                most_caches=settings.implicit_caches,
-                quotas=settings.quotas,
-            )
-            started.callback(ahead.close)
-        self._content = ContentReader(
-            self.builder,
-            self.caches,
-            implicit,
-            Recognizer(
-                self.catalog,
-                self.builder.encoder,
-                self.events,
-                fingerprint=self.engine.fingerprint,
-            ),
-            self.policy_manager,
-            Implicit(settings.implicit),
-            ahead,
-        )
-        started.callback(self.engine.close)  # before all others, so that what they wait for ends
-
-    def request_tools(
+    def score(
         self,
-        tools: Sequence[Tool] = (),
-        choice: ToolChoice | None = None,
+        prompt: CompletionContent,
         *,
-        several: bool = True,
-        most_reasoning: int | None = None,
-    ) -> RequestTools:
-        """Return how the answers to a conversation may use ``tools``; ``several``: with more than
-        one call; ``most_reasoning``: after so many tokens of reasoning at most. Raises
-        InvalidRequestError for a choice of tools that are not offered."""
-        form = self.answer_form.limited(most_reasoning)
-        return RequestTools(form, self.tail_of, tools, choice, several=several)
+        policy: str | Policy | None = None,
+        tenant: str = DEFAULT_TENANT,
+        logprobs: int | None = None,
+    ) -> PromptLogprobs:
+        """Return the log probabilities of a prompt's last tokens: those after its last context
+        cache, but for the first of them.
+
+        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
+        most likely tokens to return with each. Raises the errors of ``completion``, and
+        InvalidRequestError if there is nothing to score.
+        """
+        scoring = self.begin_score(prompt, policy=policy, tenant=tenant, logprobs=logprobs)
+        return scoring.result()
+
+    def begin_score(
+        self,
+        prompt: CompletionContent,
+        *,
+        policy: str | Policy | None = None,
+        tenant: str = DEFAULT_TENANT,
+        logprobs: int | None = None,
+    ) -> Future[PromptLogprobs]:
+        """Begin what ``score`` returns."""
+        read = self.read_completion(parse_prompt(prompt), policy=policy, tenant=tenant)
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
+        )
+        return self.engine.score(request)
+
+    def explain(
+        self,
+        messages: Messages | None = None,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        attention: bool = False,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Explanation:
+        """Explain how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
+        recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
+        and nothing is reused from earlier requests.
+
+        ``attention``: also return the last token's attention in each layer. Raises the errors of
+        ``chat_completion``.
+        """
+        explaining, read = self.begin_explain(
+            messages,
+            documents=documents,
+            options=options,
+            prompt=prompt,
+            policy=policy,
+            implicit=implicit,
+            attention=attention,
+            tenant=tenant,
+        )
+        return self.described(explaining.result(), read)
+
+    def begin_explain(
+        self,
+        messages: Messages | None = None,
+        *,
+        documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        attention: bool = False,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[Future[Explanation], ReadPrompt]:
+        """Begin what ``explain`` returns: the explanation to come, and the prompt with which
+        ``described`` completes it. Cancelling the future ends the computation."""
+        if (messages is None) == (prompt is None):
+            raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
+        if messages is not None:
+            read = self.read_chat(
+                parse_messages(messages),
+                documents=parse_documents(documents),
+                options=options,
+                policy=policy,
+                implicit=implicit,
+                tenant=tenant,
+            )
+        else:
+            read = self.read_completion(
+                parse_prompt(prompt or ""), policy=policy, implicit=implicit, tenant=tenant
+            )
+        request = GenerationRequest(
+            read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
+        )
+        return self.engine.explain(request), read
+
+    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
+        """Add the ids of context caches, and the text of each token, to an explanation of a
+        prompt."""
+        texts = self.builder.encoder.token_texts(explanation.token_ids)
+        return explanation.with_context_caches(read.ids).with_texts(texts)
+
+    def chat_prompt(
+        self,
+        messages: Messages | Prompt,
+        *,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Prompt:
+        """Build the prompt of a conversation; a prompt stays as it is. Raises the errors of
+        ``read_chat``."""
+        return self.read_chat(_parsed(messages), options=options, tenant=tenant).prompt
 
     @overload
     def chat_completion(
@@ -289,8 +267,8 @@ class LLM(ContextCacheCalls, PromptCalls):
         )
         tenant = options.get("tenant", DEFAULT_TENANT)
         read = self.read_chat(
-            messages,
-            documents=options.get("documents", ()),
+            _parsed(messages),
+            documents=parse_documents(options.get("documents", ())),
             options=TemplateOptions(tools=tools.tools),
             policy=options.get("policy"),
             implicit=options.get("implicit"),
@@ -319,7 +297,12 @@ class LLM(ContextCacheCalls, PromptCalls):
             step=WorkflowStep.of(options.get("workflow"), options.get("next")),
             calls=reader if tools.tools else None,
         )
-        return asked, self.answer_builder(read, reader())
+
+        def complete(answer: Answer) -> Answer:
+            explanation = answer.explanation and self.described(answer.explanation, read)
+            return replace(answer, explanation=explanation, context_caches=read.linked)
+
+        return asked, AnswerBuilder(reader(), complete)
 
     @takes_fields_of(SamplingFields)
     def completion(
@@ -332,63 +315,28 @@ class LLM(ContextCacheCalls, PromptCalls):
         **sampling: Unpack[SamplingFields],
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
-        read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
-        params = self.sampling_params(**sampling)
-        answer = wait_for_answer(lambda sink: self.submit(read, params, sink, tenant=tenant))
-        return replace(answer, context_caches=read.linked)
-
-    def submit(
-        self,
-        read: ReadPrompt,
-        sampling: SamplingParams,
-        sink: ChoiceSink,
-        *,
-        n: int = 1,
-        tenant: str = DEFAULT_TENANT,
-    ) -> RequestHandle:
-        """Queue ``n`` choices for one prompt, the result of ``read_chat`` or ``read_completion``;
-        see ``submit_prepared``."""
-        return self.submit_prepared(PreparedRequest({"prompt": read}, sampling, tenant), sink, n=n)
-
-    def submit_prepared(
-        self, asked: PreparedRequest, sink: ChoiceSink, *, number: int = 0, n: int = 1
-    ) -> RequestHandle:
-        """Queue ``n`` choices for the prompt of this ``number`` among the request's, under its
-        policy, and return at once; events come from the engine's thread.
-
-        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle
-        cancels all. The first choice's ``Finished`` has the explanation that the request asks for,
-        and the context cache that it has become. Raises the errors of ``Engine.generate``, and
-        InvalidRequestError if a context cache that the workflow uses next does not exist.
-        """
-        read, tenant = list(asked.prompts.values())[number], asked.tenant
-        keep = None if number else asked.keep
-        words = [self.builder.encoder.encode_word(word) for word in asked.sampling.bad_words]
-        request = GenerationRequest(
-            read.prompt,
-            read.policy,
-            asked.sampling,
-            tenant,
-            n,
-            salt=read.salt,
-            bad_words=tuple(chain.from_iterable(words)),
-            explains=asked.explains,
-            shows_attention=asked.shows_attention,
-            keeps_answer=keep is not None,
-            workflow=asked.step.name if asked.step else None,
+        asked, builder = self.prepare_completion(
+            prompt, sampling, policy=policy, implicit=implicit, tenant=tenant
         )
-        if asked.step is not None:
-            sink = self.workflows.watch(sink)
-        if keep is not None:
-            sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
-        if asked.calls is not None:
-            sink = self._tool_waits.watch(request, sink, asked.calls)
-        expected = self.workflows.expected(asked.step, tenant=tenant) if asked.step else ()
-        if (auditor := self.policy_manager.auditor) is not None:
-            request, sink = auditor.watch(request, sink, implicit=read.implicit)
-        handle = self.engine.generate(request, sink)
-        self.workflows.begin(asked.step, expected, read.keys, tenant=tenant)
-        return handle
+        return AnswerStream(lambda sink: self.submit_prepared(asked, sink), builder).answer
+
+    def prepare_completion(
+        self,
+        prompt: CompletionContent,
+        sampling: SamplingFields,
+        *,
+        policy: str | Policy | None,
+        implicit: Implicit | str | None,
+        tenant: str,
+    ) -> tuple[PreparedRequest, AnswerBuilder]:
+        """Prepare the request of a call of ``completion``, and the builder of its answer."""
+        read = self.read_completion(
+            parse_prompt(prompt), policy=policy, implicit=implicit, tenant=tenant
+        )
+        asked = PreparedRequest({"prompt": read}, self.sampling_params(**sampling), tenant)
+        return asked, AnswerBuilder(
+            complete=lambda answer: replace(answer, context_caches=read.linked)
+        )
 
     def __repr__(self) -> str:
         facts = [repr(self.model_name), f"engine={self.settings.engine!r}"]
@@ -399,12 +347,13 @@ class LLM(ContextCacheCalls, PromptCalls):
             facts.append(f"context_caches={self.catalog.usage(DEFAULT_TENANT).caches}")
         return f"LLM({', '.join(facts)})"
 
-    def close(self) -> None:
-        """Stop the engine and finish pending writes. Idempotent."""
-        self._closing.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _parsed(messages: Messages | Prompt) -> Sequence[ChatMessage[CachedPart]] | Prompt:
+    """Parse a conversation; a prompt stays as it is."""
+    return messages if isinstance(messages, Prompt) else parse_messages(messages)

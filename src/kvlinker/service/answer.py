@@ -203,12 +203,3 @@ class AnswerStream(Iterator[AnswerPiece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:
-    """Submit a request for one choice and block until it is finished; the request is cancelled when
-    waiting ends early.
-
-    Raises the errors of ``submit``, and the error of a request that failed.
-    """
-    return AnswerStream(submit, AnswerBuilder()).answer

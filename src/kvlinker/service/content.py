@@ -1,9 +1,9 @@
-"""Parses the content of the Python API's calls into the same values as HTTP bodies."""
+"""What callers of the Python API write, and its parsing into the same values as HTTP bodies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
 from kvlinker.base.types.messages import (
@@ -17,9 +17,13 @@ from kvlinker.base.types.messages import (
     TextSource,
     TokenIds,
 )
+from kvlinker.base.types.sampling import SamplingFields
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.base.types.tools import Tool, template_call
+from kvlinker.linking import Policy
 from kvlinker.prompting.marks import marked_text
+from kvlinker.prompting.request_tools import ToolChoice
+from kvlinker.service.context_caches.kept_answers import KeptPart
 from kvlinker.store import ContextCache
 
 ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
@@ -36,6 +40,62 @@ perhaps ``name``, ``tool_calls``, ``tool_call_id`` and ``reasoning_content``."""
 CompletionContent = str | TokenIds | Sequence[int | ContentPart]
 """A completion's prompt as Python callers write it: a text, token ids, or a list of texts and
 context caches."""
+
+
+Messages = Sequence[Message | ChatMessage[CachedPart]]
+"""A conversation, as dictionaries or as typed messages."""
+
+Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
+"""Documents of a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
+templates show."""
+
+
+Order = Literal["given", "any"]
+"""Whether documents, and neighbouring chunks, keep their order."""
+
+
+class ChatOptions(SamplingFields, total=False):
+    """The keyword arguments of ``LLM.chat_completion`` and ``stream``: these, and sampling
+    parameters such as ``max_tokens`` and ``temperature``."""
+
+    documents: Documents
+    """They become chunks, as ``implicit`` says, and so do marked parts and marked tools."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """OpenAI's, as are ``tool_choice``, ``parallel_tool_calls`` and ``response_format``."""
+
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any] | None
+
+    policy: str | Policy | None
+    """A name, or a policy, which need not be registered."""
+
+    order: Order | None
+    """"any": documents, and neighbouring chunks, may be reordered as they were linked before, so
+    that nothing is computed again."""
+
+    implicit: Implicit | str | None
+    """Which texts become chunks without an id: "auto", "marked" or "off"."""
+
+    keep: KeptPart | Literal["off"] | None
+    """Which part of the answer becomes a context cache, ``Answer.kept``, with the KV that it was
+    generated with; by default, as the settings say."""
+
+    ttl: float | None
+    """The seconds that it lives from its last use."""
+
+    workflow: str | None
+    """The name of a workflow that this is a request of."""
+
+    next: Sequence[Mapping[str, Any]] | None
+    """The context caches that the workflow will use: ``ids`` of context caches, and in how many
+    ``steps``, its requests from this one on, or ``seconds``."""
+
+    explain: bool
+    """True: the answer has an ``explanation`` of how its prompt was linked."""
+
+    tenant: str
 
 
 def parse_messages(
@@ -99,6 +159,16 @@ def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
             param="tools",
         )
     return tuple({**tool, "function": _given(tool["function"])} for tool in tools)
+
+
+def refuse_tools_in_text(options: ChatOptions) -> None:
+    """Raise InvalidRequestError if the text of an answer is asked for that may have calls."""
+    if options.get("tools") and options.get("tool_choice") != "none":
+        raise InvalidRequestError(
+            "'stream' gives the answer's text alone, in which no calls of 'tools' are: call the"
+            " method 'stream', or leave one of them out.",
+            param="stream",
+        )
 
 
 def _require_list(name: str, value: Any, of: str) -> None:

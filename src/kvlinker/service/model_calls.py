@@ -3,9 +3,7 @@ encoding and decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,48 +11,23 @@ from numpy.typing import NDArray
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.texts import Piece
-from kvlinker.engines.contract.contract import Engine, EngineLoad
+from kvlinker.engines.contract.contract import EngineLoad
 from kvlinker.linking import Policy, describe_policies
-from kvlinker.prompting.answer_forms.form import AnswerForm
-from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.segments import Prompt
 from kvlinker.prompting.splitting import split_text
-from kvlinker.service.audit.policy_manager import PolicyManager
-from kvlinker.service.embedding import Embedder, Given, embedder_of
-from kvlinker.settings import Settings
-from kvlinker.store import ChunkStore, TierUsage
+from kvlinker.service.embedding import Given, embedder_of
+from kvlinker.service.startup import Parts
+from kvlinker.store import TierUsage
 
 PREFILL_TOKENS = 1024
 """The length of the prompt whose rate ``LLM.prefill_rate`` returns."""
 
-FINGERPRINT_CHARACTERS = 12
-"""The characters of the model's fingerprint that answers have."""
-
-TAIL_TOKENS = 1024
-"""The most tokens of a prompt's end that are decoded to find out how an answer begins."""
-
 
 @names_arguments
-class ModelCalls:
-    """The calls of ``LLM`` that start no request. Its parts are made where an ``LLM`` starts."""
-
-    settings: Settings
-    engine: Engine
-    store: ChunkStore
-    builder: PromptBuilder
-    policy_manager: PolicyManager
-    tokenizer: Any
-    sampling_defaults: Mapping[str, Any]
-    embedder: Embedder | None
-
-    @property
-    def system_fingerprint(self) -> str:
-        """A name for the source of answers: kvlinker's version, and the beginning of the model's
-        fingerprint."""
-        return f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
+class ModelCalls(Parts):
+    """The calls of ``LLM`` that start no request."""
 
     @property
     def max_model_len(self) -> int:
@@ -152,35 +125,6 @@ class ModelCalls:
         alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
         given = cast(Sequence[Given], [texts] if alone else texts)
         return embedder_of(self.embedder).embed(given, dimensions=dimensions)
-
-    def sampling_params(self, **given: Any) -> SamplingParams:
-        """Return sampling parameters: those that are given, those that the model's
-        ``generation_config.json`` recommends, and the usual defaults, in this order. Raises
-        InvalidRequestError."""
-        return SamplingParams(**{**self.sampling_defaults, **given})
-
-    def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return sampling parameters whose ``max_tokens`` is cut to the room of the window after
-        the prompt, and to the settings' limit of answers."""
-        room = max(1, self.max_model_len - len(prompt))
-        limits = [
-            most
-            for most in (sampling.max_tokens, self.settings.max_answer_tokens, room)
-            if most is not None
-        ]
-        return replace(sampling, max_tokens=min(limits))
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.answer_form
-
-    def tail_of(self, prompt: Prompt) -> str:
-        """Decode the end of a prompt, after its last context cache, with special tokens."""
-        begin = max((span.end for span in prompt.spans), default=0)
-        tokens = prompt.tokens[max(begin, len(prompt) - TAIL_TOKENS) :]
-        text: str = self.tokenizer.decode(tokens.tolist())
-        return text
 
     def token_text(self, token_id: int) -> str:
         """Decode a token alone."""

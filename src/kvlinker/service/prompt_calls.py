@@ -1,16 +1,15 @@
-"""The calls of an LLM that read prompts: build them, score them, and explain how they are
-linked."""
+"""The calls of an LLM that requests for answers consist of: read a prompt, say how answers may use
+tools, and queue choices. The library's other calls and the server's routes are made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from itertools import chain
+from typing import Any, NamedTuple, get_args
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import salt_of
 from kvlinker.base.types.messages import (
     CachedPart,
@@ -20,82 +19,24 @@ from kvlinker.base.types.messages import (
     Implicit,
     TemplateOptions,
 )
-from kvlinker.base.types.sampling import SamplingFields, SamplingParams
+from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
-from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.linking import Explanation, Policy, as_policy
+from kvlinker.base.types.tools import Tool
+from kvlinker.engines.contract.contract import GenerationRequest, RequestHandle, Sink
+from kvlinker.linking import Policy, as_policy
+from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
-from kvlinker.prompting.request_tools import ToolChoice
+from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
-from kvlinker.service.answer import Answer, AnswerBuilder
-from kvlinker.service.content import (
-    CompletionContent,
-    Message,
-    parse_documents,
-    parse_implicit,
-    parse_messages,
-    parse_prompt,
-)
-from kvlinker.service.context_caches.kept_answers import KeepRequest, KeptPart
-from kvlinker.service.model_calls import ModelCalls
-from kvlinker.service.reading import ContentReader, ReadOptions, ReadPrompt
+from kvlinker.service.content import Order, parse_implicit
+from kvlinker.service.context_caches.kept_answers import KeepRequest
+from kvlinker.service.reading import ReadOptions, ReadPrompt
+from kvlinker.service.startup import Parts
 from kvlinker.service.workflows import WorkflowStep
 
-Messages = Sequence[Message | ChatMessage[CachedPart]]
-"""A conversation, as dictionaries or as typed messages."""
-
-Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
-"""Documents of a conversation: each has a ``text``, and perhaps a ``title`` and more that chat
-templates show."""
-
-
-Order = Literal["given", "any"]
-"""Whether documents, and neighbouring chunks, keep their order."""
-
-
-class ChatOptions(SamplingFields, total=False):
-    """The keyword arguments of ``LLM.chat_completion`` and ``stream``: these, and sampling
-    parameters such as ``max_tokens`` and ``temperature``."""
-
-    documents: Documents
-    """They become chunks, as ``implicit`` says, and so do marked parts and marked tools."""
-
-    tools: Sequence[Mapping[str, Any]]
-    """OpenAI's, as are ``tool_choice``, ``parallel_tool_calls`` and ``response_format``."""
-
-    tool_choice: ToolChoice | None
-    parallel_tool_calls: bool
-    response_format: Mapping[str, Any] | None
-
-    policy: str | Policy | None
-    """A name, or a policy, which need not be registered."""
-
-    order: Order | None
-    """"any": documents, and neighbouring chunks, may be reordered as they were linked before, so
-    that nothing is computed again."""
-
-    implicit: Implicit | str | None
-    """Which texts become chunks without an id: "auto", "marked" or "off"."""
-
-    keep: KeptPart | Literal["off"] | None
-    """Which part of the answer becomes a context cache, ``Answer.kept``, with the KV that it was
-    generated with; by default, as the settings say."""
-
-    ttl: float | None
-    """The seconds that it lives from its last use."""
-
-    workflow: str | None
-    """The name of a workflow that this is a request of."""
-
-    next: Sequence[Mapping[str, Any]] | None
-    """The context caches that the workflow will use: ``ids`` of context caches, and in how many
-    ``steps``, its requests from this one on, or ``seconds``."""
-
-    explain: bool
-    """True: the answer has an ``explanation`` of how its prompt was linked."""
-
-    tenant: str
+TAIL_TOKENS = 1024
+"""The most tokens of a prompt's end that are decoded to find out how an answer begins."""
 
 
 class PreparedRequest(NamedTuple):
@@ -122,151 +63,15 @@ class PreparedRequest(NamedTuple):
     """Makes readers of the calls that answers may have; None if no tools are offered."""
 
 
-def refuse_tools_in_text(options: ChatOptions) -> None:
-    """Raise InvalidRequestError if the text of an answer is asked for that may have calls."""
-    if options.get("tools") and options.get("tool_choice") != "none":
-        raise InvalidRequestError(
-            "'stream' gives the answer's text alone, in which no calls of 'tools' are: call the"
-            " method 'stream', or leave one of them out.",
-            param="stream",
-        )
-
-
 @names_arguments
-class PromptCalls(ModelCalls):
-    """The calls of ``LLM`` that generate nothing."""
-
-    _content: ContentReader
-
-    def score(
-        self,
-        prompt: CompletionContent,
-        *,
-        policy: str | Policy | None = None,
-        tenant: str = DEFAULT_TENANT,
-        logprobs: int | None = None,
-    ) -> PromptLogprobs:
-        """Return the log probabilities of a prompt's last tokens: those after its last context
-        cache, but for the first of them.
-
-        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
-        most likely tokens to return with each. Raises the errors of ``completion``, and
-        InvalidRequestError if there is nothing to score.
-        """
-        scoring = self.begin_score(prompt, policy=policy, tenant=tenant, logprobs=logprobs)
-        return scoring.result()
-
-    def begin_score(
-        self,
-        prompt: CompletionContent,
-        *,
-        policy: str | Policy | None = None,
-        tenant: str = DEFAULT_TENANT,
-        logprobs: int | None = None,
-    ) -> Future[PromptLogprobs]:
-        """Begin what ``score`` returns."""
-        read = self.read_completion(prompt, policy=policy, tenant=tenant)
-        request = GenerationRequest(
-            read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
-        )
-        return self.engine.score(request)
-
-    def explain(
-        self,
-        messages: Messages | None = None,
-        *,
-        documents: Documents = (),
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        attention: bool = False,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Explanation:
-        """Explain how a conversation, or a completion's ``prompt``, is linked: tokens, segments,
-        recomputed tokens by layer, the scores that chose them, and the cost. Nothing is generated,
-        and nothing is reused from earlier requests.
-
-        ``attention``: also return the last token's attention in each layer. Raises the errors of
-        ``chat_completion``.
-        """
-        explaining, read = self.begin_explain(
-            messages,
-            documents=documents,
-            options=options,
-            prompt=prompt,
-            policy=policy,
-            implicit=implicit,
-            attention=attention,
-            tenant=tenant,
-        )
-        return self.described(explaining.result(), read)
-
-    def begin_explain(
-        self,
-        messages: Messages | None = None,
-        *,
-        documents: Documents = (),
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
-        policy: str | Policy | None = None,
-        implicit: Implicit | str | None = None,
-        attention: bool = False,
-        tenant: str = DEFAULT_TENANT,
-    ) -> tuple[Future[Explanation], ReadPrompt]:
-        """Begin what ``explain`` returns: the explanation to come, and the prompt with which
-        ``described`` completes it. Cancelling the future ends the computation."""
-        if (messages is None) == (prompt is None):
-            raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
-        if messages is not None:
-            read = self.read_chat(
-                messages,
-                documents=documents,
-                options=options,
-                policy=policy,
-                implicit=implicit,
-                tenant=tenant,
-            )
-        else:
-            read = self.read_completion(
-                prompt or "", policy=policy, implicit=implicit, tenant=tenant
-            )
-        request = GenerationRequest(
-            read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
-        )
-        return self.engine.explain(request), read
-
-    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
-        """Add the ids of context caches, and the text of each token, to an explanation of a
-        prompt."""
-        texts = self.builder.encoder.token_texts(explanation.token_ids)
-        return explanation.with_context_caches(read.ids).with_texts(texts)
-
-    def answer_builder(self, read: ReadPrompt, reader: Reader) -> AnswerBuilder:
-        """Return the builder of the answer to a prompt, whose text ``reader`` reads."""
-
-        def complete(answer: Answer) -> Answer:
-            explanation = answer.explanation and self.described(answer.explanation, read)
-            return replace(answer, explanation=explanation, context_caches=read.linked)
-
-        return AnswerBuilder(reader, complete)
-
-    def chat_prompt(
-        self,
-        messages: Messages | Prompt,
-        *,
-        options: TemplateOptions = DEFAULT_OPTIONS,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Prompt:
-        """Build the prompt of a conversation; a prompt stays as it is. Raises the errors of
-        ``read_chat``."""
-        return self.read_chat(messages, options=options, tenant=tenant).prompt
+class PromptCalls(Parts):
+    """The calls of ``LLM`` from content to the engine."""
 
     def read_chat(
         self,
-        messages: Messages | Prompt,
+        messages: Sequence[ChatMessage[CachedPart]] | Prompt,
         *,
-        documents: Documents = (),
+        documents: Sequence[Document[CachedPart]] = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
@@ -284,16 +89,15 @@ class PromptCalls(ModelCalls):
         InvalidRequestError, PolicyError for one that is unknown or lacks its certificate, and
         ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
-        how = self._reading(policy, implicit, keeps, tenant, salt, order)
+        how = self._read_options(policy, implicit, keeps, tenant, salt, order)
         if isinstance(messages, Prompt):
-            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {}, how.salt)
-        return self._content.chat(
-            parse_messages(messages), how, parse_documents(documents), options
-        )
+            policy = how.policy or self.policy_manager.default_policy(tenant)
+            return ReadPrompt(messages, policy, {}, how.salt)
+        return self._reader.chat(messages, how, documents, options)
 
     def read_completion(
         self,
-        prompt: CompletionContent | CompletionPrompt[CachedPart],
+        prompt: CompletionPrompt[CachedPart],
         *,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
@@ -305,11 +109,94 @@ class PromptCalls(ModelCalls):
     ) -> ReadPrompt:
         """Build the prompt of a completion, with or without the ``special_tokens`` that the
         tokenizer adds, and choose its policy. Raises the errors of ``read_chat``."""
-        how = self._reading(policy, implicit, keeps, tenant, salt, order)
+        how = self._read_options(policy, implicit, keeps, tenant, salt, order)
         how = replace(how, special_tokens=special_tokens)
-        return self._content.completion(parse_prompt(prompt), how)
+        return self._reader.completion(prompt, how)
 
-    def _reading(
+    def request_tools(
+        self,
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice | None = None,
+        *,
+        several: bool = True,
+        most_reasoning: int | None = None,
+    ) -> RequestTools:
+        """Return how the answers to a conversation may use ``tools``; ``several``: with more than
+        one call; ``most_reasoning``: after so many tokens of reasoning at most. Raises
+        InvalidRequestError for a choice of tools that are not offered."""
+        form = self.answer_form.limited(most_reasoning)
+        return RequestTools(form, self.tail_of, tools, choice, several=several)
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """The form in which the model writes reasoning and calls of tools."""
+        return self.builder.answer_form
+
+    def tail_of(self, prompt: Prompt) -> str:
+        """Decode the end of a prompt, after its last context cache, with special tokens."""
+        begin = max((span.end for span in prompt.spans), default=0)
+        tokens = prompt.tokens[max(begin, len(prompt) - TAIL_TOKENS) :]
+        text: str = self.tokenizer.decode(tokens.tolist())
+        return text
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Return sampling parameters: those that are given, those that the model's
+        ``generation_config.json`` recommends, and the usual defaults, in this order. Raises
+        InvalidRequestError."""
+        return SamplingParams(**{**self.sampling_defaults, **given})
+
+    def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """Return sampling parameters whose ``max_tokens`` is cut to the room of the window after
+        the prompt, and to the settings' limit of answers."""
+        room = max(1, self.engine.max_model_len - len(prompt))
+        limits = [
+            most
+            for most in (sampling.max_tokens, self.settings.max_answer_tokens, room)
+            if most is not None
+        ]
+        return replace(sampling, max_tokens=min(limits))
+
+    def submit_prepared(
+        self, asked: PreparedRequest, sink: Sink, *, number: int = 0, n: int = 1
+    ) -> RequestHandle:
+        """Queue ``n`` choices for the prompt of this ``number`` among the request's, under its
+        policy, and return at once; events come from the engine's thread.
+
+        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle
+        cancels all. The first choice's ``Finished`` has the explanation that the request asks for,
+        and the context cache that it has become. Raises the errors of ``Engine.generate``, and
+        InvalidRequestError if a context cache that the workflow uses next does not exist.
+        """
+        read, tenant = list(asked.prompts.values())[number], asked.tenant
+        keep = None if number else asked.keep
+        words = [self.builder.encoder.encode_word(word) for word in asked.sampling.bad_words]
+        request = GenerationRequest(
+            read.prompt,
+            read.policy,
+            asked.sampling,
+            tenant,
+            n,
+            salt=read.salt,
+            bad_words=tuple(chain.from_iterable(words)),
+            explains=asked.explains,
+            shows_attention=asked.shows_attention,
+            keeps_answer=keep is not None,
+            workflow=asked.step.name if asked.step else None,
+        )
+        if asked.step is not None:
+            sink = self.workflows.watch(sink)
+        if keep is not None:
+            sink = self._keeper.watch(sink, keep, tenant=tenant, salt=read.salt)
+        if asked.calls is not None:
+            sink = self._tool_waits.watch(request, sink, asked.calls)
+        expected = self.workflows.expected(asked.step, tenant=tenant) if asked.step else ()
+        if (auditor := self.policy_manager.auditor) is not None:
+            request, sink = auditor.watch(request, sink, implicit=read.implicit)
+        handle = self.engine.generate(request, sink)
+        self.workflows.begin(asked.step, expected, read.keys, tenant=tenant)
+        return handle
+
+    def _read_options(
         self,
         policy: str | Policy | None,
         implicit: Implicit | str | None,

@@ -1,23 +1,46 @@
-"""Opens the parts of an LLM, by its settings: the catalog, the chunk store, and the engine."""
+"""Starts the parts of an LLM, by its settings: the catalog, the chunk store, the engine, and what
+works with them."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kvlinker.base.arguments import names_arguments
 from kvlinker.base.events import Events
+from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import load_model
+from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.audit.policy_manager import PolicyManager, with_usable_policy
 from kvlinker.service.builders import BuilderClient, Builders
+from kvlinker.service.context_caches import ChunkTexts, ContextCaches
+from kvlinker.service.context_caches.building import Building
+from kvlinker.service.context_caches.kept_answers import AnswerKeeper
+from kvlinker.service.embedding import Embedder
+from kvlinker.service.implicit.ahead import PassagesAhead
+from kvlinker.service.implicit.caches import ImplicitCaches
+from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.preloading import Preloading
+from kvlinker.service.reading import ContentReader
+from kvlinker.service.residency import Residency
+from kvlinker.service.tool_waits import ToolWaits
+from kvlinker.service.workflows import Workflows
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
+from kvlinker.store.speeds import FILE_NAME
+
+FINGERPRINT_CHARACTERS = 12
+"""The characters of the model's fingerprint that answers have."""
 
 logger = logging.getLogger(__name__)
 
@@ -155,3 +178,138 @@ def open_state(
         catalog.close()
         raise
     return StateDirectory(catalog, store)
+
+
+@names_arguments
+class Parts:
+    """The parts of an ``LLM``, with which its calls work: they start, and are closed, together."""
+
+    def _start(self, source: EngineSource, settings: Settings) -> None:
+        with ExitStack() as started:
+            self._start_parts(source, settings, started)
+            self._closing = started.pop_all()
+
+    def close(self) -> None:
+        """Stop the engine and finish pending writes. Idempotent."""
+        self._closing.close()
+
+    def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
+        """Make the parts, each of which ``started`` closes."""
+        self.settings = settings
+        self.events = Events()
+        self.model_name = settings.served_name
+        self.created_at = time.time()
+        self.tokenizer = source.tokenizer
+        self.sampling_defaults = (
+            source.sampling_defaults if settings.generation_config == "auto" else {}
+        )
+        self.speeds = Speeds(settings.state_dir / FILE_NAME)
+        started.callback(self.speeds.close)
+        self.embedder = Embedder(settings) if settings.embedding_model else None
+        if self.embedder is not None:
+            started.callback(self.embedder.close)
+        self.catalog, self.store = open_state(
+            settings,
+            self.events,
+            host_bytes=settings.host_memory if source.uses_host_memory else 0,
+            device=source.device,
+            speeds=self.speeds,
+        )
+        started.callback(self.catalog.close)
+        started.callback(self.store.close)
+        self.engine: Engine = source.make(
+            self.catalog, self.store, self.events, settings, self.speeds
+        )
+        started.callback(self.engine.close)
+        self.system_fingerprint = (
+            f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
+        )
+        """A name for the source of answers: kvlinker's version, and the beginning of the model's
+        fingerprint."""
+
+        self.builder = PromptBuilder(
+            self.tokenizer,
+            context=settings.generation_context,
+            system_prompt=settings.system_prompt,
+            chat_template=settings.chat_template,
+            max_tokens=self.engine.max_model_len,
+        )
+        self.caches = ContextCaches(
+            model=self.model_name,
+            builder=self.builder,
+            engine=self.engine,
+            catalog=self.catalog,
+            store=self.store,
+            texts=ChunkTexts(
+                self.catalog,
+                self.builder.encoder,
+                fingerprint=self.engine.fingerprint,
+                searchable=settings.searchable,
+                embedder=self.embedder,
+            ),
+            events=self.events,
+            quotas=settings.quotas,
+            implicit_caches=settings.implicit_caches,
+            builds=settings.role == "build",
+        )
+        started.callback(self.caches.close)
+        self._keeper = AnswerKeeper(
+            self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
+        )
+        started.callback(self._keeper.close)
+        self._tool_waits = ToolWaits(self.engine, longest=settings.tool_wait)
+        started.callback(self._tool_waits.close)
+        self.building = Building(self.engine, self.catalog, self.store)
+        started.callback(self.building.close)
+        self.residency = Residency(
+            self.store,
+            kv_bytes=self.engine.kv_bytes,
+            resident_keys=self.engine.resident_keys,
+        )
+        self.events.subscribe(self.residency.listen)
+        self.preloading = Preloading(self.catalog, self.store, self.engine)
+        started.callback(self.preloading.close)
+        self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
+        settings = with_usable_policy(settings, self.engine)
+        self.policy_manager = PolicyManager(
+            settings,
+            self.engine,
+            self.events,
+            model=self.model_name,
+            decode=lambda ids: self.tokenizer.decode(list(ids)),
+        )
+        started.callback(self.policy_manager.close)
+        implicit = ImplicitCaches(
+            self.builder,
+            self.engine,
+            self.caches.creation,
+            self.catalog,
+            self.events,
+            ttl=settings.implicit_ttl,
+        )
+        ahead = None
+        if settings.implicit_ahead == "on" and settings.engine == "embedded":
+            ahead = PassagesAhead(
+                implicit,
+                self.engine,
+                self.catalog,
+                self.store,
+                most_caches=settings.implicit_caches,
+                quotas=settings.quotas,
+            )
+            started.callback(ahead.close)
+        self._reader = ContentReader(
+            self.builder,
+            self.caches,
+            implicit,
+            Recognizer(
+                self.catalog,
+                self.builder.encoder,
+                self.events,
+                fingerprint=self.engine.fingerprint,
+            ),
+            self.policy_manager,
+            Implicit(settings.implicit),
+            ahead,
+        )
+        started.callback(self.engine.close)  # before all others, so that what they wait for ends

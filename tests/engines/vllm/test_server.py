@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.base.events import Events
+from kvlinker.base.types.messages import ContextCacheReference
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking import parse_policy
-from kvlinker.service.answer import wait_for_answer
+from kvlinker.service.answer import AnswerBuilder, AnswerStream
 from kvlinker.service.audit.auditor import AuditOptions, Auditor
 from kvlinker.service.audit.findings import Findings
 from kvlinker.settings import Settings
@@ -51,16 +52,17 @@ def test_same_content_is_stored_once(served: Served) -> None:  # type: ignore[no
 def test_the_audit_compares_answers(served: Served) -> None:
     """Under a policy that computes all tokens of the chunks again, they agree."""
     (cache,) = served.cache("a chunk whose tokens are all computed again")
-    prompt = served.llm.read_completion(
-        [{"type": "context_cache", "id": cache}, {"type": "text", "text": "So?"}]
-    ).prompt
+    prompt = served.llm.read_completion((ContextCacheReference(cache), "So?")).prompt
     asked = GenerationRequest(
         prompt, parse_policy("random-100"), SamplingParams(temperature=0, max_tokens=5)
     )
     engine = served.llm.engine
     auditor = Auditor(engine, Events(), AuditOptions(1.0), Findings(Events()))
     try:
-        answer = wait_for_answer(lambda sink: engine.generate(*auditor.watch(asked, sink)))
+        watched = AnswerStream(
+            lambda sink: engine.generate(*auditor.watch(asked, sink)), AnswerBuilder()
+        )
+        answer = watched.answer
         assert auditor.wait(60)
     finally:
         auditor.close()

@@ -7,6 +7,7 @@ from kvlinker.doors.http.metrics import Metrics
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import Result, Skipped
+from kvlinker.service.content import parse_messages
 from kvlinker.settings import load_settings
 
 QUESTIONS = 8
@@ -82,15 +83,14 @@ def test_a_bad_policy_is_caught_and_raised_within_200_requests(reader, anaphora,
             example = anaphora[number % 25]
             ids = llm.generate_context_cache(example.passages)
             messages = [{"role": "user", "content": [*ids, example.question]}]
-            asked.append(llm.read_chat(messages).policy.name)
+            asked.append(llm.read_chat(parse_messages(messages)).policy.name)
             llm.chat_completion(messages, max_tokens=4, temperature=0)
             assert llm.policy_manager.auditor.wait(30)
             if asked[-1] != "naive":
                 break
         (decision,) = llm.policy_manager.controller.decisions
-        assert llm.read_chat(messages, policy="naive").policy.name == "naive", (
-            "who names a policy gets it"
-        )
+        named = llm.read_chat(parse_messages(messages), policy="naive")
+        assert named.policy.name == "naive", "who names a policy gets it"
     assert set(asked[:-1]) == {"naive"}
     assert (decision.before, decision.after, decision.reason) == (
         "naive",

@@ -20,6 +20,7 @@ from kvlinker.base.errors import (
 from kvlinker.base.events import ChunkLookup, RequestFinished
 from kvlinker.base.types.answers import Delta
 from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.base.types.messages import TokenIds
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished, GenerationRequest
 from kvlinker.engines.vllm.frontend.linker import StoredLink
@@ -200,7 +201,7 @@ def test_explanations_are_alike(llm, embedded):
 
 def test_an_answer_does_not_explain_itself(llm):
     request = GenerationRequest(
-        llm.read_completion("The cat").prompt, parse_policy("naive"), explains=True
+        llm.read_completion(("The cat",)).prompt, parse_policy("naive"), explains=True
     )
     with pytest.raises(InvalidRequestError, match=r"explain\(\) explains a prompt") as refused:
         llm.engine.generate(request, print)
@@ -264,7 +265,7 @@ def tokens_of(events):
 
 
 def request(llm, tokens=700, n=1, **sampling):
-    prompt = llm.read_completion(list(random_tokens(20, 3))).prompt
+    prompt = llm.read_completion(TokenIds(tuple(random_tokens(20, 3)))).prompt
     return GenerationRequest(
         prompt,
         parse_policy("naive"),

@@ -28,8 +28,8 @@ from kvlinker.doors.http.fields.structured import (
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
+from kvlinker.service.content import Order
 from kvlinker.service.context_caches.kept_answers import KeepRequest
-from kvlinker.service.prompt_calls import Order
 from kvlinker.service.workflows import (
     LONGEST_WORKFLOW,
     MOST_EXPECTED,
