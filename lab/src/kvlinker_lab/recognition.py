@@ -25,7 +25,7 @@ from kvlinker.quality.evaluation.examples import REFERENCE, Question
 from kvlinker.quality.evaluation.metrics import METRICS, best_score
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.quality.progress import Progress, silent
-from kvlinker.service.audit.next_token import agree, kl_divergence
+from kvlinker.service.audit.comparison import agree, kl_divergence
 from kvlinker_lab.joining import (
     JoinedPrompt,
     Recognised,

@@ -19,7 +19,7 @@ from kvlinker.llm import LLM, Message
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.evaluation.examiner import PolicyRun, QuestionTrial
 from kvlinker.quality.evaluation.examples import REFERENCE, ExampleAnswer, Question
-from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
+from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
 from kvlinker.store import ContextCache
 from kvlinker_lab.inspection import EngineInspector, relative_kv_distance
 

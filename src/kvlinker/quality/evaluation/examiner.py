@@ -35,7 +35,7 @@ from kvlinker.quality.evaluation.examples import (
     Scored,
     Skipped,
 )
-from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
+from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
 from kvlinker.store import ContextCache
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk

@@ -23,11 +23,10 @@ from kvlinker.engines.contract.contract import (
     GenerationRequest,
     Sink,
 )
-from kvlinker.service.audit.comparison import RequestKind, ServedAnswer, compare
+from kvlinker.service.audit.comparison import NextToken, RequestKind, ServedAnswer, compare
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings, Sample
 from kvlinker.service.audit.journal import AuditJournal
-from kvlinker.service.audit.next_token import NextToken
 from kvlinker.service.audit.pool import AuditPool
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""Compares an answer, token by token, with the full computation of the same tokens."""
+"""Compares an answer, token by token, with the full computation of the same tokens: whether both
+find the same one the most likely, and how far their distributions are apart."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.types.answers import PromptLogprobs, Usage
+from kvlinker.base.types.answers import PromptLogprobs, TokenLogprob, Usage
 from kvlinker.prompting.segments import Prompt
-from kvlinker.service.audit.next_token import NextToken, kl_divergence
 
 CHUNK_BOUNDS = (1, 2, 5, 17)
 """The fewest chunks of a prompt in each class of prompts by number of chunks."""
 
 TOKEN_BOUNDS = (0, 1024, 4096, 16384)
 """The fewest tokens of a prompt in each class of prompts by length."""
+
+NEGLIGIBLE = 1e-6
+"""Probability mass below the rounding error of a sum of fp32 probabilities."""
 
 
 class RequestKind(NamedTuple):
@@ -40,6 +43,23 @@ class RequestKind(NamedTuple):
         return cls(
             _class(len(prompt.chunks), CHUNK_BOUNDS), _class(len(prompt), TOKEN_BOUNDS), implicit
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextToken:
+    """Holds the distribution of a token: the most likely ones, best first; all others share the
+    remaining mass."""
+
+    ids: NDArray[np.int64]
+    """Token ids, [k]."""
+    logprobs: NDArray[np.float64]
+    """Their log-probabilities, [k]."""
+
+    @classmethod
+    def of(cls, top: Sequence[TokenLogprob]) -> NextToken:
+        """Take a distribution as an engine reports it."""
+        ids = np.array([entry.token_id for entry in top], dtype=np.int64)
+        return cls(ids, np.array([entry.logprob for entry in top], dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,29 @@ def compare(answer: ServedAnswer, reference: PromptLogprobs) -> Comparison:
         answer_kl=fmean(kls) if kls else None,
         divergence=divergence,
     )
+
+
+def agree(reference: NextToken, other: NextToken) -> bool:
+    """Return whether both find the same token the most likely."""
+    return bool(reference.ids[0] == other.ids[0])
+
+
+def kl_divergence(reference: NextToken, other: NextToken) -> float:
+    """Return KL(reference || other) in nats, with all tokens that are not listed in both taken as
+    one.
+
+    That is exact where both list the whole vocabulary, and else a lower bound (merging outcomes
+    never adds divergence). 0 for a distribution and itself.
+    """
+    _, mine, theirs = np.intersect1d(
+        reference.ids, other.ids, assume_unique=True, return_indices=True
+    )
+    p, q = np.exp(reference.logprobs[mine]), np.exp(other.logprobs[theirs])
+    divergence = float((p * (reference.logprobs[mine] - other.logprobs[theirs])).sum())
+    rest, rest_of_other = 1 - float(p.sum()), 1 - float(q.sum())
+    if rest > NEGLIGIBLE:
+        divergence += rest * float(np.log(rest / max(rest_of_other, NEGLIGIBLE)))
+    return max(divergence, 0.0)
 
 
 def _class(number: int, bounds: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
+from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
 
 
 def distribution(seed, scale=2.0, vocabulary=50):
