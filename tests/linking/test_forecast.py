@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.linking import Forecast, PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, Forecast, make_plan, parse_policy
 from kvlinker.linking.policies.cacheblend import CacheBlend, CacheBlendAuto
 from tests.linking.test_policies import chunk_prompt
 
@@ -113,12 +113,12 @@ def test_auto_alone_is_its_least_ratio():
     prompt = chunk_prompt(20, 30)
     assert policy.needs.refines
     assert policy.kept_percent(1, 24) == plain.kept_percent(1, 24)
-    assert (policy.select(prompt, PromptEvidence()) == prompt.inexact).all()
+    assert (policy.select(prompt, Evidence()) == prompt.inexact).all()
 
 
 @pytest.mark.parametrize("policy", ["cacheblend-100", "cacheblend-100-onestep-d100"])
 def test_where_everything_is_computed_nothing_is_placed(policy):
     prompt = chunk_prompt(5, 6, header=2)
-    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+    plan = make_plan(prompt, parse_policy(policy), Evidence())
     assert plan.placements == ()
     assert plan.runs == ((0, len(prompt)),)

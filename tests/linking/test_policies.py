@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvlinker.base.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking import PromptEvidence, known_policies, parse_policy
+from kvlinker.linking import Evidence, known_policies, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 
-NOTHING = PromptEvidence()
+NOTHING = Evidence()
 
 
 def chunk_prompt(*lengths, header=0, fresh=3, first_prefix=()):
@@ -125,7 +125,7 @@ def evidence_for(prompt, seed):
         for span in prompt.spans
         for inter in [generator.random(span.length, dtype=np.float32)]
     ]
-    return PromptEvidence(tuple(scores), generator.random((3, len(prompt)), dtype=np.float32))
+    return Evidence(tuple(scores), generator.random((3, len(prompt)), dtype=np.float32))
 
 
 @given(
@@ -157,7 +157,7 @@ def test_h2o_takes_the_tokens_that_receive_most():
         ChunkScores(Contextualization(len(values), 1.0), np.zeros_like(values), values)
         for values in (np.array(each, dtype=np.float32) for each in received)
     ]
-    evidence = PromptEvidence(tuple(scores))
+    evidence = Evidence(tuple(scores))
     assert np.flatnonzero(parse_policy("h2o-40").select(prompt, evidence)).tolist() == [3, 5, 7, 10]
 
 
@@ -166,7 +166,7 @@ def test_query_takes_its_share_of_all_inexact_tokens_wherever_they_stand():
     attention = np.zeros((2, len(prompt)), dtype=np.float32)
     attention[0] = [9, 9, 9, 0, 1, 0, 5, 3, 4, 0, 9, 9]
     attention[1] = [9, 9, 9, 0, 6, 0, 0, 3, 4, 0, 9, 9]
-    evidence = PromptEvidence((None,) * 3, attention)
+    evidence = Evidence((None,) * 3, attention)
     chosen = [
         np.flatnonzero(parse_policy(f"query-{r}").select(prompt, evidence)).tolist()
         for r in (0, 14, 28, 40, 60)
@@ -179,9 +179,7 @@ def test_sensitive_weighs_attention_by_sensitivity():
     prompt = chunk_prompt(3, 4, 3, fresh=2)
     attention = np.ones((2, len(prompt)), dtype=np.float32)
     attention[:, 3:10] = [2, 4, 1, 3, 5, 2, 4]
-    evidence = PromptEvidence(
-        (sensitive([1, 2, 3]), unmeasured(4), sensitive([2, 9, 1])), attention
-    )
+    evidence = Evidence((sensitive([1, 2, 3]), unmeasured(4), sensitive([2, 9, 1])), attention)
     chosen = []
     for count in range(1, 8):
         policy = parse_policy(f"query-{14 * count}-sensitive")
@@ -198,7 +196,7 @@ def test_without_any_sensitivity_attention_decides_alone():
     plain = parse_policy("query-20").select(prompt, evidence)
     for scores in (evidence.chunk_scores, (None,) * 3):
         found = parse_policy("query-20-sensitive").select(
-            prompt, PromptEvidence(scores, evidence.attention)
+            prompt, Evidence(scores, evidence.attention)
         )
         assert (found == plain).all()
 
@@ -223,7 +221,7 @@ def test_cachecraft_takes_what_looked_at_other_chunks_most():
     third = ChunkScores(
         Contextualization(4, 1.0), np.zeros(4, dtype=np.float32), np.ones(4, dtype=np.float32)
     )
-    evidence = PromptEvidence((None, second, third))
+    evidence = Evidence((None, second, third))
     assert np.flatnonzero(parse_policy("cachecraft-1").select(prompt, evidence)).tolist() == [
         2,
         4,
@@ -255,7 +253,7 @@ def test_cachecraft_repairs_nothing_behind_the_same_chunks_in_the_same_order():
     chosen = {}
     for order in ([0, 1, 2], [1, 0, 2]):
         shuffled = prompt.with_chunks([prompt.chunks[index] for index in order])
-        evidence = PromptEvidence((None, None, known))
+        evidence = Evidence((None, None, known))
         chosen[tuple(order)] = (
             parse_policy("cachecraft-1000").select(shuffled, evidence)[7:11].sum()
         )

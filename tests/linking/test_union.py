@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from kvlinker.base.errors import PolicyError
-from kvlinker.linking import Needs, NoVariants, Policy, PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, Needs, NoVariants, Policy, make_plan, parse_policy
 from kvlinker.linking.registry import MOST_PARTS
 from kvlinker.linking.union import Union
 from tests.linking.test_policies import NOTHING, chunk_prompt, select, selected
@@ -96,7 +96,7 @@ def test_a_union_of_one_is_refused():
 def test_scores_of_all_parts_are_explained():
     prompt = chunk_prompt(3, 4, 5, fresh=2)
     attention = np.arange(2 * len(prompt), dtype=np.float32).reshape(2, -1)
-    evidence = PromptEvidence((None, None, None), attention)
+    evidence = Evidence((None, None, None), attention)
     names = [
         score.name
         for score in parse_policy("cachecraft-1+legolink-1+query-3").explain(prompt, evidence)

@@ -7,7 +7,6 @@ from kvlinker.linking.evidence import (
     LayerEvidence,
     Library,
     NoVariants,
-    PromptEvidence,
     Variant,
 )
 from kvlinker.linking.explanation import Explanation
@@ -37,7 +36,6 @@ __all__ = [
     "NoVariants",
     "Placement",
     "Policy",
-    "PromptEvidence",
     "Score",
     "Variant",
     "as_policy",

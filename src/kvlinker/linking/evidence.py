@@ -12,30 +12,13 @@ from numpy.typing import NDArray
 
 from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.base.types.chunks import Chunk
+from kvlinker.linking.selection import Score
 from kvlinker.prompting.segments import Prompt
 
 
-class Evidence(Protocol):
-    """The evidence that is available before the first layer."""
-
-    def scores(self, chunk: int) -> ChunkScores | None:
-        """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that
-        was stored without.
-
-        They are there for policies that need ``scores`` or ``sensitivity``.
-        """
-
-    def question_attention(self) -> NDArray[np.float32]:
-        """Return the last token's attention on every token over the cached KV, mean over heads:
-        [layers, length].
-
-        It is there for policies that need ``question_attention``.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class PromptEvidence:
-    """The ``Evidence`` of one prompt, as far as it has been gathered."""
+class Evidence:
+    """The evidence that is available before the first layer, as far as it has been gathered."""
 
     chunk_scores: tuple[ChunkScores | None, ...] | None = None
     """The scores stored with each of the prompt's chunks, in order."""
@@ -44,11 +27,21 @@ class PromptEvidence:
     """The question's attention in a first pass: [layers, length], mean over heads."""
 
     def scores(self, chunk: int) -> ChunkScores | None:
+        """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that
+        was stored without.
+
+        They are there for policies that need ``scores`` or ``sensitivity``.
+        """
         if self.chunk_scores is None:
             raise RuntimeError("a policy that looks at chunks' scores must say that it needs them")
         return self.chunk_scores[chunk]
 
     def question_attention(self) -> NDArray[np.float32]:
+        """Return the last token's attention on every token over the cached KV, mean over heads:
+        [layers, length].
+
+        It is there for policies that need ``question_attention``.
+        """
         if self.attention is None:
             raise RuntimeError(
                 "a policy that looks at the question's attention must say that it needs it"
@@ -56,42 +49,74 @@ class PromptEvidence:
         return self.attention
 
 
-class LayerEvidence(Protocol):
+class Deviations(Protocol):
+    """The deviation of a layer's newly computed keys and values from the cached ones, for a
+    request's active tokens."""
+
+    def deviation(self, part: int) -> NDArray[np.float32]:
+        """Return the squared L2 distance of new and cached key (``part`` 0) or value (1), over all
+        heads: [active]."""
+
+
+class ChunkAttention(Protocol):
+    """The question's attention on every chunk, collected layer by layer for as long as a policy
+    asks for it."""
+
+    @property
+    def attention(self) -> NDArray[np.float32]:
+        """The attention: [layers so far, chunks], summed over the question's tokens, mean over
+        heads."""
+
+    def want(self, layer: int) -> None:
+        """Ask for this layer's attention, too. Collecting ends with the first layer that no policy
+        asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEvidence:
     """The evidence of one layer, before its attention, on the tokens that the policy has kept so
     far."""
 
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt as the policy arranged it."""
+    prompt: Prompt
+    """The prompt as the policy arranged it."""
 
-    @property
-    def layer(self) -> int:
-        """The number of the layer, from 0 on."""
+    layer: int
+    """The number of the layer, from 0 on."""
 
-    @property
-    def layers(self) -> int:
-        """The number of the model's layers."""
+    layers: int
+    """The number of the model's layers."""
 
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """The positions of the tokens that are still computed, ascending: [active]."""
+    positions: NDArray[np.int64]
+    """The positions of the tokens that are still computed, ascending: [active]."""
 
-    @property
-    def cached(self) -> NDArray[np.bool_]:
-        """A mask that is true for active tokens that a chunk cache holds, false for fresh ones:
-        [active]."""
+    cached: NDArray[np.bool_]
+    """A mask that is true for active tokens that a chunk cache holds, false for fresh ones:
+    [active]."""
 
-    @property
-    def selected(self) -> int:
-        """The number of cached tokens that the policy selected before the first layer."""
+    selected: int
+    """The number of cached tokens that the policy selected before the first layer."""
+
+    kv: Deviations
+    """The deviations of all tokens of the request that the step computes."""
+
+    rows: NDArray[np.int64]
+    """The indices of the active tokens in ``kv``: [active]."""
+
+    watch: ChunkAttention | None
+    """The question's attention; None where no policy needs it."""
+
+    shown: list[Score] | None
+    """Takes the figures that the policy asks for; None unless it is to be explained."""
 
     def key_deviation(self) -> NDArray[np.float32]:
         """Return the squared L2 distance of new and cached key, over all heads: [active], 0 for
         fresh tokens."""
+        return self._deviation("key_deviation", 0)
 
     def value_deviation(self) -> NDArray[np.float32]:
         """Return the squared L2 distance of new and cached value, over all heads: [active], 0 for
         fresh tokens."""
+        return self._deviation("value_deviation", 1)
 
     def chunk_attention(self) -> NDArray[np.float32]:
         """Return the question's attention on every chunk in the layers before this one: [layers so
@@ -101,6 +126,24 @@ class LayerEvidence(Protocol):
         heads. It is there for policies that need ``chunk_attention``, and ends with the first layer
         in which no policy asks for it.
         """
+        if self.watch is None:
+            raise RuntimeError(
+                "a policy that looks at the question's attention on chunks must say that it"
+                " needs it"
+            )
+        self.watch.want(self.layer)
+        attention = self.watch.attention
+        if self.shown is not None and len(attention):
+            self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))
+        return attention
+
+    def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
+        deviation = np.where(self.cached, self.kv.deviation(part)[self.rows], np.float32(0))
+        if self.shown is not None:
+            self.shown.append(
+                Score(name, deviation[self.cached], self.positions[self.cached], self.layer)
+            )
+        return deviation
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking.evidence import Forecast, Library, NoVariants, PromptEvidence
+from kvlinker.linking.evidence import ChunkAttention, Evidence, Forecast, Library, NoVariants
 from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
 from kvlinker.linking.plan import (
     ChunkUse,
@@ -32,7 +32,7 @@ from kvlinker.linking.plan import (
 )
 from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.refinement import ChunkAttention, Refinement
+from kvlinker.linking.refinement import Refinement
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Link:
     forecast: Forecast | None = None
     """The forecast by which the policy settled; None if it does not look at forecasts."""
 
-    evidence: PromptEvidence = field(default=PromptEvidence(), repr=False)
+    evidence: Evidence = field(default=Evidence(), repr=False)
     """The evidence that has been gathered for the policy so far."""
 
     plan: LinkPlan | None = None
@@ -107,7 +107,7 @@ class Link:
         reused = reuse(link.prompt, link.policy)
         if reused is not None:
             link = replace(link, prompt=replace(link.prompt, reused=reused))
-        return link if link.policy.needs.reads_scores else link._with_evidence(PromptEvidence())
+        return link if link.policy.needs.reads_scores else link._with_evidence(Evidence())
 
     @property
     def probing(self) -> bool:
@@ -144,7 +144,7 @@ class Link:
     def with_scores(self, scores: Sequence[ChunkScores | None]) -> Link:
         """Plan by the scores of all ``chunks``, None for those that were stored without; nothing
         changes where there is a plan already."""
-        return self if self.plan is not None else self._with_evidence(PromptEvidence(tuple(scores)))
+        return self if self.plan is not None else self._with_evidence(Evidence(tuple(scores)))
 
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
         """Plan the second pass by the question's ``attention`` [layers, length] in the first
@@ -294,7 +294,7 @@ class Link:
             self.policy, self.prompt
         )
 
-    def _with_evidence(self, evidence: PromptEvidence) -> Link:
+    def _with_evidence(self, evidence: Evidence) -> Link:
         link = replace(self, evidence=evidence)
         with _asking(self.asked):
             if link.probing or link._nothing_to_choose:

@@ -5,38 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.linking.evidence import ChunkAttention, Deviations, LayerEvidence
 from kvlinker.linking.plan import DroppedTokens, LinkPlan
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
-from kvlinker.prompting.segments import Prompt
-
-
-class Deviations(Protocol):
-    """The deviation of a layer's newly computed keys and values from the cached ones, for a
-    request's active tokens."""
-
-    def deviation(self, part: int) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and cached key (``part`` 0) or value (1), over all
-        heads: [active]."""
-
-
-class ChunkAttention(Protocol):
-    """The question's attention on every chunk, collected layer by layer for as long as a policy
-    asks for it."""
-
-    @property
-    def attention(self) -> NDArray[np.float32]:
-        """The attention: [layers so far, chunks], summed over the question's tokens, mean over
-        heads."""
-
-    def want(self, layer: int) -> None:
-        """Ask for this layer's attention, too. Collecting ends with the first layer that no policy
-        asks for."""
 
 
 class Refinement:
@@ -123,7 +99,7 @@ class Refinement:
         kv: Deviations,
     ) -> None:
         mine = np.flatnonzero(~cached | part.active[positions])
-        evidence = _StepEvidence(
+        evidence = LayerEvidence(
             prompt=self._prompt,
             layer=layer,
             layers=self._layers,
@@ -156,46 +132,3 @@ class _Part:
     policy: Policy
     active: NDArray[np.bool_]
     selected: int
-
-
-@dataclass(frozen=True, slots=True)
-class _StepEvidence:
-    """The ``LayerEvidence`` of one part of a policy in one layer of a step. ``rows`` are its
-    tokens' indices in ``kv``."""
-
-    prompt: Prompt
-    layer: int
-    layers: int
-    positions: NDArray[np.int64]
-    cached: NDArray[np.bool_]
-    selected: int
-    kv: Deviations
-    rows: NDArray[np.int64]
-    watch: ChunkAttention | None
-    shown: list[Score] | None
-
-    def key_deviation(self) -> NDArray[np.float32]:
-        return self._deviation("key_deviation", 0)
-
-    def value_deviation(self) -> NDArray[np.float32]:
-        return self._deviation("value_deviation", 1)
-
-    def chunk_attention(self) -> NDArray[np.float32]:
-        if self.watch is None:
-            raise RuntimeError(
-                "a policy that looks at the question's attention on chunks must say that it"
-                " needs it"
-            )
-        self.watch.want(self.layer)
-        attention = self.watch.attention
-        if self.shown is not None and len(attention):
-            self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))
-        return attention
-
-    def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
-        deviation = np.where(self.cached, self.kv.deviation(part)[self.rows], np.float32(0))
-        if self.shown is not None:
-            self.shown.append(
-                Score(name, deviation[self.cached], self.positions[self.cached], self.layer)
-            )
-        return deviation

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from tests.engines.embedded.conftest import Bench, full_forward, linked_prompt
 from tests.engines.embedded.frozen_reference import frozen_answer
 from tests.toy_models import HYBRIDS, STATES_ALONE
@@ -44,7 +44,7 @@ PROMPTS = st.builds(
 def expected(family, prompt, policy):
     if not prompt.chunks or policy == "full":
         return full_forward(family, prompt, STEPS)
-    selected = parse_policy(policy).select(prompt, PromptEvidence())
+    selected = parse_policy(policy).select(prompt, Evidence())
     return frozen_answer(family, prompt, [selected], STEPS)
 
 

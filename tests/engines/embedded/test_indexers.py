@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -51,7 +51,7 @@ def frozen(family, prompt, policy, steps=3):
     """What a policy that looks at the prompt alone is to answer."""
     selected = np.ones(len(prompt), dtype=bool)
     if policy != "full":
-        selected = parse_policy(policy).select(prompt, PromptEvidence())
+        selected = parse_policy(policy).select(prompt, Evidence())
     with FirstOfEqual():
         return frozen_answer(family, prompt, [selected], steps)
 

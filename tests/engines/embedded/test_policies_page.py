@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlinker.linking import PromptEvidence, known_policies, parse_policy
+from kvlinker.linking import Evidence, known_policies, parse_policy
 from kvlinker.linking.registry import _registry
 from tests.engines.embedded.conftest import linked_prompt
 from tests.linking.test_policies import chunk_prompt, select
@@ -31,9 +31,9 @@ def test_the_examples_register_and_select():
     assert parse_policy("deviating").needs.refines
     attention = np.zeros((2, len(prompt)), dtype=np.float32)
     attention[1, 7] = 1
-    assert select("last-layer-10", prompt, PromptEvidence(attention=attention)).nonzero()[
-        0
-    ].tolist() == [7]
+    assert select("last-layer-10", prompt, Evidence(attention=attention)).nonzero()[0].tolist() == [
+        7
+    ]
 
 
 @pytest.mark.usefixtures("documented")

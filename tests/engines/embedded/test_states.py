@@ -12,7 +12,7 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.states.delta_rule import DeltaRule
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -54,7 +54,7 @@ def check(outcome, expected):
 
 def frozen(family, prompt, policy, steps=4):
     """What a policy that looks at the prompt alone is to answer."""
-    selected = parse_policy(policy).select(prompt, PromptEvidence())
+    selected = parse_policy(policy).select(prompt, Evidence())
     return frozen_answer(family, prompt, [selected], steps)
 
 

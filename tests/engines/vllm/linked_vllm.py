@@ -32,13 +32,13 @@ from kvlinker.engines.vllm.protocol.transfer_plan import (
     plan_capture,
     plan_transfer,
 )
-from kvlinker.linking import Link, PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, Link, make_plan, parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.reference import Reference, reference_model
 from tests.engines.vllm.conftest import HEAD_DIM
 from tests.toy_models import WINDOW, tiny_model
 
-NO_EVIDENCE = PromptEvidence()
+NO_EVIDENCE = Evidence()
 
 VLLMS_OWN: dict[str, dict[str, Any]] = {"cohere2-interleaved-nope": {"sliding_window": WINDOW + 1}}
 """What vLLM computes otherwise than transformers: its windows of Cohere 2 have one token more."""
@@ -160,7 +160,7 @@ class LinkedVLLM:
 
     def evidence(self, prompt):
         """The scores that vLLM's workers stored with the prompt's chunks."""
-        return PromptEvidence(tuple(self.stored(key_of(chunk)).scores for chunk in prompt.chunks))
+        return Evidence(tuple(self.stored(key_of(chunk)).scores for chunk in prompt.chunks))
 
     def refined(self, prompt, policy):
         """The link of a policy that looks at vLLM's passes, when it has seen them."""

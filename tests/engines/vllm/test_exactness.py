@@ -18,7 +18,7 @@ from kvlinker.engines.contract.sensitivity import sensitivity
 from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.protocol.transfer_plan import plan_capture
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
-from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from kvlinker.linking.evidence import NoVariants
 from kvlinker.linking.plan import layer_masks
 from kvlinker.linking.selection import highest, share
@@ -133,7 +133,7 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
     """Also where a comparison takes several slices, beside a neighbour that decodes."""
     oracle = reference(prompt, linked.family)
     also = (
-        parse_policy(f"legolink-{lego}").select(prompt, PromptEvidence())
+        parse_policy(f"legolink-{lego}").select(prompt, Evidence())
         if lego
         else np.zeros(len(prompt), bool)
     )

@@ -27,7 +27,7 @@ from kvlinker.engines.vllm.protocol.transfer_plan import (
     plan_transfer,
 )
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking.evidence import Evidence
 from kvlinker.llm import LLM, ContentPart
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
@@ -234,7 +234,7 @@ class _VLLM:
 
     def answer(self, prompt: Prompt, policy: str) -> Tops:
         """Answer over linked chunks."""
-        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+        plan = make_plan(prompt, parse_policy(policy), Evidence())
         keys = [_key(placement.chunk) for placement in plan.placements]
         output = self._run(prompt.tokens.tolist(), plan_transfer(plan, keys), TOKENS)
         return [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]

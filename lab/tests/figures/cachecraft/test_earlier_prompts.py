@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvlinker.base.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking import parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from kvlinker.linking.policies.cachecraft import context_impact
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.settings import load_settings
@@ -46,38 +45,31 @@ def reader(lab: Lab) -> Iterator[OpenReader]:
         yield running
 
 
-class Known:
-    """Evidence of one chunk of 4 tokens that gave 3 of its attention to a chunk before it."""
-
-    context = (ContextChunk("before", tokens=2, attention=3.0),)
-
-    def scores(self, chunk: int) -> ChunkScores:
-        inter = np.array([0.5, 0.9, 0.7, 0.9], dtype=np.float32)
-        return ChunkScores(Contextualization(4, 1.0, self.context), inter=inter, received=inter)
-
-    def question_attention(self) -> NDArray[np.float32]:
-        raise AssertionError("not one of these policies looks at it")
+def scores_behind(before: str) -> ChunkScores:
+    """Scores of a chunk of 4 tokens that gave 3 of its attention to the chunk before it."""
+    inter = np.array([0.5, 0.9, 0.7, 0.9], dtype=np.float32)
+    context = (ContextChunk(before, tokens=2, attention=3.0),)
+    return ChunkScores(Contextualization(4, 1.0, context), inter=inter, received=inter)
 
 
 def test_parts_of_cachecraft_select_what_they_should() -> None:
     chunk = Chunk((5, 6, 7, 8), prefix=(1,))
     prompt = Prompt((FreshSegment((2, 3)), CachedSegment(chunk), FreshSegment((4,))))
+    known = Evidence((scores_behind("before"),))
     for percent, places in ((0, []), (25, [1]), (26, [1, 3]), (75, [1, 2, 3]), (100, [0, 1, 2, 3])):
         for policy in (ContextOrder(percent), UnpositionedContextOrder(percent)):
-            assert np.flatnonzero(policy.select(prompt, Known())).tolist() == [
+            assert np.flatnonzero(policy.select(prompt, known)).tolist() == [
                 2 + place for place in places
             ]
     exact = prompt.with_chunks([Chunk(chunk.tokens, prefix=(2, 3))])
-    assert not ContextOrder(100).select(exact, Known()).any()
-    assert not WithoutOverlap.parse("1").select(exact, Known()).any()
+    assert not ContextOrder(100).select(exact, known).any()
+    assert not WithoutOverlap.parse("1").select(exact, known).any()
     assert (ContextOrder(1).positioned, UnpositionedContextOrder(1).positioned) == (True, False)
 
     behind = Prompt((CachedSegment(Chunk((9, 9, 9, 9))), CachedSegment(chunk)))
-    known = Known()
-    known.context = (
-        ContextChunk(behind.contents[0], tokens=2, attention=3.0),
-    )  # all of it stands there again: β = 1
-    share = 0.5 * context_impact(known.scores(1).contextualization)
+    scores = scores_behind(behind.contents[0])  # all of it stands there again: β = 1
+    known = Evidence((scores, scores))
+    share = 0.5 * context_impact(scores.contextualization)
     assert parse_policy("cachecraft-0.5").select(behind, known)[4:].sum() == 0
     assert WithoutOverlap.parse("0.5").select(behind, known)[4:].sum() == np.ceil(share * 4)
     assert WithoutOverlap.parse("0.5-focus").name == "cachecraft-without-beta-0.5-focus"

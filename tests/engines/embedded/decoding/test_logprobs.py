@@ -9,7 +9,7 @@ from kvlinker.base.errors import ContextLengthError, EngineClosedError, InvalidR
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.decoding import logprobs as collecting
-from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking import Evidence, parse_policy
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from tests.engines.embedded.conftest import EVERY_POLICY, as_policy, linked_prompt, random_tokens
 from tests.engines.embedded.reference import Reference, forward, reference_model
@@ -64,7 +64,7 @@ def test_full_is_the_models_own_forward_pass(bench, family, max_step_tokens):
 @pytest.mark.parametrize("policy", ["naive", "legolink-4", "random-30"])
 def test_linked_prompts_are_scored_as_linking_done_slowly_scores_them(bench, family, policy):
     reference = Reference(PROMPT, family)
-    selected = parse_policy(policy).select(PROMPT, PromptEvidence())
+    selected = parse_policy(policy).select(PROMPT, Evidence())
     slowly = of(after(reference.run([selected]).logits, PROMPT, TAIL), PROMPT)
     made = bench(family, max_step_tokens=10)
     found = score(made, PROMPT, policy)

@@ -12,7 +12,7 @@ from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, Vis
 from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
-from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, Needs, Policy, make_plan, parse_policy
 from kvlinker.linking.union import Union
 from kvlinker.store import ChunkKV, HostTier, LayerKV
 from tests.engines.embedded.conftest import full_forward, linked_prompt
@@ -101,7 +101,7 @@ def strangers(prompt):
 def plant(bench, prompt, policy, tenant, names=None):
     """Store the true KV under the chunks' keys, garbage at what the policy recomputes; with
     ``names``, with scores."""
-    selected = parse_policy(policy).select(prompt, PromptEvidence())
+    selected = parse_policy(policy).select(prompt, Evidence())
     chunks_kv = true_chunk_kv(bench.loaded, prompt, names)
     for chunk, span, kv in zip(prompt.chunks, prompt.spans, chunks_kv, strict=True):
         positions = np.flatnonzero(selected[span.start : span.end]).tolist()
@@ -272,7 +272,7 @@ def test_every_policy_equals_the_full_forward_pass(bench, family):
     for policy in POLICIES:
         plant(made, prompt, policy, tenant=policy)
     for policy, usage in usages(made, prompt, POLICIES, expected):
-        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+        plan = make_plan(prompt, parse_policy(policy), Evidence())
         assert usage.recomputed_tokens == plan.recomputed_tokens
         assert usage.prompt_tokens == len(prompt)
     for _, usage in usages(made, prompt, POLICIES, expected):

@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
-from kvlinker.linking import PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, make_plan, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
 from tests.engines.embedded.conftest import full_forward, random_tokens
 from tests.toy_models import FAMILIES
@@ -275,7 +275,7 @@ def slots_with(*linked):
     """Slots that keep prompts, each linked under a policy."""
     slots = SequenceSlots(4096, keeps_prefixes=True)
     for prompt, policy in linked:
-        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+        plan = make_plan(prompt, parse_policy(policy), Evidence())
         path = linked_path("tenant", plan, keys_of(prompt))
         own = np.concatenate([np.arange(*run) for run in plan.runs])
         own = own[own < len(path.tokens)]
@@ -420,7 +420,7 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     prompt, policy = prompt_of(HEADER, 1, FIRST), parse_policy("naive")
     reused = slots.find_prefix("tenant", prompt, keys_of(prompt), policy)
     assert reused is not None
-    path = linked_path("tenant", make_plan(prompt, policy, PromptEvidence()), keys_of(prompt))
+    path = linked_path("tenant", make_plan(prompt, policy, Evidence()), keys_of(prompt))
     spans, _ = slots._prefixes.acquire(path, reused)
     assert sum(span.size for span in spans) == len(HEADER)
     assert list(slots._prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]

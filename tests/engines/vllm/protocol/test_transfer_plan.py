@@ -17,7 +17,7 @@ from kvlinker.engines.vllm.protocol.transfer_plan import (
     plan_transfer,
     read_plan,
 )
-from kvlinker.linking import PromptEvidence, make_plan, parse_policy
+from kvlinker.linking import Evidence, make_plan, parse_policy
 from kvlinker.linking.plan import probe_plan
 from tests.engines.embedded.conftest import linked_prompt
 
@@ -45,7 +45,7 @@ prompts = st.builds(
 
 
 def transfer_for(prompt, policy):
-    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+    plan = make_plan(prompt, parse_policy(policy), Evidence())
     return plan, plan_transfer(plan, (KEY,) * len(plan.placements))
 
 
@@ -80,7 +80,7 @@ def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prom
         QuestionAttention(attention).to_bytes(), tokens=len(prompt)
     )
     np.testing.assert_array_equal(again.weights, attention)
-    second = make_plan(prompt, parsed, PromptEvidence(attention=attention))
+    second = make_plan(prompt, parsed, Evidence(attention=attention))
     transfer = plan_second_pass(second, keys, linked=first.runs[-1][0])
     assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
     computed = [*transfer.runs, (transfer.linked, len(prompt))]
