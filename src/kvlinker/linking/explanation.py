@@ -10,19 +10,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.types.answers import Usage
 from kvlinker.linking.evidence import Forecast
 from kvlinker.linking.notebook import State, tokens_html
-from kvlinker.linking.plan import (
-    DroppedTokens,
-    LinkPlan,
-    Range,
-    layer_masks,
-    probe_plan,
-    ranges,
-    takes_first_pass,
-)
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.plan import Range, ranges
 from kvlinker.linking.selection import Score
 from kvlinker.prompting.segments import CachedSegment, Prompt
 
@@ -214,51 +204,6 @@ class PromptCost(Protocol):
         [length] is true."""
 
 
-def explain_plan(
-    plan: LinkPlan,
-    scores: tuple[Score, ...],
-    *,
-    asked: Policy,
-    forecast: Forecast | None,
-    dropped: Sequence[DroppedTokens],
-    usage: Usage,
-    fresh: NDArray[np.bool_],
-    attention: NDArray[np.float32] | None,
-    layers: int,
-    cost: PromptCost,
-) -> Explanation:
-    """Explain how a plan was carried out in a model of so many ``layers``.
-
-    ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which
-    may have settled for the plan's. ``usage`` counts the prompt's tokens; ``fresh`` [length] is
-    true where KV was computed for the first time. ``attention`` [layers, length] is the last
-    token's, if it was measured.
-    """
-    masks = layer_masks(plan, layers, dropped)
-    flops = cost.flops(masks)
-    if takes_first_pass(plan.policy, plan.prompt):
-        flops += cost.flops(layer_masks(probe_plan(plan.prompt, plan.policy), layers))
-    return Explanation(
-        policy=asked.name,
-        settled=plan.policy.name,
-        forecast=forecast,
-        token_ids=tuple(plan.prompt.tokens.tolist()),
-        reused_tokens=plan.prompt.reused_tokens,
-        fresh=ranges(fresh),
-        segments=_linked_segments(plan.prompt),
-        layers=_layer_ranges(plan.prompt, masks),
-        scores=scores,
-        cost=LinkCost(
-            cached_tokens=usage.cached_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            fresh_tokens=usage.fresh_tokens,
-            flops=flops,
-            full_flops=cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
-        ),
-        attention=attention,
-    )
-
-
 def _rounded(weights: NDArray[np.float32]) -> list[list[float]]:
     """Return weights [layers, tokens] as short numbers."""
     return [
@@ -266,7 +211,7 @@ def _rounded(weights: NDArray[np.float32]) -> list[list[float]]:
     ]
 
 
-def _linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
+def linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
     """Describe all segments with tokens, in order."""
     found = []
     start = 0
@@ -286,8 +231,9 @@ def _linked_segments(prompt: Prompt) -> tuple[ExplainedSegment, ...]:
     return tuple(found)
 
 
-def _layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:
-    """Find the recomputed cached tokens, with neighbouring layers that are alike taken together."""
+def layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:
+    """Find the recomputed cached tokens by each layer's mask of computed positions, [length], with
+    neighbouring layers that are alike taken together."""
     found: list[LayerRange] = []
     for layer, mask in enumerate(masks):
         recomputed = ranges(mask & prompt.cached)

@@ -17,7 +17,13 @@ from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import ChunkAttention, Evidence, Forecast, Library, NoVariants
-from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
+from kvlinker.linking.explanation import (
+    Explanation,
+    LinkCost,
+    PromptCost,
+    layer_ranges,
+    linked_segments,
+)
 from kvlinker.linking.plan import (
     ChunkUse,
     LinkPlan,
@@ -187,7 +193,8 @@ class Link:
         linked: bool = True,
         made: Collection[Chunk] = (),
     ) -> Usage:
-        """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
+        """Count the prompt's tokens by how they are computed, averaged over the layers; all are
+        zero while there is no plan.
 
         ``linked`` is False if the engine computed the whole prompt in the end. ``made`` are the
         chunks whose KV was computed for this very request: their kept tokens count as fresh, where
@@ -199,7 +206,8 @@ class Link:
         held = plan.cached_tokens + plan.recomputed_tokens
         if not linked:
             return Usage(0, held, plan.fresh_tokens, output_tokens)
-        recomputed, reused = _recomputed(plan, refinement), self.prompt.reused_tokens
+        recomputed = (refinement or plan).recomputed_tokens
+        reused = self.prompt.reused_tokens
         kept = self._kept(made, refinement)
         exact = reused - round(float(kept[:reused].sum()))
         new = min(round(float(kept.sum())), held - recomputed - exact)
@@ -240,17 +248,30 @@ class Link:
             explained = (
                 () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
             )
-        return explain_plan(
-            self._known_plan,
-            explained if refinement is None else (*explained, *refinement.shown),
-            asked=self.asked,
+        masks = layer_masks(
+            self._known_plan, layers, () if refinement is None else refinement.dropped
+        )
+        flops = cost.flops(masks)
+        if takes_first_pass(self.policy, self.prompt):
+            flops += cost.flops(layer_masks(probe_plan(self.prompt, self.policy), layers))
+        return Explanation(
+            policy=self.asked.name,
+            settled=self.policy.name,
             forecast=self.forecast,
-            dropped=() if refinement is None else refinement.dropped,
-            usage=usage,
-            fresh=fresh,
+            token_ids=tuple(self.prompt.tokens.tolist()),
+            reused_tokens=self.prompt.reused_tokens,
+            fresh=ranges(fresh),
+            segments=linked_segments(self.prompt),
+            layers=layer_ranges(self.prompt, masks),
+            scores=explained if refinement is None else (*explained, *refinement.shown),
+            cost=LinkCost(
+                usage.cached_tokens,
+                usage.recomputed_tokens,
+                usage.fresh_tokens,
+                flops=flops,
+                full_flops=cost.flops([np.ones(len(self.prompt), dtype=np.bool_)] * layers),
+            ),
             attention=attention,
-            layers=layers,
-            cost=cost,
         )
 
     def failed(self, error: Exception) -> KVLinkerError:
@@ -318,8 +339,3 @@ def _asking(policy: Policy) -> Iterator[None]:
         yield
     except Exception as error:
         raise policy_failed(policy, error) from error
-
-
-def _recomputed(plan: LinkPlan, refinement: Refinement | None) -> int:
-    """Count the cached tokens that are computed again, averaged over the layers."""
-    return plan.recomputed_tokens if refinement is None else refinement.recomputed_tokens

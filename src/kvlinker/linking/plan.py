@@ -177,9 +177,7 @@ def layer_masks(
 ) -> list[NDArray[np.bool_]]:
     """Make masks of the positions that each of the first ``layers`` layers computes, [length]
     each."""
-    mask = np.zeros(plan.length, dtype=np.bool_)
-    for begin, end in plan.runs:
-        mask[begin:end] = True
+    mask = plan.computed
     masks = []
     for layer in range(layers):
         for first, positions in dropped:
