@@ -18,16 +18,16 @@ from kvlinker.quality.advice import probing
 from kvlinker.quality.advice.probing import (
     ROUNDS,
     ProbeFailedError,
+    measurable_tiers,
     measure_memory,
     measure_prefill,
     measure_tier,
 )
 from kvlinker.quality.bench.harness.measurement import FirstTokenAnswer
-from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.settings import Settings, load_settings
-from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
+from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier
 from kvlinker.store.chunk_kv import ChunkState
-from kvlinker.store.tiers import object_tier, redis_tier
+from kvlinker.store.tiers import ConfiguredTier, object_tier, redis_tier
 from tests.clocks import ManualClock
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of
@@ -36,11 +36,8 @@ BUDGET = 1 << 24
 SAMPLES = [chunk_kv(number, tokens=50) for number in range(3)]
 
 
-def places(settings: Settings) -> dict[str, ScratchPlace]:
-    return {
-        place.tier: place
-        for place in scratch_places(settings, load_cipher(settings.encryption_key))
-    }
+def tiers(settings: Settings) -> dict[str, ConfiguredTier]:
+    return {tier.name: tier for tier, _ in measurable_tiers(settings)}
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
@@ -61,13 +58,13 @@ def test_samples_are_read_back_and_leave_nothing(
     settings: Settings, tmp_path: Path, tier: str, codec: str
 ) -> None:
     changed = settings.model_copy(update={f"{tier}_codec": codec})
-    place = places(changed)[tier]
+    configured = tiers(changed)[tier]
     before = everything(tmp_path)
     rounds: list[tuple[object, ...]] = []
     numbers = [
         ChunkKV((LayerKV(torch.randn(2, 50, 64), torch.randn(2, 50, 64)),) * 2) for _ in range(3)
     ]
-    with place.open(BUDGET) as opened:
+    with configured.scratch(BUDGET) as opened:
         delivery = measure_tier(opened, numbers, progress=lambda *told: rounds.append(told))
         assert len(opened) == 3
     assert everything(tmp_path) == before
@@ -84,16 +81,17 @@ def test_samples_are_read_back_and_leave_nothing(
 
 
 def test_places_are_those_of_the_settings(settings: Settings) -> None:
-    assert list(places(settings)) == ["disk", "object"]
-    assert list(places(settings.model_copy(update={"disk_space": 0, "object_url": None}))) == []
-    assert places(settings)["object"].room_bytes == settings.object_space // 10
-    assert places(settings)["disk"].room_bytes <= settings.disk_space // 10
+    assert list(tiers(settings)) == ["disk", "object"]
+    assert list(tiers(settings.model_copy(update={"disk_space": 0, "object_url": None}))) == []
+    rooms = {tier.name: room for tier, room in measurable_tiers(settings)}
+    assert rooms["object"] == settings.object_space // 10
+    assert rooms["disk"] <= settings.disk_space // 10
 
 
 def test_a_state_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot be used.*choose another"):
-        places(load_settings(state_dir=tmp_path / "file" / "state"))
+        tiers(load_settings(state_dir=tmp_path / "file" / "state"))
 
 
 def test_users_chunks_stay_in_full_tiers(settings: Settings, tmp_path: Path) -> None:
@@ -102,8 +100,8 @@ def test_users_chunks_stay_in_full_tiers(settings: Settings, tmp_path: Path) -> 
     for tier in (disk, objects):
         assert tier.put(key_of(1), chunk_kv(1))
     before = everything(tmp_path)
-    for place in places(settings).values():
-        with place.open(BUDGET) as opened:
+    for configured in tiers(settings).values():
+        with configured.scratch(BUDGET) as opened:
             measure_tier(opened, SAMPLES)
     assert everything(tmp_path) == before
     assert objects.keys() == (key_of(1),)
@@ -118,8 +116,8 @@ def test_what_a_killed_process_left_is_removed(settings: Settings, tmp_path: Pat
     left = tmp_path / "objects" / "advise" / "ab"
     left.mkdir(parents=True)
     (left / "sample.safetensors").write_bytes(b"x")
-    for place in places(settings).values():
-        with place.open(BUDGET):
+    for configured in tiers(settings).values():
+        with configured.scratch(BUDGET):
             pass
     new.joinpath("ab").rmdir()
     new.rmdir()
@@ -128,12 +126,12 @@ def test_what_a_killed_process_left_is_removed(settings: Settings, tmp_path: Pat
 
 def test_memory_file_systems_are_cleared_too(settings: Settings) -> None:
     url = "memory://probing/tier"
-    place = places(load_settings(state_dir=settings.state_dir, disk_space=0, object_url=url))[
+    configured = tiers(load_settings(state_dir=settings.state_dir, disk_space=0, object_url=url))[
         "object"
     ]
     tier = object_tier(url, BUDGET, Recorder().events)
     tier.put(key_of(1), chunk_kv(1))
-    with place.open(BUDGET) as opened:
+    with configured.scratch(BUDGET) as opened:
         measure_tier(opened, SAMPLES)
     files, root = fsspec.url_to_fs(url)
     assert [path.rpartition("/")[2] for path in files.find(root)] == [f"{key_of(1)}.safetensors"]
@@ -147,7 +145,7 @@ def test_redis_keeps_nothing_of_samples(redis_server: RedisServer, tmp_path: Pat
     before = sorted(redis_server.client.keys())
     redis_server.client.set("kvlinker:advise:chunk:left", "by a process that was killed")
     settings = load_settings(state_dir=tmp_path, disk_space=0, redis_url=redis_server.url)
-    with places(settings)["redis"].open(BUDGET) as opened:
+    with tiers(settings)["redis"].scratch(BUDGET) as opened:
         measure_tier(opened, SAMPLES)
         assert len(redis_server.client.keys("kvlinker:advise:chunk:*")) == len(SAMPLES)
     assert sorted(redis_server.client.keys()) == before
@@ -158,7 +156,7 @@ def test_redis_keeps_nothing_of_samples(redis_server: RedisServer, tmp_path: Pat
 def test_a_place_that_does_not_answer_is_told(tmp_path: Path) -> None:
     settings = load_settings(state_dir=tmp_path, disk_space=0, redis_url="redis://127.0.0.1:1/0")
     with (
-        places(settings)["redis"].open(BUDGET) as opened,
+        tiers(settings)["redis"].scratch(BUDGET) as opened,
         pytest.raises(ProbeFailedError, match="does not answer"),
     ):
         measure_tier(opened, SAMPLES)
@@ -226,7 +224,7 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize("when", range(len(SAMPLES) + ROUNDS))
 def test_stopping_ends_it_and_leaves_nothing(settings: Settings, tmp_path: Path, when: int) -> None:
-    for place in places(settings).values():
+    for configured in tiers(settings).values():
         before = everything(tmp_path)
         checks = iter(range(len(SAMPLES) + ROUNDS))
 
@@ -234,7 +232,7 @@ def test_stopping_ends_it_and_leaves_nothing(settings: Settings, tmp_path: Path,
             if next(checks) == when:
                 raise StoppedError
 
-        with pytest.raises(StoppedError), place.open(BUDGET) as opened:
+        with pytest.raises(StoppedError), configured.scratch(BUDGET) as opened:
             measure_tier(opened, SAMPLES, check)
         assert everything(tmp_path) == before
 

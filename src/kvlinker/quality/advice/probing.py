@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -36,12 +37,12 @@ from kvlinker.quality.bench.harness.measurement import (
     first_token,
     greedy_request,
 )
-from kvlinker.quality.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, Tier, load_cipher
 from kvlinker.store.loading.bandwidths import LoadTime
+from kvlinker.store.tiers import ConfiguredTier, TierSetup, configured_tiers
 
 ROUNDS = 3
 """Measurements of which the median counts."""
@@ -109,15 +110,15 @@ def advise(
             " with the answer. Give fewer.",
             param="context_tokens",
         )
-    places = scratch_places(settings, load_cipher(settings.encryption_key))
+    measurable = measurable_tiers(settings)
     with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0) as llm:
         prefill_seconds = measure_prefill(llm.engine, loaded.vocabulary, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
         sample = _sample(llm, loaded, min(SAMPLE_TOKENS, context_tokens))
     deliveries, failed = _measure_tiers(
-        sample, context_tokens, settings.host_memory, loaded.device, places, progress
+        sample, context_tokens, settings.host_memory, loaded.device, measurable, progress
     )
-    codecs = {"host": "raw"} | {place.tier: place.codec.name for place in places}
+    codecs = {"host": "raw"} | {tier.name: tier.codec.name for tier, _ in measurable}
     tiers = [
         TierFigures(
             tier,
@@ -134,6 +135,24 @@ def advise(
         for tier, found in deliveries.items()
     ]
     return TierAdvice(prefill_seconds, percent, tiers, failed)
+
+
+def measurable_tiers(settings: Settings) -> list[tuple[ConfiguredTier, int]]:
+    """Return the tiers but memory that the settings configure, and that have a place for samples,
+    from the fastest to the slowest, each with the bytes that samples may take: a tenth of its
+    budget in addition to it, and half of the free space of its medium.
+
+    Raises StoreError for a place that cannot be used.
+    """
+    cipher = load_cipher(settings.encryption_key)
+    setup = TierSetup(settings, Events(), host_bytes=0, cipher=cipher)
+    return [(tier, _room_bytes(tier)) for tier in configured_tiers(setup) if tier.has_scratch]
+
+
+def _room_bytes(tier: ConfiguredTier) -> int:
+    free_bytes = tier.free_bytes()
+    room_bytes = tier.budget_bytes // 10
+    return room_bytes if free_bytes is None else min(room_bytes, free_bytes // 2)
 
 
 def measure_prefill(
@@ -227,31 +246,29 @@ def _measure_tiers(
     context_tokens: int,
     host_bytes: int,
     device: torch.device,
-    places: Sequence[ScratchPlace],
+    tiers: Sequence[tuple[ConfiguredTier, int]],
     progress: Progress,
 ) -> tuple[dict[str, Delivery], dict[str, str]]:
     """Return what was measured and what failed, by tier."""
     measured, failed = {}, {}
     rooms = ({"host": host_bytes // 10} if host_bytes else {}) | {
-        place.tier: place.room_bytes for place in places
+        tier.name: room for tier, room in tiers
     }
-    place_of = {place.tier: place for place in places}
-    for tier, room_bytes in rooms.items():
-        samples = _samples(sample, context_tokens, room_bytes)
+    by_name = {tier.name: tier for tier, _ in tiers}
+    for name, room in rooms.items():
+        samples = _samples(sample, context_tokens, room)
         if not samples:
-            failed[tier] = "its budget, or the room that is left on it, is too small for samples"
-        elif tier == "host":
+            failed[name] = "its budget, or the room that is left on it, is too small for samples"
+        elif name == "host":
             progress("host: copying samples")
-            measured[tier] = measure_memory(samples, device)
+            measured[name] = measure_memory(samples, device)
         else:
+            budget = 2 * sum(kv.nbytes for kv in samples) + (1 << 20)
             try:
-                with (
-                    _signals_held() as check,
-                    place_of[tier].open(2 * sum(kv.nbytes for kv in samples) + (1 << 20)) as opened,
-                ):
-                    measured[tier] = measure_tier(opened, samples, check, progress)
+                with _signals_held() as check, by_name[name].scratch(budget) as opened:
+                    measured[name] = measure_tier(opened, samples, check, progress)
             except (ProbeFailedError, OSError) as error:
-                failed[tier] = str(error)
+                failed[name] = str(error)
     return measured, failed
 
 
