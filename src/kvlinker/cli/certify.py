@@ -64,7 +64,6 @@ def certify(
     the target.
     """
     from kvlinker.quality.bench.harness.report import empty_figure
-    from kvlinker.quality.certification.certifying import CertifyOptions
     from kvlinker.quality.certification.certifying import certify as measure
     from kvlinker.quality.certification.page import certificate_page
     from kvlinker.service.audit.certificate import certificate_path
@@ -73,16 +72,17 @@ def certify(
         require_folders(out)
     if out is not None and out.suffix == ".html":
         raise fail(f"--out {out} is the page's name: give that of the JSON file", BAD_USAGE)
-    options = CertifyOptions(
-        policy=settings.policy,
-        target=target,
-        datasets=tuple(dataset or ("reader",)),
-        limit=limit,
-        prompts=prompts,
-    )
     with failures(BAD_USAGE), progress_display() as progress:
         empty_figure(1, 1)  # where matplotlib is missing, better now than after the run
-        certificate = measure(settings, options, command=command_line(), progress=progress)
+        certificate = measure(
+            settings,
+            target=target,
+            datasets=dataset or ("reader",),
+            limit=limit,
+            prompts=prompts,
+            command=command_line(),
+            progress=progress,
+        )
         path = out or certificate_path(
             settings.state_dir, certificate.fingerprint, certificate.policy
         )

@@ -19,7 +19,6 @@ from kvlinker.llm import LLM
 from kvlinker.quality.certification import certifying
 from kvlinker.quality.certification.certifying import (
     QUESTIONS,
-    CertifyOptions,
     audit_own_chunks,
     certify,
 )
@@ -84,7 +83,7 @@ def test_the_page_has_everything_in_it() -> None:
 
 def test_what_computes_everything_needs_none() -> None:
     with pytest.raises(InvalidRequestError, match="needs no certificate"):
-        certify(load_settings(), CertifyOptions("full"), command="")
+        certify(load_settings(policy="full"), command="")
 
 
 def test_a_prompt_of_the_stores_chunks_counts_once(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_a_prompt_of_the_stores_chunks_counts_once(tmp_path: Path) -> None:
     with LLM.from_model(loaded_model("llama"), settings) as llm:
         for _ in range(2):
             llm.generate_context_cache(["One text.", "Another one."])
-        found = audit_own_chunks(llm, CertifyOptions("naive", prompts=40))
+        found = audit_own_chunks(llm, 40)
     assert found.samples == 2 * len(QUESTIONS)
 
 
@@ -107,7 +106,7 @@ def test_chunks_that_expire_meanwhile_are_left_out(tmp_path: Path) -> None:
             if done == 2:
                 llm.expire_cache(caches[0])
 
-        found = audit_own_chunks(llm, CertifyOptions("naive", prompts=40), progress=expire_one)
+        found = audit_own_chunks(llm, 40, progress=expire_one)
     assert found.samples == 2 + 2 * len(QUESTIONS), "those of two others are asked about"
 
 
@@ -134,7 +133,7 @@ def test_the_folder_of_a_certificate_is_there_before_anything_is_measured(tmp_pa
 def test_chunks_are_measured_as_one_codec_leaves_them() -> None:
     codecs: dict[str, Any] = {"disk_codec": "int4+zstd", "redis_url": "redis://a", "policy": POLICY}
     with pytest.raises(InvalidRequestError, match="but tiers have int4 and int8"):
-        certify(load_settings(**codecs, redis_codec="int8"), CertifyOptions(POLICY), command="")
+        certify(load_settings(**codecs, redis_codec="int8"), command="")
 
 
 @pytest.mark.slow

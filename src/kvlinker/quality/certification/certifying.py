@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from kvlinker.base.errors import (
     ContextCacheNotFoundError,
@@ -16,12 +15,11 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.model_files import read_model
-from kvlinker.engines.contract.selftest import SelfTestCheck
 from kvlinker.engines.embedded.selftest import self_test
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.quality.bench.harness.subject import UNMEASURED, MeasuredModel, make_subject
-from kvlinker.quality.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
+from kvlinker.quality.bench.harness.subject import UNMEASURED, make_subject
+from kvlinker.quality.bench.quality import Examined, QualityOptions, main_rows, run_quality
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.service.audit.certificate import (
     RAW,
@@ -53,36 +51,27 @@ ANSWER_TOKENS = 32
 COMPARED_SECONDS = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class CertifyOptions:
-    """Says what is certified, and by how much."""
-
-    policy: str
-    target: float = 0.98
-    """The wanted share of agreeing answers, between 0 and 1."""
-
-    datasets: tuple[str, ...] = ("reader",)
-    """Names and paths, as ``bench quality`` takes them."""
-
-    limit: int | None = None
-    """The most examples of each data set; None for all."""
-
-    prompts: int = 100
-    """The prompts of the store's own chunks; fewer where it holds fewer than two chunks."""
-
-    seed: int = 0
-
-
 def certify(
-    settings: Settings, options: CertifyOptions, *, command: str, progress: Progress = silent
+    settings: Settings,
+    *,
+    target: float = 0.98,
+    datasets: Sequence[str] = ("reader",),
+    limit: int | None = None,
+    prompts: int = 100,
+    command: str,
+    progress: Progress = silent,
 ) -> Certificate:
-    """Measure a policy with the model that ``settings`` name.
+    """Measure the policy of ``settings`` with the model that they name.
+
+    ``target`` is the wanted share of agreeing answers, between 0 and 1. ``datasets`` are names and
+    paths, as ``bench quality`` takes them, of each of which at most ``limit`` examples are asked.
+    ``prompts`` are those of the store's own chunks; there are fewer where it holds fewer than two.
 
     Raises ModelLoadError and UnsupportedModelError for a model that cannot be linked, PolicyError,
     and InvalidRequestError for data that cannot be read, for a policy that computes everything, and
     for tiers whose codecs change chunks in several ways.
     """
-    parsed = parse_policy(options.policy)
+    parsed = parse_policy(settings.policy)
     if parsed.exact:
         raise InvalidRequestError(
             f"{parsed} computes everything: it needs no certificate. Give another policy.",
@@ -100,19 +89,35 @@ def certify(
     checks = self_test(read_model(settings)[0])
     subject = make_subject(settings, shape=None, command=command)
     asked = QualityOptions(
-        datasets=options.datasets,
+        datasets=tuple(datasets),
         policies=("full", policy),
-        limit=options.limit,
+        limit=limit,
         codec=next(iter(codecs), RAW),
     )
     quality = run_quality(subject, settings, asked, progress=progress)
     tasks = agreement_by_task(quality.answered, policy)
-    with LLM.from_model(subject.loaded, _audited(settings, policy)) as llm:
-        own = audit_own_chunks(llm, options, progress=progress)
+    with LLM.from_model(subject.loaded, _audited(settings)) as llm:
+        own = audit_own_chunks(llm, prompts, progress=progress)
         fingerprint = llm.engine.fingerprint
     tasks |= {OWN_CHUNKS: own} if own.samples else {}
-    return _certificate(
-        subject, quality, options, checks, tasks, fingerprint, conditions_of(settings)
+    together = agreement(
+        sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values())
+    )
+    return Certificate(
+        model=subject.name,
+        fingerprint=fingerprint,
+        policy=policy,
+        conditions=conditions_of(settings),
+        target=target,
+        passed=all(check.passed for check in checks) and together.ci_low >= target,
+        agreement=together,
+        issued_at=time.time(),
+        command=command,
+        machine=quality.report.machine,
+        versions=quality.report.versions,
+        checks=tuple(asdict(check) | {"passed": check.passed} for check in checks),
+        quality=tuple(dict(row) for row in main_rows(quality.report.rows)),
+        tasks=tasks,
     )
 
 
@@ -137,22 +142,20 @@ def agreement(agreeing: int, samples: int) -> Agreement:
     return Agreement(samples, agreeing, agreeing / samples if samples else 0.0, low, high)
 
 
-def audit_own_chunks(
-    llm: LLM, options: CertifyOptions, *, progress: Progress = silent
-) -> Agreement:
-    """Ask general questions about chunks that the store of ``llm`` holds, in random order, and
-    compare all answers.
+def audit_own_chunks(llm: LLM, prompts: int, *, progress: Progress = silent) -> Agreement:
+    """Ask ``prompts`` general questions about chunks that the store of ``llm`` holds, in random
+    order, and compare all answers.
 
     ``llm`` audits all of its answers. Each prompt counts once, for the interval is that of
     independent answers: few chunks make few prompts. Those that do not fit the model's window are
     left out, and so are chunks whose context cache expires meanwhile.
     """
     assert llm.policy_manager.auditor is not None
-    draw = random.Random(options.seed)
+    draw = random.Random(0)
     found = (*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED))
     caches = list({cache.chunk_key: cache for cache in found}.values())
     asked: set[tuple[ContextCache | str, ...]] = set()
-    for number in range(options.prompts):
+    for number in range(prompts):
         if len(caches) < 2:
             break
         chosen = draw.sample(caches, min(CHUNKS_PER_PROMPT, len(caches)))
@@ -160,7 +163,7 @@ def audit_own_chunks(
         if content in asked:
             continue
         asked.add(content)
-        progress(OWN_CHUNKS, number, options.prompts)
+        progress(OWN_CHUNKS, number, prompts)
         try:
             llm.chat_completion(
                 [{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0
@@ -190,46 +193,13 @@ def _chunks(llm: LLM, scope: Scope) -> list[ContextCache]:
     return found
 
 
-def _audited(settings: Settings, policy: str) -> Settings:
-    """Return the settings with every answer audited, the policy for default, and the catalog and
-    tiers of the store."""
+def _audited(settings: Settings) -> Settings:
+    """Return the settings with every answer audited, and the catalog and tiers of the store."""
     changed = {
         **UNMEASURED,
         "catalog_url": settings.catalog_url,
         "tiers": settings.tiers,
         "audit": 1.0,
-        "policy": policy,
         "prefix_cache": "off",
     }
     return settings.model_copy(update=changed)
-
-
-def _certificate(
-    subject: MeasuredModel,
-    quality: Quality,
-    options: CertifyOptions,
-    checks: Sequence[SelfTestCheck],
-    tasks: Mapping[str, Agreement],
-    fingerprint: str,
-    conditions: Mapping[str, Any],
-) -> Certificate:
-    together = agreement(
-        sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values())
-    )
-    report = replace(quality.report, rows=main_rows(quality.report.rows))
-    return Certificate(
-        model=subject.name,
-        fingerprint=fingerprint,
-        policy=parse_policy(options.policy).name,
-        conditions=conditions,
-        target=options.target,
-        passed=all(check.passed for check in checks) and together.ci_low >= options.target,
-        agreement=together,
-        issued_at=time.time(),
-        command=report.command,
-        machine=report.machine,
-        versions=report.versions,
-        checks=tuple(asdict(check) | {"passed": check.passed} for check in checks),
-        quality=tuple(dict(row) for row in report.rows),
-        tasks=dict(tasks),
-    )
