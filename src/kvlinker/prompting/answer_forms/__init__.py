@@ -1,5 +1,5 @@
 """The forms in which models write reasoning and calls of tools: one JSON file for each, found by
-the model's chat template. ``grammar`` enforces a form, and ``reader`` reads answers of it.
+the model's chat template. ``form`` enforces one, and ``reader`` reads answers of it.
 
 | field | meaning |
 |---|---|

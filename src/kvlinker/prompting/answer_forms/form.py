@@ -3,8 +3,9 @@ separate reasoning and calls of tools from text."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,14 +15,19 @@ from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.tools import Tool, function_of
 from kvlinker.prompting.answer_forms import form_for
 from kvlinker.prompting.answer_forms.calls import CallForm
-from kvlinker.prompting.answer_forms.grammar import FormRules
 from kvlinker.prompting.answer_forms.reader import AnswerReader, Reader
+from kvlinker.prompting.answer_forms.schemas import call_schemas
 from kvlinker.prompting.answer_forms.template_reader import TemplateReader
+
+_ANYTHING = r"/(?s:.*)/"
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Knows how one model writes reasoning and calls. Any thread may use it."""
+    """Knows how one model writes reasoning and calls. Any thread may use it.
+
+    Its grammars are in llguidance's dialect of Lark.
+    """
 
     turn: str | None
     """The text before an answer in a prompt; None if that is not known."""
@@ -105,7 +111,8 @@ class AnswerForm:
     def calls_grammar(self, tools: Sequence[Tool], *, tail: str, several: bool) -> AnswerGrammar:
         """Return the grammar of answers that call one of ``tools``, or ``several`` times some of
         them."""
-        source = self._rules.called(self._lead(tail), tools, several=several)
+        calls = self._calls(tools, several=several)
+        source = f"start: {self._lead(tail)} calls\n{self._lead_rules()}{calls}"
         return AnswerGrammar("lark", source, "tools")
 
     def free_grammar(
@@ -115,7 +122,21 @@ class AnswerForm:
         ``several``. None if the model's own form of calls is not known."""
         if self.template is not None:
             return None
-        source = self._rules.free(self._lead(tail), tools, several=several)
+        trigger = self.calls.trigger
+        lead = self._lead(tail)
+        rules = self._lead_rules() + self._calls(
+            tools, several=several, begun=trigger or "", lenient=True
+        )
+        if trigger is None:
+            source = f"start: {lead} (TEXT | calls)\nTEXT: /([^{{\\s](?s:.*))?/\n{rules}"
+        else:
+            begun = ["begun calls"]
+            if trigger in self.marks:
+                begun.append(f"TEXT {self._literal(trigger)} calls")
+            source = (
+                f"start: {lead} {self._parts} (TEXT | {' | '.join(begun)})\nTEXT: {self._text}\n"
+                f"begun[lazy]: TEXT {json.dumps(trigger)}\n{rules}"
+            )
         return AnswerGrammar("lark", source, "tools")
 
     def reasoning_grammar(self, tail: str) -> AnswerGrammar | None:
@@ -124,22 +145,23 @@ class AnswerForm:
         lead = self._lead(tail)
         if self.most_reasoning is None or not lead:
             return None
-        return AnswerGrammar("lark", self._rules.reasoned(lead), "reasoning")
+        source = f"start: {lead} {self._parts} TEXT\nTEXT: {self._text}\n{self._lead_rules()}"
+        return AnswerGrammar("lark", source, "reasoning")
 
     def framed(
         self, grammar: AnswerGrammar, *, tail: str, tools: Sequence[Tool] = (), several: bool = True
     ) -> AnswerGrammar:
         """Return a grammar of answers that may reason before they follow ``grammar``, or call one
         of ``tools`` instead."""
+        lead = self._lead(tail)
         callable_tools = tools if self.template is None else ()
-        frame = self._rules.frame(self._lead(tail), callable_tools, several=several)
+        frame = ""
+        if callable_tools:
+            calls = self._calls(callable_tools, several=several, lenient=True)
+            frame = f"start: {lead} (calls | @answer)\n{self._lead_rules()}{calls}"
+        elif lead:
+            frame = f"start: {lead} @answer\n{self._lead_rules()}"
         return AnswerGrammar(grammar.kind, grammar.source, grammar.param, frame)
-
-    @cached_property
-    def _rules(self) -> FormRules:
-        return FormRules(
-            self.calls, self.reasoning, self.marks, self.other_tokens, self.most_reasoning
-        )
 
     def _lead(self, tail: str) -> str:
         """Return the text before the answer proper, by the end of its prompt."""
@@ -166,6 +188,76 @@ class AnswerForm:
         found = re.search(rf"{opening}\s*(?:{closing}\s*)?\Z", tail)
         return found[0] if found else ""
 
+    @cached_property
+    def _parts(self) -> str:
+        """The rule of the texts before an answer's last one, with other tokens between."""
+        others = f"<[{_ranges(self.other_tokens)}]>"
+        return f"({others} | TEXT {others})*" if self.other_tokens else ""
+
+    @property
+    def _text(self) -> str:
+        """The terminal of any text; text that begins like reasoning is reasoning."""
+        if self.reasoning is None:
+            return _ANYTHING
+        return f"{_ANYTHING} & ~/(?s:\\s*{_pattern(self.reasoning[0])}.*)/"
+
+    def _lead_rules(self) -> str:
+        if self.reasoning is None:
+            return ""
+        opening, closing = self.reasoning
+        return (
+            f"lead_open: {self._literal(opening)}\n{self._until('lead', closing)}GAP: /["
+            " \\n]{1,4}/\n"
+        )
+
+    def _until(self, rule: str, closing: str) -> str:
+        """Return the rule of any text up to ``closing``, and a gap."""
+        if closing in self.marks:
+            most = self.most_reasoning
+            if most == 0:
+                return f"{rule}: {self._literal(closing)} GAP?\n"
+            limit = "" if most is None else f"[max_tokens={most}]"
+            text = f"{rule}_text{limit}: {_ANYTHING}\n"
+            return f"{rule}: {rule}_text {self._literal(closing)} GAP?\n{text}"
+        return (
+            f"{rule}: {rule}_end GAP?\n{rule}_end[lazy]: ANYTHING {json.dumps(closing)}\nANYTHING:"
+            f" {_ANYTHING}\n"
+        )
+
+    def _calls(
+        self, tools: Sequence[Tool], *, several: bool, begun: str = "", lenient: bool = False
+    ) -> str:
+        """Return the rules of ``calls``, the text of which has ``begun`` already. ``lenient``:
+        schemas of functions that are not strict are followed as far as they can be."""
+        form = self.calls
+        repeats = several and form.between is not None
+        tail = self._literal(form.tail)
+        rules = [
+            f"calls: ({_either('first', tools)}) {'more*' if repeats else ''}"
+            f" {self._literal(form.closing)}"
+        ]
+        if repeats:
+            rules.append(f"more: {_either('next', tools)}")
+        for index, schema in enumerate(call_schemas(tools, lenient=lenient)):
+            name = function_of(tools[index])["name"]
+            heads = {"first": form.first_head(name).removeprefix(begun)}
+            if repeats:
+                heads["next"] = form.next_head(name)
+            rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+            rules += [
+                f"{rule}_{index}: {self._literal(head)} arguments_{index} {tail}"
+                for rule, head in heads.items()
+            ]
+        return "\n".join(rules) + "\n"
+
+    def _literal(self, text: str) -> str:
+        """Return a text in Lark's notation, with tokens of their own as such."""
+        for mark, index in self.marks.items():
+            if mark in text:
+                before, _, after = text.partition(mark)
+                return f"{self._literal(before)} <[{index}]> {self._literal(after)}"
+        return json.dumps(text) if text else ""
+
 
 def _texts(value: Any) -> Iterator[str]:
     """Yield all texts in a JSON value, and the texts that patterns in it match literally."""
@@ -175,3 +267,27 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping | list):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(part)
+
+
+def _either(rule: str, tools: Sequence[Tool]) -> str:
+    return " | ".join(f"{rule}_{index}" for index in range(len(tools)))
+
+
+def _pattern(text: str) -> str:
+    """Return the regular expression of a text, as it is written between slashes."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def _ranges(ids: Collection[int]) -> str:
+    """Return numbers as ranges, such as ``1-3,7-7``."""
+    return ",".join(f"{first}-{last}" for first, last in _runs(ids))
+
+
+def _runs(ids: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of neighbouring numbers, in order."""
+    known = set(ids)
+    for first in sorted(index for index in known if index - 1 not in known):
+        last = first
+        while last + 1 in known:
+            last += 1
+        yield first, last

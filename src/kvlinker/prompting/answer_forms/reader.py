@@ -2,7 +2,7 @@
 calls of tools from its text, each as soon as it is clear.
 
 Answers are read the same way whole and in pieces. Calls are those that the grammars of
-``kvlinker.prompting.answer_forms.grammar`` allow: anything else is text.
+``kvlinker.prompting.answer_forms.form`` allow: anything else is text.
 """
 
 from __future__ import annotations
