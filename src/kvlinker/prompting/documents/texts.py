@@ -1,13 +1,25 @@
-"""Extracts the text of a file: converts known formats, and guesses the encoding of others."""
+"""Extracts the text of a file: converts PDF, HTML, DOCX and EPUB to Markdown with markitdown, which
+the extra ``documents`` installs, and guesses the encoding of others."""
 
 from __future__ import annotations
 
 import codecs
+import io
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 from charset_normalizer import from_bytes
 
-from kvlinker.prompting.documents.conversion import FORMATS, convert
+FORMATS = {
+    ".pdf": "PdfConverter",
+    ".html": "HtmlConverter",
+    ".htm": "HtmlConverter",
+    ".xhtml": "HtmlConverter",
+    ".docx": "DocxConverter",
+    ".epub": "EpubConverter",
+}
+"""The markitdown converter of each file name's end."""
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -36,6 +48,10 @@ class NoTextError(Exception):
     """The file has no text that could be cached; the message says why."""
 
 
+class MissingLibraryError(Exception):
+    """The converter is not installed; the message says how to install it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentText:
     """The text of a file."""
@@ -54,10 +70,7 @@ def read_document(content: bytes, suffix: str) -> DocumentText:
     Raises NoTextError, and MissingLibraryError if the format's converter is not installed.
     """
     if suffix.lower() in FORMATS:
-        try:
-            found = DocumentText(convert(content, suffix.lower()))
-        except ValueError as error:
-            raise NoTextError(str(error)) from error
+        found = DocumentText(_converted(content, suffix.lower()))
     else:
         found = _decoded(content)
     if not found.text.strip():
@@ -78,3 +91,30 @@ def _decoded(content: bytes) -> DocumentText:
             guessed = _USUAL if usual else best.encoding
             return DocumentText(content.decode(guessed), guessed)
     raise NoTextError("it is not text, or its encoding cannot be detected")
+
+
+def _converted(content: bytes, suffix: str) -> str:
+    """Return a file's text as Markdown; ``suffix`` is one of ``FORMATS``.
+
+    Raises NoTextError for a file that is damaged or encrypted, and MissingLibraryError.
+    """
+    try:
+        from markitdown import StreamInfo, converters
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError(
+            f"{suffix} files need a converter that is not installed: pip install"
+            " 'kvlinker[documents]'"
+        ) from error
+    logging.getLogger("pdfminer").setLevel(logging.ERROR)  # it warns of every odd font
+    converter = getattr(converters, FORMATS[suffix])()
+    try:
+        result: Any = converter.convert(io.BytesIO(content), StreamInfo(extension=suffix))
+    except Exception as error:  # whatever a parser trips over
+        raise NoTextError(
+            f"it cannot be read as {suffix[1:].upper()}: {_first_line(error)}"
+        ) from error
+    return str(result.markdown)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
