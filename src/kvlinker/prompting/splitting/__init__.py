@@ -2,12 +2,13 @@
 
 from kvlinker.base.types.texts import Piece
 from kvlinker.prompting.splitting.limit import TokenLimit
-from kvlinker.prompting.splitting.split import MAX_PIECE_TOKENS, split_text
 from kvlinker.prompting.splitting.splitter import (
+    MAX_PIECE_TOKENS,
     Splitter,
     cut_at,
     find_splitter,
     register,
+    split_text,
     splitters,
 )
 
