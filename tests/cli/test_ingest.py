@@ -324,7 +324,7 @@ def test_name_that_is_no_text(library: Path, state: Path) -> None:
 def test_cost_is_told_before_and_after(
     library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlinker.cli.documents.cost.WORTH_A_CODEC_BYTES", 1)
+    monkeypatch.setattr("kvlinker.cli.documents.ingest.WORTH_A_CODEC_BYTES", 1)
     result = ingest(library / "deep", "--disk-space", "4KiB")
     (line,) = lines(result)
     nbytes = line["tokens"] * tiny_model().kv_bytes_per_token
@@ -345,7 +345,7 @@ def test_without_a_disk(library: Path, state: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_codec_of_the_disk(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlinker.cli.documents.cost.WORTH_A_CODEC_BYTES", 1)
+    monkeypatch.setattr("kvlinker.cli.documents.ingest.WORTH_A_CODEC_BYTES", 1)
     result = ingest(library / "deep", "--disk-codec", "int8")
     assert "less on disk as int8" in result.stderr
     assert "takes about half" not in result.stderr

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize
 
 from kvlinker.base.errors import did_you_mean
 from kvlinker.base.types.context_cache import LONGEST_NAME
+from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
-from kvlinker.cli.documents.cost import tell_cost, tell_taken
 from kvlinker.cli.documents.files import find_files, named_from_root
-from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
+from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, Storage, open_library
 from kvlinker.cli.documents.plan import Plan, PlannedFile, Splitting, plan_ingestion
 from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
@@ -23,6 +24,9 @@ from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 BATCH_TOKENS = 2048
 """Chunks of about so many tokens are cached, entered in the catalog, and printed together."""
+
+WORTH_A_CODEC_BYTES = 64 * 2**20
+"""The size of KV from which another codec is suggested."""
 
 INTERRUPTED = 130
 
@@ -104,7 +108,7 @@ def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
     pieces = plan.missing
     before = library.storage() if pieces else None
     if before is not None:
-        tell_cost(pieces, before)
+        _tell_cost(pieces, before)
     options = {} if ttl is None else {"ttl": ttl}
     with show_progress(sum(piece.tokens for piece in pieces)) as advance:
         for document in plan.documents:
@@ -112,7 +116,7 @@ def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
             _cache_missing(document, library, options, advance)
     library.settle()
     if before is not None:
-        tell_taken(pieces, before, library.storage())
+        _tell_taken(pieces, before, library.storage())
 
 
 def _print_cached(document: PlannedFile) -> None:
@@ -192,3 +196,48 @@ def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:
             f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached;"
             " --sync removes them"
         )
+
+
+def _tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
+    """Report how much space the KV of these pieces will take, before it is computed; warn if the
+    disk tier has no room."""
+    tokens = sum(piece.tokens for piece in pieces)
+    size = storage.kv_bytes
+    nbytes = tokens * size.per_token + len(pieces) * size.per_chunk
+    free = max(0, storage.budget_bytes - storage.used_bytes)
+    written = "" if storage.codec == "raw" else f" as computed, and less on disk as {storage.codec}"
+    typer.echo(
+        f"kvlinker: to cache: {len(pieces):,} chunks, {tokens:,} tokens: {_size(nbytes)} of KV for "
+        f"{_size(_text_bytes(pieces))} of text{written}; the disk tier has {_size(free)} free",
+        err=True,
+    )
+    if storage.codec == "raw" and nbytes >= WORTH_A_CODEC_BYTES:
+        typer.echo(
+            "kvlinker: of KV in 16 bits, disk_codec int8 takes about half of that, and int4 less"
+            " than a third",
+            err=True,
+        )
+    if storage.codec == "raw" and nbytes > free:
+        warn(
+            "the disk tier has no room for all of it: chunks that are used least will be evicted,"
+            f" and computed again when they are used. Raise disk_space by {_size(nbytes - free)},"
+            " or take another disk_codec"
+        )
+
+
+def _tell_taken(pieces: Sequence[Piece], before: Storage, after: Storage) -> None:
+    """Report how much disk space the KV of these pieces has taken."""
+    taken = after.used_bytes - before.used_bytes
+    typer.echo(
+        f"kvlinker: {_size(max(0, taken))} on disk for {_size(_text_bytes(pieces))} of text",
+        err=True,
+    )
+
+
+def _text_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the length of the pieces' text in UTF-8."""
+    return sum(len(piece.text.encode()) for piece in pieces)
+
+
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable(decimal=True, separator=" ")
