@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.quality.bench.harness.subject import make_subject
+from kvlinker.quality.bench.harness.benchmark import Setup
 from kvlinker.settings import load_settings
 from kvlinker_lab.agents.cases import SYSTEMS
 from kvlinker_lab.agents.handovers import WAYS
@@ -17,7 +17,7 @@ from kvlinker_lab.handovers_benchmark import all_tasks, run_handovers
 
 @pytest.mark.slow
 def test_answers_that_are_handed_over_need_no_computation(tmp_path: Path) -> None:
-    subject = make_subject(load_settings(), shape="tiny", command="test")
+    subject = Setup(load_settings(), "tiny").subject()
     report = run_agents(subject, Work(2, 64, 16, "naive"), {"tools": SCENARIOS["tools"]})
     idle = {row["system"]: row for row in report.rows if row["store"] == "idle"}
     assert tuple(idle) == SYSTEMS
@@ -44,7 +44,7 @@ def test_every_scenario_hands_over_what_was_said_before() -> None:
 
 @pytest.mark.slow
 def test_questions_are_asked_in_every_way_that_answers_are_handed_over() -> None:
-    subject = make_subject(load_settings(), shape=None, command="test")
+    subject = Setup(load_settings()).subject()
     report = run_handovers(subject, "reader", limit=2, settings={})
     rows = {row["policy"]: row for row in all_tasks(report.rows)}
     assert set(rows) == {

@@ -85,13 +85,13 @@ def advise(
     from kvlinker.linking import parse_policy
     from kvlinker.quality.advice.probing import advise as measure
     from kvlinker.quality.advice.recommendation import explain_recommendation, recommended
-    from kvlinker.quality.bench.harness.subject import make_subject
+    from kvlinker.quality.bench.harness.benchmark import Setup
 
     with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)
         prices = parse_prices(price or [])
         name = parse_policy(policy).name
-        subject = make_subject(settings, shape=shape, command=command_line(), policy=name)
+        subject = Setup(settings, shape, command_line()).subject(policy=name)
         length = context_tokens or min(DEFAULT_CONTEXT_TOKENS, subject.loaded.context_window - 1)
         advice = measure(
             subject, settings, name, context_tokens=length, prices=prices, progress=progress

@@ -202,7 +202,7 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.quality.bench.harness.subject import make_subject
+    from kvlinker.quality.bench.harness.benchmark import Setup
     from kvlinker.quality.evaluation.calibration import calibrate, candidates_of, trial_values
     from kvlinker.quality.evaluation.contexts import ContextSplit, ContextSplitter
     from kvlinker.quality.evaluation.datasets import load_dataset
@@ -214,7 +214,7 @@ def calibrate(
         policies = candidates_of(
             policy, trial_values(policy) if values is None else values.split(",")
         )
-        subject = make_subject(settings, shape=None, command="kvlinker calibrate")
+        subject = Setup(settings, command="kvlinker calibrate").subject()
         with subject.llm(disk_space=0) as llm, progress_display() as progress:
             splitter = ContextSplitter(llm.builder.encoder, ContextSplit(split), chunk_tokens)
             examples = load_dataset(dataset, splitter, limit=limit).examples

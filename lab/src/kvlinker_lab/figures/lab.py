@@ -12,9 +12,10 @@ from itertools import islice
 from typing import Any
 
 from kvlinker.llm import LLM, Message
+from kvlinker.quality.bench.harness.benchmark import Setup
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import MeasuredModel, make_subject
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.quality import (
     CONTEXT_SETTINGS,
     Quality,
@@ -67,11 +68,11 @@ class Lab:
     @cached_property
     def reader(self) -> MeasuredModel:
         """The model that answers questions."""
-        return make_subject(self.settings, shape=None, command=self.command)
+        return Setup(self.settings, command=self.command).subject()
 
     def timed(self, shape: str) -> MeasuredModel:
         """Make random weights of a shape that is large enough for times to mean something."""
-        return make_subject(self.settings, shape=self.shape or shape, command=self.command)
+        return Setup(self.settings, self.shape or shape, self.command).subject()
 
     def quality(
         self,

@@ -18,7 +18,8 @@ from kvlinker.engines.contract.model_files import read_model
 from kvlinker.engines.embedded.selftest import self_test
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.quality.bench.harness.subject import UNMEASURED, make_subject
+from kvlinker.quality.bench.harness.benchmark import Setup
+from kvlinker.quality.bench.harness.subject import UNMEASURED
 from kvlinker.quality.bench.quality import Examined, QualityOptions, main_rows, run_quality
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.service.audit.certificate import (
@@ -87,7 +88,7 @@ def certify(
         )
     progress("self-test")
     checks = self_test(read_model(settings)[0])
-    subject = make_subject(settings, shape=None, command=command)
+    subject = Setup(settings, command=command).subject()
     asked = QualityOptions(
         datasets=tuple(datasets),
         policies=("full", policy),

@@ -23,11 +23,14 @@ import typer
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.registry import Registry
+from kvlinker.base.threads import set_threads
 from kvlinker.linking import parse_policy
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, WeightFormat
 
 if TYPE_CHECKING:
+    import torch
+
     from kvlinker.engines.embedded.model.loaded import LoadedModel
     from kvlinker.quality.bench.harness.report import Report, Row
     from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -81,10 +84,23 @@ class Setup:
     progress: Progress = silent
 
     def subject(self, **options: Any) -> MeasuredModel:
-        """Load the model. ``options`` are listed in the report's settings."""
-        from kvlinker.quality.bench.harness.subject import make_subject
+        """Make random weights of the shape, or load the model that the settings name where there
+        is none. ``options`` are listed in the report's settings.
 
-        return make_subject(self.settings, shape=self.shape, command=self.command, **options)
+        Raises InvalidRequestError for an unknown shape.
+        """
+        from kvlinker.engines.embedded.model_loading import load_model
+        from kvlinker.quality.bench.harness.shapes import random_model
+        from kvlinker.quality.bench.harness.subject import MeasuredModel
+
+        if self.shape is None:
+            name, loaded = self.settings.served_name, load_model(self.settings)
+        else:
+            dtype, device = self._placement()
+            weights = self.settings.weights
+            name = self.shape
+            loaded = random_model(name, dtype=dtype, device=device, weights=weights)
+        return MeasuredModel(name, self.command, loaded, options)
 
     def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, MeasuredModel]:
         """Load the model with its weights in each of the formats, by name; in that of the settings
@@ -107,10 +123,26 @@ class Setup:
         }
 
     def transformer(self) -> Any:
-        """Load the model as transformers has it, for a comparison."""
-        from kvlinker.quality.bench.harness.subject import make_transformer
+        """Load the model as transformers has it, with plain weights, for a comparison."""
+        from kvlinker.engines.contract.model_files import read_model
+        from kvlinker.quality.bench.harness.shapes import random_transformer
 
-        return make_transformer(self.settings, shape=self.shape)
+        if self.shape is None:
+            return read_model(self.settings)[0]
+        dtype, device = self._placement()
+        return random_transformer(self.shape, dtype=dtype, device=device)
+
+    def _placement(self) -> tuple[torch.dtype, torch.device]:
+        """Return the dtype and the device of random weights, and have PyTorch compute in as many
+        threads as the settings say."""
+        from kvlinker.engines.contract.model_files import choose_device, choose_dtype
+        from kvlinker.engines.embedded.model_loading import multiplies_bf16
+
+        settings = self.settings
+        set_threads(settings.threads)
+        device = choose_device(settings.device)
+        own = multiplies_bf16(settings)
+        return choose_dtype(settings.dtype, device, settings.weights, own_bf16=own), device
 
 
 Run = Callable[..., "Report"]

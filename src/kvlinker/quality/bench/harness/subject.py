@@ -16,13 +16,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.threads import set_threads
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
-from kvlinker.settings import Settings, load_settings
+from kvlinker.settings import load_settings
 
 if TYPE_CHECKING:
-    import torch
-
     from kvlinker.engines.embedded.model.loaded import LoadedModel
     from kvlinker.llm import LLM
 
@@ -122,53 +119,6 @@ class MeasuredModel:
             | self.options,
             rows=rows,
         )
-
-
-def make_subject(
-    settings: Settings, *, shape: str | None, command: str, **options: Any
-) -> MeasuredModel:
-    """Make random weights of the named shape, or load the model that ``settings`` name where there
-    is none.
-
-    ``options`` are listed in the report's settings. Raises InvalidRequestError for an unknown
-    shape.
-    """
-    from kvlinker.engines.embedded.model_loading import load_model
-    from kvlinker.quality.bench.harness.shapes import random_model
-
-    if shape is None:
-        return MeasuredModel(settings.served_name, command, load_model(settings), options)
-    dtype, device = _placement(settings)
-    return MeasuredModel(
-        shape,
-        command,
-        random_model(shape, dtype=dtype, device=device, weights=settings.weights),
-        options,
-    )
-
-
-def make_transformer(settings: Settings, *, shape: str | None) -> Any:
-    """Make the model of ``make_subject`` as transformers has it, with plain weights."""
-    from kvlinker.engines.contract.model_files import read_model
-    from kvlinker.quality.bench.harness.shapes import random_transformer
-
-    if shape is None:
-        return read_model(settings)[0]
-    dtype, device = _placement(settings)
-    return random_transformer(shape, dtype=dtype, device=device)
-
-
-def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of a model, and have PyTorch compute in as many threads as
-    the settings say."""
-
-    from kvlinker.engines.contract.model_files import choose_device, choose_dtype
-    from kvlinker.engines.embedded.model_loading import multiplies_bf16
-
-    set_threads(settings.threads)
-    device = choose_device(settings.device)
-    own = multiplies_bf16(settings)
-    return choose_dtype(settings.dtype, device, settings.weights, own_bf16=own), device
 
 
 @contextmanager
