@@ -18,8 +18,9 @@ from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.base.types.tenants import tenant_of_key
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import MeasuredModel, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
+from kvlinker_lab.serving import served
 from kvlinker_lab.statistics import mann_whitney
 
 if TYPE_CHECKING:

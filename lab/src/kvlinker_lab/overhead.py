@@ -20,8 +20,9 @@ from kvlinker.quality.bench.harness.benchmark import (
 )
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row
-from kvlinker.quality.bench.harness.subject import MeasuredModel, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
+from kvlinker_lab.serving import served
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM

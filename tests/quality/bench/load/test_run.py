@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.cli import app
+from kvlinker.doors.http.app import create_app
 from kvlinker.quality.bench import load_benchmark
 from kvlinker.quality.bench.harness.shapes import random_model
-from kvlinker.quality.bench.harness.subject import MeasuredModel, served
+from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.quality.bench.load.report import ServiceObjective
 from kvlinker.quality.bench.load.run import (
@@ -35,6 +36,7 @@ from kvlinker.quality.bench.load.run import (
 from kvlinker.quality.bench.load.servers import Server
 from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker.settings import load_settings
+from tests.doors.http.serving import listening
 from tests.quality.bench.load.conftest import Body, Serve, words
 from tests.waiting import PATIENCE
 
@@ -49,8 +51,10 @@ def server() -> Iterator[Server]:
     """A tiny model behind kvlinker's server, in this process."""
     loaded = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
     subject = MeasuredModel("tiny", "kvlinker bench load", loaded, {})
-    with subject.llm(kv_slots=4000, disk_space=0) as llm, served(llm) as url:
-        yield Server(url, psutil.Process())
+    with subject.llm(kv_slots=4000, disk_space=0) as llm:
+        served = create_app(llm, llm.settings)
+        with listening(served, llm.settings, closes=False) as url:
+            yield Server(url, psutil.Process())
 
 
 def plan(*loads: OpenLoop | ClosedLoop, shape: TrafficShape = SHAPE, requests: int = 6) -> LoadPlan:
