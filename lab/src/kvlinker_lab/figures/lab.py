@@ -4,11 +4,11 @@ policies."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from kvlinker.llm import LLM, Message
@@ -25,10 +25,10 @@ from kvlinker.quality.bench.quality import (
 )
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
-from kvlinker.quality.evaluation.examiner import ask
 from kvlinker.quality.evaluation.examples import Question
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
+from kvlinker.store import ContextCache
 from kvlinker_lab.inspection import EngineInspector
 
 SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
@@ -48,7 +48,8 @@ class OpenReader:
 
     def messages(self, example: Question) -> list[Message]:
         """Cache the example's passages, and return a message of them and its question."""
-        return ask(self.llm, example.passages, example.question)
+        cached = (self.llm.generate_context_cache([passage]) for passage in example.passages)
+        return _message(chain.from_iterable(cached), example)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def first_token_times(
         return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
 
     asked = {
-        form: ask(llm, question.passages, question.question, one_by_one=False)
+        form: _message(llm.generate_context_cache(question.passages), question)
         for form, question in forms.items()
     }
     taken = in_turn(
@@ -198,3 +199,8 @@ def first_token_times(
         repeat=repeat,
     )
     return {key: statistics.median(seconds) for key, seconds in taken.items()}
+
+
+def _message(caches: Iterable[ContextCache], question: Question) -> list[Message]:
+    """Return one user message of context caches with the question after them."""
+    return [{"role": "user", "content": [*caches, question.question]}]

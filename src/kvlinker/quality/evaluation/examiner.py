@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Examiner:
             )
         return tuple(results)
 
-    def _trial(self, example: Example) -> Trial:
+    def _trial(self, example: Example) -> QuestionTrial | ContinuationTrial:
         if isinstance(example, Question):
             return self._question(example)
         return self._continuation(example)
@@ -139,7 +139,8 @@ class Examiner:
 
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit, build)
-        messages: Sequence[Message] | Prompt = _question(self._cached(passages), example.question)
+        content = (*self._cached(passages), example.question)
+        messages: Sequence[Message] | Prompt = [{"role": "user", "content": content}]
         if self.prepare is not None:
             messages = self.prepare(example, self.llm.chat_prompt(messages))
         return QuestionTrial.of(example, self.llm, messages, max_tokens=limit)
@@ -153,7 +154,8 @@ class Examiner:
         return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
 
     def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
-        caches = _cached(self.llm, passages, one_by_one=self.one_by_one)
+        batches = [[passage] for passage in passages] if self.one_by_one else [passages]
+        caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
         if self.codec.name != RAW.name:
             _recode(self.llm, caches, self.codec)
         return caches
@@ -196,25 +198,6 @@ class Examiner:
         return tuple(example.passages[index] for index in kept)
 
 
-def ask(
-    llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True
-) -> list[Message]:
-    """Cache the passages, and return one user message of them with the question after them.
-
-    ``one_by_one`` caches them one after the other, so that every run computes the same batches.
-    """
-    return _question(_cached(llm, passages, one_by_one=one_by_one), question)
-
-
-def _question(caches: Sequence[ContextCache], question: str) -> list[Message]:
-    return [{"role": "user", "content": [*caches, question]}]
-
-
-def _cached(llm: LLM, passages: Sequence[str], *, one_by_one: bool) -> list[ContextCache]:
-    batches = [[passage] for passage in passages] if one_by_one else [list(passages)]
-    return [cache for batch in batches for cache in llm.generate_context_cache(batch)]
-
-
 def _recode(llm: LLM, caches: Iterable[ContextCache], codec: Codec) -> None:
     """Replace the stored KV of these context caches by what a tier with ``codec`` would give back.
 
@@ -239,14 +222,6 @@ class PolicyRun:
     """Makes the result of this kind of example, given its other fields."""
 
 
-class Trial(Protocol):
-    """Holds one example as a prompt of context caches, to be run under one policy after the
-    other."""
-
-    def run(self, policy: str | Policy) -> PolicyRun:
-        """Run the prompt under a policy."""
-
-
 class GreedyAnswer(NamedTuple):
     """The likeliest answer to a question."""
 
@@ -258,7 +233,8 @@ class GreedyAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuestionTrial:
-    """Asks a question, which is answered greedily, so that equal prompts get equal answers."""
+    """Asks a question in a prompt of context caches, under one policy after the other. It is
+    answered greedily, so that equal prompts get equal answers."""
 
     llm: LLM
     messages: Sequence[Message] | Prompt
@@ -283,6 +259,7 @@ class QuestionTrial:
         return cls(llm, messages, limit, question.first_line, grammar)
 
     def run(self, policy: str | Policy) -> PolicyRun:
+        """Run the prompt under a policy."""
         answer = self.ask(policy)
         return PolicyRun(
             answer.usage, (answer.first_token,), partial(ExampleAnswer, text=answer.text)
@@ -317,12 +294,14 @@ class QuestionTrial:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationTrial:
-    """Scores the given tokens of a continuation. There is no chat template: prose goes on."""
+    """Scores the given tokens of a continuation, under one policy after the other. There is no chat
+    template: prose goes on."""
 
     llm: LLM
     parts: Sequence[ContentPart]
 
     def run(self, policy: str | Policy) -> PolicyRun:
+        """Run the prompt under a policy."""
         scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)
         rows = zip(scored.top_ids, scored.top_logprobs.astype(np.float64), strict=True)
         next_tokens = [NextToken(ids, logprobs) for ids, logprobs in rows]
