@@ -33,9 +33,7 @@ def values_of(parameter):
 @st.composite
 def any_policy(draw):
     cls = draw(st.sampled_from(list(known_policies().values())))
-    return cls(
-        **{name: draw(values_of(parameter)) for name, (parameter, _) in declared(cls).items()}
-    )
+    return cls(**{name: draw(values_of(parameter)) for name, parameter in declared(cls).items()})
 
 
 @given(any_policy())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,7 @@ class Number:
     maximum: float
     whole: bool
     prefix: str
+    default: float | None = None
     proposed: tuple[float, ...] = ()
 
     @property
@@ -46,6 +47,26 @@ class Number:
             f"{'a whole number' if self.whole else 'a number'} from {self.minimum:g} to"
             f" {self.maximum:g}"
         )
+
+    @property
+    def examples(self) -> tuple[float, ...]:
+        """The default, or the number in the middle of the range."""
+        middle = (self.minimum + self.maximum) / 2
+        own = int(middle) if self.whole else middle
+        return (own if self.default is None else self.default,)
+
+    def usage(self, name: str) -> str:
+        """Show how users write it behind the family's name."""
+        word = f"-{self.prefix}<{name}, {self.minimum:g} to {self.maximum:g}>"
+        return word if self.default is None else f"[{word}]"
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "type": "integer" if self.whole else "number",
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "prefix": self.prefix,
+        }
 
     def read(self, text: str) -> float | int | None:
         """Parse the value that ``text`` writes; None when it is something else."""
@@ -77,8 +98,22 @@ class WordParameter:
     words: tuple[str, ...]
 
     @property
+    def default(self) -> str:
+        return self.words[0]
+
+    @property
     def allowed(self) -> str:
         return " or ".join(self.words)
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        return self.words
+
+    def usage(self, name: str) -> str:
+        return f"[-{'|'.join(self.words[1:])}]"
+
+    def describe(self) -> dict[str, Any]:
+        return {"type": "choice", "values": list(self.words)}
 
     def read(self, text: str) -> str | None:
         return text if text in self.words[1:] else None
@@ -106,12 +141,8 @@ def number(
     ``trials`` are the values that ``kvlinker calibrate`` tries, where the lower end of the range is
     of no use.
     """
-    declared = Number(meaning, minimum, maximum, whole, prefix, trials)
-    return (
-        field(metadata={_KEY: declared})
-        if default is None
-        else field(default=default, metadata={_KEY: declared})
-    )
+    declared = Number(meaning, minimum, maximum, whole, prefix, default, trials)
+    return field(default=MISSING if default is None else default, metadata={_KEY: declared})
 
 
 def percentage(meaning: str = "percent", *, default: float | None = None) -> Any:
@@ -127,12 +158,10 @@ def choice(meaning: str, *words: str) -> Any:
     return field(default=words[0], metadata={_KEY: WordParameter(meaning, words)})
 
 
-def declared(cls: type) -> dict[str, tuple[Number | WordParameter, Field[Any]]]:
+def declared(cls: type) -> dict[str, Number | WordParameter]:
     """Return the parameters of a policy class, by field name, in the order in which they are
     written."""
-    return {
-        entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata
-    }
+    return {entry.name: entry.metadata[_KEY] for entry in fields(cls) if _KEY in entry.metadata}
 
 
 def check(policy: str, values: Any) -> None:
@@ -141,7 +170,7 @@ def check(policy: str, values: Any) -> None:
 
     Raises PolicyError for a value out of its range.
     """
-    for name, (parameter, _) in declared(type(values)).items():
+    for name, parameter in declared(type(values)).items():
         value = getattr(values, name)
         if not parameter.accepts(value):
             raise PolicyError(
@@ -158,8 +187,8 @@ def write(values: Any) -> list[str]:
     """Return the words that stand after the family's name; defaults are left out."""
     return [
         parameter.write(getattr(values, name))
-        for name, (parameter, entry) in declared(type(values)).items()
-        if getattr(values, name) != entry.default
+        for name, parameter in declared(type(values)).items()
+        if getattr(values, name) != parameter.default
     ]
 
 
@@ -173,7 +202,7 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     parameters = declared(cls)
     for word in [] if text is None else text.split("-"):
-        for name, (parameter, _) in parameters.items():
+        for name, parameter in parameters.items():
             if name not in values and (value := parameter.read(word)) is not None:
                 values[name] = value
                 break
@@ -183,8 +212,8 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
                 f" {usage(cls, family)}.",
                 param="link.policy",
             )
-    for name, (parameter, entry) in parameters.items():
-        if name not in values and isinstance(parameter, Number) and not _has_default(entry):
+    for name, parameter in parameters.items():
+        if name not in values and parameter.default is None:
             raise PolicyError(
                 f"Policy {family!r} needs {name} after a hyphen, {parameter.allowed}. "
                 f"It is written {usage(cls, family)}.",
@@ -195,57 +224,27 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
 
 def usage(cls: type, family: str) -> str:
     """Show how users write the policy, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
-    written = family
-    for name, (parameter, entry) in declared(cls).items():
-        if isinstance(parameter, WordParameter):
-            written += f"[-{'|'.join(parameter.words[1:])}]"
-        else:
-            word = f"-{parameter.prefix}<{name}, {parameter.minimum:g} to {parameter.maximum:g}>"
-            written += f"[{word}]" if _has_default(entry) else word
-    return written
+    return family + "".join(parameter.usage(name) for name, parameter in declared(cls).items())
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
     """Describe the parameters as JSON: name, meaning, and their range or words, with the default
     (None: required)."""
-    described = []
-    for name, (parameter, entry) in declared(cls).items():
-        row: dict[str, Any] = {"name": name, "meaning": parameter.meaning}
-        if isinstance(parameter, WordParameter):
-            row |= {"type": "choice", "values": list(parameter.words)}
-        else:
-            row |= {"type": "integer" if parameter.whole else "number"}
-            row |= {
-                "minimum": parameter.minimum,
-                "maximum": parameter.maximum,
-                "prefix": parameter.prefix,
-            }
-        described.append(row | {"default": entry.default if _has_default(entry) else None})
-    return described
+    return [
+        {"name": name, "meaning": parameter.meaning}
+        | parameter.describe()
+        | {"default": parameter.default}
+        for name, parameter in declared(cls).items()
+    ]
 
 
 def examples(cls: type) -> Iterator[dict[str, Any]]:
     """Yield field values for each choice of words, with default numbers, or numbers from the middle
     of their ranges."""
-    values = [
-        parameter.words if isinstance(parameter, WordParameter) else [_middle(parameter, entry)]
-        for parameter, entry in declared(cls).values()
-    ]
-    for chosen in product(*values):
-        yield dict(zip(declared(cls), chosen, strict=True))
-
-
-def _middle(parameter: Number, entry: Any) -> float:
-    if _has_default(entry):
-        default: float = entry.default
-        return default
-    middle = (parameter.minimum + parameter.maximum) / 2
-    return int(middle) if parameter.whole else middle
+    parameters = declared(cls)
+    for chosen in product(*(parameter.examples for parameter in parameters.values())):
+        yield dict(zip(parameters, chosen, strict=True))
 
 
 def _shown(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else repr(value)
-
-
-def _has_default(entry: Any) -> bool:
-    return entry.default is not MISSING

@@ -77,7 +77,7 @@ def trial_values(template: str) -> tuple[str, ...]:
         parse_policy(part).family
     ]
     family = known[max(families, key=len)]
-    for name, (parameter, _) in declared(family).items():
+    for name, parameter in declared(family).items():
         if isinstance(parameter, Number) and all(
             _reads(part, name, value) for value in parameter.trials[:2]
         ):

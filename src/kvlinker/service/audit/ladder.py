@@ -76,7 +76,7 @@ def usual_policy(unsupported: Callable[[Policy], str | None]) -> Policy:
 def _numbers(policy: Policy) -> list[Policy]:
     """Return the policy with the numbers that are worth trying, its own included, ascending; none
     where it has no number."""
-    for name, (parameter, _) in declared(type(policy)).items():
+    for name, parameter in declared(type(policy)).items():
         if isinstance(parameter, Number):
             values = sorted({*parameter.trials, getattr(policy, name)})
             return [replace(policy, **{name: value}) for value in values]  # type: ignore[type-var]
