@@ -111,34 +111,25 @@ def drive(
     counts as unfinished; the turns after a failed one count as not sent. ``seed`` is that of the
     arrivals. ``on_result`` is called with the number of requests that have ended.
     """
-    return asyncio.run(_drive(endpoint, conversations, load, form, patience, seed, on_result))
 
+    async def run() -> LoadRun:
+        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(
+            base_url=endpoint.url, headers=endpoint.headers, timeout=None, limits=unlimited
+        ) as http:
+            driver = Driver(http, endpoint.model, form, patience, on_result)
+            clock = asyncio.get_running_loop()
+            begin = clock.time()
+            if isinstance(load, OpenLoop):
+                requests = sum(len(conversation.turns) for conversation in conversations)
+                rate = load.rate * len(conversations) / max(requests, 1)
+                arrivals = poisson_arrivals(rate, len(conversations), seed=seed)
+                await driver.open_loop(conversations, arrivals)
+            else:
+                await driver.closed_loop(conversations, load.users)
+            return LoadRun(tuple(driver.results), clock.time() - begin)
 
-async def _drive(
-    endpoint: Endpoint,
-    conversations: Sequence[Conversation],
-    load: Load,
-    form: DocumentForm,
-    patience: float,
-    seed: int,
-    on_result: Callable[[int], None],
-) -> LoadRun:
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(
-        base_url=endpoint.url, headers=endpoint.headers, timeout=None, limits=unlimited
-    ) as http:
-        driver = Driver(http, endpoint.model, form, patience, on_result)
-        clock = asyncio.get_running_loop()
-        begin = clock.time()
-        if isinstance(load, OpenLoop):
-            requests = sum(len(conversation.turns) for conversation in conversations)
-            rate = load.rate * len(conversations) / max(requests, 1)
-            await driver.open_loop(
-                conversations, poisson_arrivals(rate, len(conversations), seed=seed)
-            )
-        else:
-            await driver.closed_loop(conversations, load.users)
-        return LoadRun(tuple(driver.results), clock.time() - begin)
+    return asyncio.run(run())
 
 
 class Driver:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.doors.client import Client
@@ -210,7 +209,6 @@ class _Trial:
     ) -> LoadRun:
         what = f"{self.competitor}, {_named(load)}"
         total = sum(len(conversation.turns) for conversation in conversations)
-        on_result = partial(_tell, self.progress, what, total)
         return drive(
             self.endpoint,
             conversations,
@@ -218,16 +216,12 @@ class _Trial:
             form,
             patience=self.plan.patience,
             seed=seed,
-            on_result=on_result,
+            on_result=lambda done: self.progress(what, done, total),
         )
 
 
 def _as_it_is(conversation: Conversation) -> Conversation:
     return conversation
-
-
-def _tell(progress: Progress, what: str, total: int, done: int) -> None:
-    progress(what, done, total)
 
 
 def _named(load: Load) -> str:
