@@ -154,7 +154,7 @@ def test_definitions_and_other_chunks_stand_in_one_prompt() -> None:
     builder = PromptBuilder(
         byte_level(), context=GenerationContext.ALONE, chat_template=STYLED["as Llama's"]
     )
-    text = builder.definition(WEATHER)
+    text = builder.template.definition(WEATHER)
     assert text is not None
     defined, cached, documented = builder.encode_chunk(text), Chunk((10, 11)), Chunk((20, 21))
     messages: list[ChatMessage] = [ChatMessage("user", (cached, "Time?"))]

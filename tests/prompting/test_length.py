@@ -3,6 +3,8 @@ encoded."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_a_long_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch
     assert encoded == [16 * WINDOW]
 
 
-def builder(window: int | None = WINDOW) -> PromptBuilder:
+def builder(window: int = WINDOW) -> PromptBuilder:
     template = "{% for each in messages %}{{ each['name'] }}{{ each['content'] }}{% endfor %}"
     return PromptBuilder(
         byte_level(), context=GenerationContext.ALONE, chat_template=template, max_tokens=window
@@ -91,8 +93,8 @@ def test_every_way_into_a_prompt_is_limited() -> None:
             call()
         assert caught.value.param == param
     assert len(built.completion([5] * WINDOW)) == WINDOW
-    assert len(builder(None).completion([5] * 1000)) == 1000
-    assert builder(None).encode_chunk(long).tokens
+    assert len(builder(sys.maxsize).completion([5] * 1000)) == 1000
+    assert builder(sys.maxsize).encode_chunk(long).tokens
 
 
 def test_special_tokens_that_cannot_be_written_blame_the_field() -> None:

@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import Chunk, GenerationContext
 from kvlinker.base.types.messages import ChatMessage, Document, TemplateOptions
-from kvlinker.base.types.tools import Tool
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.chat import DEFAULT_OPTIONS, NO_DEFINITIONS, ChatTemplate
 from kvlinker.prompting.encoding import TextEncoder, require_unicode
@@ -27,7 +27,7 @@ class PromptBuilder:
 
     ``context`` is the default context of chunks; ``system_prompt`` precedes conversations without a
     system message; ``chat_template`` (Jinja) replaces the tokenizer's own. Texts that cannot have
-    fewer than ``max_tokens`` tokens are refused before they are encoded; None refuses none.
+    fewer than ``max_tokens`` tokens are refused before they are encoded, by ``limit``.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class PromptBuilder:
         context: GenerationContext,
         system_prompt: str | None = None,
         chat_template: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no
         valid Jinja."""
         self.encoder = TextEncoder(tokenizer)
         self._tokenizer = tokenizer
-        self._limit = None if max_tokens is None else LengthLimit(self.encoder, max_tokens)
-        self._template = ChatTemplate(tokenizer, chat_template)
+        self.limit = LengthLimit(self.encoder, max_tokens)
+        self.template = ChatTemplate(tokenizer, chat_template)
         self._context = context
         self._system: tuple[ChatMessage[Chunk], ...] = (
             () if system_prompt is None else (ChatMessage("system", (system_prompt,)),)
@@ -60,10 +60,10 @@ class PromptBuilder:
         after it stay exact only as long as the template gives the same, so not across days for a
         template that shows the date.
         """
-        if not self._template.exists:
+        if self.template.source is None:
             return self.encoder.opening
         slot = Chunk(tokens=())
-        parts = self._template.render([*self._system, ChatMessage("user", (slot,))])
+        parts = self.template.render([*self._system, ChatMessage("user", (slot,))])
         header = parts[: parts.index(slot)]
         return tuple(
             token
@@ -75,16 +75,7 @@ class PromptBuilder:
     @cached_property
     def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return AnswerForm.of(self._tokenizer, self._template.source)
-
-    def has_variable(self, name: str) -> bool:
-        """Return whether the chat template has a variable of this name that callers may set."""
-        return self._template.has_variable(name)
-
-    def definition(self, tool: Tool) -> str | None:
-        """Return the text by which prompts describe a tool; None if it cannot be distinguished from
-        the text around it in the chat template's output."""
-        return self._template.definition(tool)
+        return AnswerForm.of(self._tokenizer, self.template.source)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.
@@ -103,7 +94,7 @@ class PromptBuilder:
         """Encode a text as a chunk's. Raises the errors of ``encode_chunk``, but for an empty one,
         with ``param`` as the field at fault."""
         require_unicode(text, param=param)
-        self.check_texts([text], param=param)
+        self.limit.check_texts([text], param=param)
         return self.encoder.encode_data(text, param=param)
 
     def chunk_from_tokens(
@@ -140,12 +131,12 @@ class PromptBuilder:
         """Build the prompt of a conversation about documents, up to where the assistant's answer
         begins.
 
-        Chunks take the places of ``definitions``, texts that ``definition`` gave, where each stands
-        in the prompt just once. Messages of text alone give exactly the ids of the tokenizer's
-        ``apply_chat_template``. Raises InvalidRequestError (``messages``) for no messages, text
-        that is not valid Unicode, and messages that the chat template does not accept or not show;
-        ContextLengthError for a prompt that is far too long for the model. A template takes time
-        for long texts: check those of requests before, by ``check_texts``.
+        Chunks take the places of ``definitions``, texts that the template's ``definition`` gave,
+        where each stands in the prompt just once. Messages of text alone give exactly the ids of
+        the tokenizer's ``apply_chat_template``. Raises InvalidRequestError (``messages``) for no
+        messages, text that is not valid Unicode, and messages that the chat template does not
+        accept or not show; ContextLengthError for a prompt that is far too long for the model. A
+        template takes time for long texts: check those of requests before, by ``limit``.
         """
         if not messages:
             raise InvalidRequestError(
@@ -153,7 +144,7 @@ class PromptBuilder:
             )
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
-        parts = self._template.render(messages, documents, options=options, definitions=definitions)
+        parts = self.template.render(messages, documents, options=options, definitions=definitions)
         return self._prompt(parts, param="messages")
 
     def completion(
@@ -169,8 +160,8 @@ class PromptBuilder:
         model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
-        if self._limit is not None and parts and isinstance(parts[0], int):
-            self._limit.check_ids(len(parts), param="prompt")
+        if parts and isinstance(parts[0], int):
+            self.limit.check_ids(len(parts), param="prompt")
         texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
         if not texts_and_chunks:
             ids = [part for part in parts if not isinstance(part, str | Chunk)]
@@ -191,17 +182,6 @@ class PromptBuilder:
             closing=self.encoder.closing if special_tokens else (),
         )
 
-    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
-        """Check texts that are to stand in one prompt together, in little time. Raises
-        ContextLengthError (``param``) where they are far too long for the model."""
-        if self._limit is not None:
-            self._limit.check_texts(texts, param=param)
-
-    def check_length(self, prompt: Prompt) -> None:
-        """Raises ContextLengthError for a prompt that is longer than the context window."""
-        if self._limit is not None:
-            self._limit.check_prompt(len(prompt))
-
     def _prompt(
         self,
         parts: Sequence[str | Chunk],
@@ -213,7 +193,7 @@ class PromptBuilder:
         """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh
         tokens share one."""
         joined = _join_texts(parts)
-        self.check_texts([part for part in joined if isinstance(part, str)], param=param)
+        self.limit.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()

@@ -69,11 +69,6 @@ class ChatTemplate:
         """The template in Jinja; None if the model has none."""
         return self._template
 
-    @property
-    def exists(self) -> bool:
-        """True if the model has a chat template."""
-        return self._template is not None
-
     def render(
         self,
         messages: Sequence[ChatMessage[Chunk]],

@@ -23,7 +23,7 @@ has hardly fewer tokens than its beginning, but a tokenizer may merge across the
 
 class LengthLimit:
     """Checks the texts of one prompt, or of one chunk, against a context window of ``max_tokens``
-    tokens."""
+    tokens, in little time."""
 
     def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
         self.max_tokens = max_tokens

@@ -108,12 +108,36 @@ class BuiltPrompt(list[Any]):
         self.chunks = [chunk for text, chunk in definitions.items() if text != "twice"]
 
 
+class Limit:
+    """Refuses long texts, and prompts of more than ``MOST`` parts."""
+
+    MOST = 100
+
+    def check_prompt(self, tokens: int) -> None:
+        if tokens > self.MOST:
+            raise ContextLengthError("too long", param="messages")
+
+    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
+        if sum(map(len, texts)) > 1000:
+            raise ContextLengthError("too long", param=param)
+
+
+class Template:
+    """Names functions, but for one that it does not show."""
+
+    def definition(self, tool: Any) -> str | None:
+        name: str = tool["function"]["name"]
+        return None if name == "hidden" else name
+
+
 class Builder:
-    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``.
-    Notes the options."""
+    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``,
+    and makes long what holds "over". Notes the options."""
 
     def __init__(self) -> None:
         self.options: list[TemplateOptions] = []
+        self.limit = Limit()
+        self.template = Template()
 
     def chat(
         self,
@@ -129,24 +153,13 @@ class Builder:
         ):
             raise InvalidRequestError("no", param="messages")
         self.options.append(options)
-        return BuiltPrompt(list(messages), list(documents), definitions)
-
-    def check_length(self, prompt: Any) -> None:
-        """Refuses what holds "over"."""
-        if "over" in repr(prompt):
-            raise ContextLengthError("too long", param="messages")
-
-    def definition(self, tool: Any) -> str | None:
-        """The function's name, unless it is one that the template does not show."""
-        name: str = tool["function"]["name"]
-        return None if name == "hidden" else name
+        built = BuiltPrompt(list(messages), list(documents), definitions)
+        if "over" in repr(built):
+            built += ["over"] * Limit.MOST
+        return built
 
     def completion(self, prompt: Any, *, special_tokens: bool = True) -> Any:
         return prompt
-
-    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
-        if sum(map(len, texts)) > 1000:
-            raise ContextLengthError("too long", param=param)
 
 
 class Finder:

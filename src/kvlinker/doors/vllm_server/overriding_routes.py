@@ -207,7 +207,7 @@ class OverridingRoutes:
             variables={
                 name: value
                 for name, value in variables.items()
-                if value is not None and self._llm.builder.has_variable(name)
+                if value is not None and self._llm.builder.template.has_variable(name)
             },
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,

@@ -157,9 +157,9 @@ class ContentReader:
             documents, messages = self._orders.arranged(owner, documents, messages)
         beside = [document.text for document in documents]
         given = chain(beside, *((message.name or "", *message.content) for message in messages))
-        self._builder.check_texts(_texts_of(given), param="messages")
+        self._builder.limit.check_texts(_texts_of(given), param="messages")
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
-        self._builder.check_texts(texts, param="tools")
+        self._builder.limit.check_texts(texts, param="tools")
         options, section = self._tool_section(options, how)
         section, *messages = self._marked([section, *messages], how)
         definitions = [part for part in section.content if isinstance(part, MarkedText)]
@@ -189,7 +189,7 @@ class ContentReader:
             return ReadPrompt(self._builder.completion(prompt.ids), self._policy(how), {}, how.salt)
         places: dict[str, str] = {}
         _note_places(prompt, "prompt", places)
-        self._builder.check_texts(_texts_of(prompt), param="prompt")
+        self._builder.limit.check_texts(_texts_of(prompt), param="prompt")
         if how.any_order:
             prompt = tuple(self._orders.arranged_runs(f"{how.tenant}\0{how.salt}", prompt))
         prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
@@ -241,7 +241,7 @@ class ContentReader:
                 del encoded[part], marked[part], chunks[part]
             prompt = build(chunks)
         if how.keeps:
-            self._builder.check_length(prompt)  # before anything is entered for it
+            self._builder.limit.check_prompt(len(prompt))  # before anything is entered for it
             entered = self._implicit.use(
                 {chunk: text for text, chunk in encoded.items()}, known, tenant=how.tenant
             )
@@ -287,7 +287,7 @@ class ContentReader:
         for index, (given, tool) in enumerate(zip(options.tools, tools, strict=True)):
             marked = isinstance(marked_text(given, "", param=f"tools.{index}"), MarkedText)
             wanted = mode is Implicit.AUTO or (marked and mode is Implicit.MARKED)
-            definition = self._builder.definition(tool) if wanted else None
+            definition = self._builder.template.definition(tool) if wanted else None
             if definition is None:
                 others.append(tool)
             else:

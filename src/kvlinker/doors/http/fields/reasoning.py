@@ -137,7 +137,9 @@ class ReasoningFields(RequestBody):
         own = self.chat_template_kwargs or {}
         variables = {**values, **own}
         variables = {
-            name: value for name, value in variables.items() if llm.builder.has_variable(name)
+            name: value
+            for name, value in variables.items()
+            if llm.builder.template.has_variable(name)
         }
         is_met = bool(values.keys() & variables.keys()) or (
             effort == "none" and form.reasoning is None
