@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -87,12 +88,12 @@ class Case(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step took: in all, and outside of the model; None where the system does not say."""
+    """What a step took."""
 
     seconds: float
-    outside: float | None = None
-    outside_cpu: float | None = None
-    share: float | None = None
+    outside: Mapping[str, float] = MappingProxyType({})
+    """What of it was outside of the model, by the columns that say so; empty where the system does
+    not tell."""
 
 
 @benchmark("decode")
@@ -192,29 +193,21 @@ def run_decode(
             for case in (case for case in turns[0] if case.batch == size):
                 median = statistics.median(turn[case].seconds for turn in turns)
                 reference = reference or median
-                row: dict[str, Any] = {
-                    "case": decode_case(size, workload),
-                    "system": system,
-                    "sampling": case.sampling,
-                    "ms_per_step": 1e3 * median,
-                    "ratio": median / reference,
-                }
-                rows.append(row | _outside([turn[case] for turn in turns]))
+                outside = [turn[case].outside for turn in turns]
+                rows.append(
+                    {
+                        "case": decode_case(size, workload),
+                        "system": system,
+                        "sampling": case.sampling,
+                        "ms_per_step": 1e3 * median,
+                        "ratio": median / reference,
+                        **{
+                            column: statistics.median(values[column] for values in outside)
+                            for column in outside[0]
+                        },
+                    }
+                )
     return replace(first.report(rows), columns=COLUMNS)
-
-
-def _outside(turns: Sequence[Taken]) -> dict[str, float]:
-    """Return the columns of what a step takes outside of the model, medians of all turns."""
-    found: dict[str, float] = {}
-    for column, scale, values in (
-        ("outside_ms", 1e3, [turn.outside for turn in turns]),
-        ("outside_cpu_ms", 1e3, [turn.outside_cpu for turn in turns]),
-        ("outside_%", 1e2, [turn.share for turn in turns]),
-    ):
-        known = [value for value in values if value is not None]
-        if known:
-            found[column] = scale * statistics.median(known)
-    return found
 
 
 def decode_case(batch: int, workload: Workload) -> str:
@@ -258,12 +251,12 @@ def _step(
     times = [
         time for time in engine.step_times.copy() if time.requests == time.tokens == len(prompts)
     ]
-    return Taken(
-        seconds,
-        statistics.median(time.outside for time in times),
-        statistics.median(time.outside_cpu for time in times),
-        statistics.median(time.share for time in times),
-    )
+    outside = {
+        "outside_ms": 1e3 * statistics.median(time.outside for time in times),
+        "outside_cpu_ms": 1e3 * statistics.median(time.outside_cpu for time in times),
+        "outside_%": 1e2 * statistics.median(time.share for time in times),
+    }
+    return Taken(seconds, outside)
 
 
 def _in_transformers(model: Any, prompts: Batches, steps: int) -> dict[Case, Taken]:

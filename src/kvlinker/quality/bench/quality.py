@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
@@ -293,7 +293,9 @@ def run_quality(
     rows = [score_row(score) for score in task_scores(answered, options.policies)]
     report = subject.report(rows)
     described = {
-        name: value for name, value in _described(settings, options).items() if value is not None
+        name: value
+        for name, value in _described(settings, options).items()
+        if value not in (None, [])
     }
     described |= {
         "formats": {dataset.name: dataset.format for dataset in datasets},
@@ -343,20 +345,11 @@ def _answers(
 
 def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     """Return everything that the scores depend on, and how they were made."""
-    asked = {
-        field.name: getattr(options, field.name)
-        for field in fields(options)
-        if field.name != "resume"
-    }
-    return asked | {
-        "datasets": list(options.datasets),
-        "policies": list(options.policies),
-        "tasks": list(options.tasks) or None,
-        "split": str(options.split),
-        "generation_context": str(settings.generation_context),
-        "system_prompt": settings.system_prompt,
-        "chat_template": settings.chat_template,
-        "max_model_len": settings.max_model_len,
+    described = asdict(options) | {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
+    del described["resume"]
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in described.items()
     }
 
 
