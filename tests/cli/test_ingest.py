@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.cli.documents.files import named_from_root
+from kvlinker.cli.documents.plan import named_from_root
 from kvlinker.llm import LLM
 from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
@@ -126,8 +126,8 @@ def test_second_run_changes_nothing(
 ) -> None:
     first = ingest(library)
     monkeypatch.setattr(
-        "kvlinker.cli.documents.files.File.text",
-        lambda _: pytest.fail("unchanged files are not split"),
+        "kvlinker.cli.documents.plan.read_document",
+        lambda *_: pytest.fail("unchanged files are not split"),
     )
     second = ingest(library, "--glob", "*[ds].*")  # without those that have no text
     assert lines(second) == [line | {"new": False} for line in lines(first)]

@@ -15,9 +15,15 @@ from kvlinker.base.errors import did_you_mean
 from kvlinker.base.types.context_cache import LONGEST_NAME
 from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
-from kvlinker.cli.documents.files import find_files, named_from_root
 from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, Storage, open_library
-from kvlinker.cli.documents.plan import Plan, PlannedFile, Splitting, plan_ingestion
+from kvlinker.cli.documents.plan import (
+    Plan,
+    PlannedFile,
+    Splitting,
+    find_files,
+    named_from_root,
+    plan_ingestion,
+)
 from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings

@@ -1,11 +1,11 @@
-"""Plans an ingestion: which chunks of which files are cached already, which are to be cached, and
-which are stale."""
+"""Plans an ingestion: its files, which of their chunks are cached already, which are to be cached,
+and which are stale."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.context_cache import LONGEST_VALUE
 from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import warn
-from kvlinker.cli.documents.files import File
 from kvlinker.cli.documents.library import CacheLibrary, ExistingCache
-from kvlinker.prompting.documents import MissingLibraryError, NoTextError
+from kvlinker.prompting.documents import MissingLibraryError, NoTextError, read_document
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""
@@ -30,11 +29,10 @@ class Splitting:
     method: str
     max_tokens: int
 
-    def version_of(self, file: File) -> str:
-        """Name the chunks that this file's content becomes: others have another name."""
-        return hashlib.sha256(
-            f"{file.digest} {self.method} {self.max_tokens}".encode()
-        ).hexdigest()[:32]
+    def version_of(self, content: bytes) -> str:
+        """Name the chunks that a file's content becomes: others have another name."""
+        digest = hashlib.sha256(content).hexdigest()
+        return hashlib.sha256(f"{digest} {self.method} {self.max_tokens}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,30 @@ class Plan:
     def missing(self) -> list[Piece]:
         """All pieces that are to be cached."""
         return [piece for document in self.documents for piece in document.missing.values()]
+
+
+def named_from_root(path: Path) -> Path:
+    """Return the absolute path of an existing file or folder, without ``..``: what leads to the
+    last one is resolved, and links behind it keep their names."""
+    parts = path.absolute().parts
+    behind = next((place for place in range(len(parts), 0, -1) if parts[place - 1] == ".."), 0)
+    return Path(*parts[:behind]).resolve().joinpath(*parts[behind:]) if behind else Path(*parts)
+
+
+def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
+    """Yield the files among ``paths``, which are absolute, and those in folders that match
+    ``glob``, each once; hidden ones in folders are left out. Raises ValueError or
+    NotImplementedError for a pattern that is none."""
+    found: dict[Path, None] = {}
+    for start in paths:
+        if start.is_file():
+            found[start] = None
+            continue
+        for file in sorted(start.rglob(glob)):
+            hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
+            if file.is_file() and not hidden:
+                found[file] = None
+    yield from found
 
 
 def plan_ingestion(
@@ -129,8 +151,8 @@ def _plan_file(
     splitting: Splitting,
 ) -> PlannedFile:
     source.encode()
-    file = File(path, path.read_bytes())
-    version = splitting.version_of(file)
+    content = path.read_bytes()
+    version = splitting.version_of(content)
     cached: dict[int, ExistingCache] = {}
     chunks = None
     for one in known:
@@ -139,7 +161,8 @@ def _plan_file(
             chunks = int(one.metadata["chunks"])
     if chunks is not None and len(cached) == chunks:
         return PlannedFile(source, version, chunks, cached, {})
-    pieces = library.split(file.text(), method=splitting.method, max_tokens=splitting.max_tokens)
+    text = read_document(content, path.suffix).text
+    pieces = library.split(text, method=splitting.method, max_tokens=splitting.max_tokens)
     missing = {index: piece for index, piece in enumerate(pieces) if index not in cached}
     return PlannedFile(source, version, len(pieces), cached, missing)
 
