@@ -4,7 +4,7 @@ JSON."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -185,14 +185,8 @@ class Explanation:
             ],
             "scores": [score.to_json() for score in self.scores],
             "attention": None if self.attention is None else _rounded(self.attention),
-            "cost": {
-                "cached_tokens": cost.cached_tokens,
-                "recomputed_tokens": cost.recomputed_tokens,
-                "fresh_tokens": cost.fresh_tokens,
-                "flops": cost.flops,
-                "full_flops": cost.full_flops,
-                "flops_ratio": cost.flops / cost.full_flops if cost.full_flops else 1.0,
-            },
+            "cost": asdict(cost)
+            | {"flops_ratio": cost.flops / cost.full_flops if cost.full_flops else 1.0},
         }
 
 

@@ -34,7 +34,6 @@ from kvlinker.linking.plan import (
     make_plan,
     probe_plan,
     ranges,
-    takes_first_pass,
 )
 from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
@@ -118,7 +117,7 @@ class Link:
     @property
     def probing(self) -> bool:
         """True if the plan is that of a first pass, which measures the question's attention."""
-        return takes_first_pass(self.policy, self.prompt) and self.evidence.attention is None
+        return self._takes_first_pass and self.evidence.attention is None
 
     @property
     def is_inexact(self) -> bool:
@@ -252,7 +251,7 @@ class Link:
             self._known_plan, layers, () if refinement is None else refinement.dropped
         )
         flops = cost.flops(masks)
-        if takes_first_pass(self.policy, self.prompt):
+        if self._takes_first_pass:
             flops += cost.flops(layer_masks(probe_plan(self.prompt, self.policy), layers))
         return Explanation(
             policy=self.asked.name,
@@ -308,12 +307,16 @@ class Link:
         return self.plan
 
     @property
+    def _takes_first_pass(self) -> bool:
+        """True if a first pass measures the question's attention: the policy needs it, and has
+        tokens to choose from."""
+        return self.policy.needs.question_attention and bool(self.prompt.inexact.any())
+
+    @property
     def _nothing_to_choose(self) -> bool:
         """True if the policy would look at the question's attention, but every chunk is exact or
         reused."""
-        return self.policy.needs.question_attention and not takes_first_pass(
-            self.policy, self.prompt
-        )
+        return self.policy.needs.question_attention and not self._takes_first_pass
 
     def _with_evidence(self, evidence: Evidence) -> Link:
         link = replace(self, evidence=evidence)

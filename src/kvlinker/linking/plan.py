@@ -89,12 +89,6 @@ def _selection(prompt: Prompt, policy: Policy, evidence: Evidence) -> NDArray[np
     return mask & prompt.cached & prompt.changeable
 
 
-def takes_first_pass(policy: Policy, prompt: Prompt) -> bool:
-    """Return whether a first pass measures the question's attention: the policy needs it, and has
-    tokens to choose from."""
-    return policy.needs.question_attention and bool(prompt.inexact.any())
-
-
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
     """Plan the first pass of a policy that needs the question's attention: only fresh tokens are
     computed."""
