@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import regex
@@ -65,12 +66,13 @@ class TokenLimit:
     def limited(
         self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None
     ) -> list[str]:
-        """Return the pieces, with those over the limit replaced by the result of ``cut``: by
-        default ``cut_at_words``."""
+        """Return the pieces, with those over the limit replaced by the result of ``cut``; by
+        default, they are cut between words."""
+        shortened = cut or partial(self.cut, at_words=True)
         result: list[str] = []
         self.check_pieces(len(pieces))
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
-            result += [piece] if count <= self.max_tokens else (cut or self.cut_at_words)(piece)
+            result += [piece] if count <= self.max_tokens else shortened(piece)
             self.check_pieces(len(result))
         return result
 
@@ -96,18 +98,21 @@ class TokenLimit:
             first = last
         return self.limited(result, cut)
 
-    def cut(self, text: str) -> list[str]:
-        """Cut the text into pieces as long as the limit allows. Raises InvalidRequestError if a
-        single character is over it."""
-        return self._cut(text, at_words=False)
-
-    def cut_at_words(self, text: str) -> list[str]:
-        """Cut the text into pieces as long as the limit allows, or down to half as long where that
-        lets them end between words.
+    def cut(self, text: str, *, at_words: bool = False) -> list[str]:
+        """Cut the text into pieces as long as the limit allows; ``at_words``: or down to half as
+        long where that lets them end between words.
 
         Raises InvalidRequestError if a single character is over the limit.
         """
-        return self._cut(text, at_words=True)
+        starts = self.token_starts(text)
+        pieces = []
+        begin = 0
+        while begin < len(text):
+            end = self._longest(text, begin, starts, at_words=at_words)
+            pieces.append(text[begin:end])
+            self.check_pieces(len(pieces))
+            begin = end
+        return pieces
 
     def without_blanks(self, pieces: Iterable[str]) -> list[str]:
         """Return the pieces, with those of whitespace alone joined to a neighbour wherever the
@@ -133,17 +138,6 @@ class TokenLimit:
             pieces[-1] += piece
         else:
             pieces.append(piece)
-
-    def _cut(self, text: str, *, at_words: bool) -> list[str]:
-        starts = self.token_starts(text)
-        pieces = []
-        begin = 0
-        while begin < len(text):
-            end = self._longest(text, begin, starts, at_words=at_words)
-            pieces.append(text[begin:end])
-            self.check_pieces(len(pieces))
-            begin = end
-        return pieces
 
     def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
         """Return the end of the longest piece from ``begin`` on that is within the limit;

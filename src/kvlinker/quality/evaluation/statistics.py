@@ -15,19 +15,17 @@ LEVEL = 0.95
 MEAN_RESAMPLES = 2000
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Bound the mean of ``values`` by the percentile bootstrap (``scipy.stats.bootstrap``) with
     2000 resamples.
 
-    Equal seeds draw equal resamples, so that policies that answered the same examples are compared
-    on the same draws. Values that are all alike, be it one alone, have an interval without width.
+    Resamples are always the same, so that policies that answered the same examples are compared on
+    the same draws. Values that are all alike, be it one alone, have an interval without width.
     """
     sample = np.asarray(values, dtype=np.float64)
     if (sample == sample[0]).all():
         return Interval(float(sample[0]), float(sample[0]))
-    return percentile_bootstrap(
-        sample, np.mean, resamples=MEAN_RESAMPLES, seed=seed, vectorized=True
-    )
+    return percentile_bootstrap(sample, np.mean, resamples=MEAN_RESAMPLES, seed=0, vectorized=True)
 
 
 def percentile_bootstrap(

@@ -269,7 +269,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * rows * inner * columns / seconds
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device, repeat: int = 9) -> float:
+def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     import torch
 
     def synchronised() -> None:
@@ -277,5 +277,5 @@ def _median_seconds(call: Callable[[], object], device: torch.device, repeat: in
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    seconds = [seconds_of(synchronised)() for _ in range(repeat + 2)]
+    seconds = [seconds_of(synchronised)() for _ in range(11)]
     return statistics.median(seconds[2:])
