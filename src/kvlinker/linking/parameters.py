@@ -8,12 +8,8 @@ fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from itertools import product
 from typing import Any
-
-from kvlinker.base.errors import PolicyError
 
 _KEY = "kvlinker"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
@@ -89,6 +85,12 @@ class Number:
         )
         return number and self.minimum <= value <= self.maximum  # type: ignore[operator]
 
+    def rounded(self, value: float) -> float:
+        """Return a number with the digits that are written."""
+        if self.whole:
+            return value
+        return abs(round(float(value), _DECIMALS))  # abs: -0.0 would be written -0
+
 
 @dataclass(frozen=True, slots=True)
 class WordParameter:
@@ -162,89 +164,3 @@ def declared(cls: type) -> dict[str, Number | WordParameter]:
     """Return the parameters of a policy class, by field name, in the order in which they are
     written."""
     return {entry.name: entry.metadata[_KEY] for entry in fields(cls) if _KEY in entry.metadata}
-
-
-def check(policy: str, values: Any) -> None:
-    """Check the fields of ``values``, the policy of this name; numbers get the digits that are
-    written.
-
-    Raises PolicyError for a value out of its range.
-    """
-    for name, parameter in declared(type(values)).items():
-        value = getattr(values, name)
-        if not parameter.accepts(value):
-            raise PolicyError(
-                f"Policy {policy!r}: {name} is {_shown(value)}, but must be {parameter.allowed}.",
-                param="link.policy",
-            )
-        if isinstance(parameter, Number) and not parameter.whole:
-            object.__setattr__(
-                values, name, abs(round(float(value), _DECIMALS))
-            )  # abs: -0.0 would be written -0
-
-
-def write(values: Any) -> list[str]:
-    """Return the words that stand after the family's name; defaults are left out."""
-    return [
-        parameter.write(getattr(values, name))
-        for name, parameter in declared(type(values)).items()
-        if getattr(values, name) != parameter.default
-    ]
-
-
-def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
-    """Parse the field values that ``text`` writes, such as "15-onestep"; None if nothing is
-    written.
-
-    Raises PolicyError for words that no parameter takes, for repeated ones, and for required ones
-    that are missing.
-    """
-    values: dict[str, Any] = {}
-    parameters = declared(cls)
-    for word in [] if text is None else text.split("-"):
-        for name, parameter in parameters.items():
-            if name not in values and (value := parameter.read(word)) is not None:
-                values[name] = value
-                break
-        else:
-            raise PolicyError(
-                f"Policy {family!r} does not take {word!r} in '{family}-{text}'. It is written"
-                f" {usage(cls, family)}.",
-                param="link.policy",
-            )
-    for name, parameter in parameters.items():
-        if name not in values and parameter.default is None:
-            raise PolicyError(
-                f"Policy {family!r} needs {name} after a hyphen, {parameter.allowed}. "
-                f"It is written {usage(cls, family)}.",
-                param="link.policy",
-            )
-    return values
-
-
-def usage(cls: type, family: str) -> str:
-    """Show how users write the policy, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
-    return family + "".join(parameter.usage(name) for name, parameter in declared(cls).items())
-
-
-def describe(cls: type) -> list[dict[str, Any]]:
-    """Describe the parameters as JSON: name, meaning, and their range or words, with the default
-    (None: required)."""
-    return [
-        {"name": name, "meaning": parameter.meaning}
-        | parameter.describe()
-        | {"default": parameter.default}
-        for name, parameter in declared(cls).items()
-    ]
-
-
-def examples(cls: type) -> Iterator[dict[str, Any]]:
-    """Yield field values for each choice of words, with default numbers, or numbers from the middle
-    of their ranges."""
-    parameters = declared(cls)
-    for chosen in product(*(parameter.examples for parameter in parameters.values())):
-        yield dict(zip(parameters, chosen, strict=True))
-
-
-def _shown(value: object) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else repr(value)

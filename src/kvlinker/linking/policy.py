@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Self, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.linking import parameters
+from kvlinker.base.errors import PolicyError
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library
 from kvlinker.linking.needs import NOTHING, Needs
+from kvlinker.linking.parameters import Number, choice, declared, number, percentage
 from kvlinker.linking.selection import Score
 from kvlinker.prompting.segments import Prompt
 
 
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(parameters.number, parameters.percentage, parameters.choice),
+    field_specifiers=(number, percentage, choice),
 )
 class Policy(ABC):
     """The base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's
@@ -39,13 +41,28 @@ class Policy(ABC):
         dataclass(frozen=True, repr=False)(cls)
 
     def __post_init__(self) -> None:
-        """Raises PolicyError for a parameter out of its range."""
-        parameters.check(self.name, self)
+        """Raises PolicyError for a parameter out of its range; numbers get the digits that are
+        written."""
+        for name, parameter in declared(type(self)).items():
+            value = getattr(self, name)
+            if not parameter.accepts(value):
+                shown = f"{value:.12g}" if isinstance(value, float) else repr(value)
+                raise PolicyError(
+                    f"Policy {self.name!r}: {name} is {shown}, but must be {parameter.allowed}.",
+                    param="link.policy",
+                )
+            if isinstance(parameter, Number):
+                object.__setattr__(self, name, parameter.rounded(value))
 
     @property
     def name(self) -> str:
-        """The canonical name, which parses back to an equal policy."""
-        return "-".join([self.family, *parameters.write(self)])
+        """The canonical name, which parses back to an equal policy; it leaves defaults out."""
+        words = [
+            parameter.write(getattr(self, name))
+            for name, parameter in declared(type(self)).items()
+            if getattr(self, name) != parameter.default
+        ]
+        return "-".join([self.family, *words])
 
     @property
     def needs(self) -> Needs:
@@ -114,32 +131,64 @@ class Policy(ABC):
     @classmethod
     def usage(cls) -> str:
         """Show how users write it, such as ``legolink-<tokens, 1 to 4096>``."""
-        return parameters.usage(cls, cls.family)
+        own = declared(cls).items()
+        return cls.family + "".join(parameter.usage(name) for name, parameter in own)
 
     @classmethod
     def describe(cls) -> dict[str, Any]:
-        """Describe the family as JSON: name, usage, what it does and its parameters."""
+        """Describe the family as JSON: name, usage, what it does and its parameters, each with its
+        meaning, its range or words, and its default (None: required)."""
         return {
             "name": cls.family,
             "usage": cls.usage(),
             "description": " ".join((cls.__doc__ or "").replace("``", "`").split()),
-            "parameters": parameters.describe(cls),
+            "parameters": [
+                {"name": name, "meaning": parameter.meaning}
+                | parameter.describe()
+                | {"default": parameter.default}
+                for name, parameter in declared(cls).items()
+            ],
         }
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Make a policy for each choice of its words, with numbers from the middle of their
-        ranges."""
-        return tuple(cls(**values) for values in parameters.examples(cls))
+        """Make a policy for each choice of its words, with default numbers, or numbers from the
+        middle of their ranges."""
+        own = declared(cls)
+        return tuple(
+            cls(**dict(zip(own, values, strict=True)))
+            for values in product(*(parameter.examples for parameter in own.values()))
+        )
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
-        """Make the policy with the parameters that stand after the family's name and a hyphen; None
-        without a hyphen.
+        """Make the policy with the parameters that stand after the family's name and a hyphen, such
+        as "15-onestep"; None without a hyphen.
 
-        Raises PolicyError for words that are not parameters, and values out of range.
+        Raises PolicyError for words that are not parameters, or repeated ones, for required ones
+        that are missing, and for values out of range.
         """
-        return cls(**parameters.read(cls, cls.family, text))
+        values: dict[str, Any] = {}
+        own = declared(cls)
+        for word in [] if text is None else text.split("-"):
+            for name, parameter in own.items():
+                if name not in values and (value := parameter.read(word)) is not None:
+                    values[name] = value
+                    break
+            else:
+                raise PolicyError(
+                    f"Policy {cls.family!r} does not take {word!r} in '{cls.family}-{text}'. It is"
+                    f" written {cls.usage()}.",
+                    param="link.policy",
+                )
+        for name, parameter in own.items():
+            if name not in values and parameter.default is None:
+                raise PolicyError(
+                    f"Policy {cls.family!r} needs {name} after a hyphen, {parameter.allowed}. "
+                    f"It is written {cls.usage()}.",
+                    param="link.policy",
+                )
+        return cls(**values)
 
     def __str__(self) -> str:
         return self.name
