@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,9 +56,14 @@ class ModuleGroup(LazyGroup):
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):
             return typer.main.get_group(found)
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(name)(found)
-        return typer.main.get_command(app)
+        return command_of(name, found)
+
+
+def command_of(name: str, function: Callable[..., None]) -> Any:
+    """Make the command of a function, as typer does."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name)(function)
+    return typer.main.get_command(app)
 
 
 @cache

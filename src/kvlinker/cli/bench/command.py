@@ -20,7 +20,7 @@ from kvlinker.cli.bench.common import (
     show,
 )
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
-from kvlinker.cli.lazy import LazyGroup
+from kvlinker.cli.lazy import LazyGroup, command_of
 from kvlinker.cli.options import settings_options
 from kvlinker.quality.bench.harness.benchmark import (
     PACKAGE,
@@ -45,14 +45,7 @@ class BenchmarkGroup(LazyGroup):
 
     def load(self, name: str) -> Any:
         with failures():
-            return _typer_command(find_benchmark(name, self.package), self.program)
-
-
-def _typer_command(benchmark: Benchmark, program: str) -> Any:
-    """Make the command of a benchmark, as typer does."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(benchmark.name)(_function(benchmark, program))
-    return typer.main.get_command(app)
+            return command_of(name, _function(find_benchmark(name, self.package), self.program))
 
 
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
