@@ -13,7 +13,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, names
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.quality import CONTEXT_SETTINGS, score_row
+from kvlinker.quality.bench.quality import CONTEXT_SETTINGS
 from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.examples import REFERENCE, Example, Question, Result
@@ -124,7 +124,7 @@ def _rows(
         (score.task, score.policy): score.score for score in scores if score.metric == SAME_ANSWER
     }
     rows = [
-        {**score_row(score), "same_answer": same[score.task, score.policy]}
+        {**score.row(), "same_answer": same[score.task, score.policy]}
         for score in scores
         if score.main
     ]

@@ -42,7 +42,7 @@ def test_every_task_and_all_of_them_get_every_metric():
     assert exact.score == pytest.approx(1 / 3)
     assert exact.main
     assert not rows["all", "p", "f1"].main
-    assert exact.interval.low <= exact.score <= exact.interval.high
+    assert exact.ci_low <= exact.score <= exact.ci_high
     assert rows["odd", "full", "f1"].score == pytest.approx(2 / 3)
     assert (exact.agreement, exact.kl) == (pytest.approx(2 / 3), pytest.approx(0.5 / 3))
     assert exact.recomputed_fraction == pytest.approx((0.4 + 0 + 0.4) / 3)
@@ -52,7 +52,7 @@ def test_full_is_exactly_like_itself_even_where_it_says_nothing():
     rows = by_name(task_scores(answered(), ["p", "full"]))
     for metric in ("exact_match_vs_full", "rouge_l_vs_full", "jaccard_vs_full"):
         assert rows["all", "full", metric].score == 1
-        assert rows["all", "full", metric].interval == (1, 1)
+        assert (rows["all", "full", metric].ci_low, rows["all", "full", metric].ci_high) == (1, 1)
     assert rows["odd", "p", "jaccard_vs_full"].score == 0
     assert rows["even", "p", "jaccard_vs_full"].score == 1
 
@@ -60,10 +60,10 @@ def test_full_is_exactly_like_itself_even_where_it_says_nothing():
 def test_differences_from_full_are_paired():
     rows = by_name(task_scores(answered(), ["p", "full"]))
     exact = rows["even", "p", "exact_match"]  # both right on the first, both wrong on the third
-    assert (exact.difference, exact.difference_interval) == (0, (0, 0))
-    assert exact.interval.low < exact.interval.high
-    assert rows["odd", "p", "f1"].difference == pytest.approx(-2 / 3)
-    assert all(score.difference == 0 for (_, policy, _), score in rows.items() if policy == "full")
+    assert (exact.vs_full, exact.vs_full_low, exact.vs_full_high) == (0, 0, 0)
+    assert exact.ci_low < exact.ci_high
+    assert rows["odd", "p", "f1"].vs_full == pytest.approx(-2 / 3)
+    assert all(score.vs_full == 0 for (_, policy, _), score in rows.items() if policy == "full")
 
 
 def test_one_task_has_no_second_total():
@@ -87,8 +87,8 @@ def test_continuations_are_scored_by_their_loss():
     full, naive = task_scores(told, ["full", "naive"])
     assert (naive.metric, naive.main, naive.n) == ("loss", True, 2)
     assert (full.score, naive.score) == (3, 3.375)
-    assert naive.difference == 0.375
-    assert 0.25 <= naive.difference_interval.low <= naive.difference_interval.high <= 0.5
+    assert naive.vs_full == 0.375
+    assert 0.25 <= naive.vs_full_low <= naive.vs_full_high <= 0.5
     assert naive.kl == pytest.approx(0.1)
     assert (naive.agreement, naive.recomputed_fraction) == (0.5, 0)
-    assert full.difference_interval == (0, 0)
+    assert (full.vs_full_low, full.vs_full_high) == (0, 0)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from math import exp
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +31,7 @@ from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.evaluate import Journal, evaluate
 from kvlinker.quality.evaluation.examples import REFERENCE, Dataset, Example, Result, Skipped
 from kvlinker.quality.evaluation.metrics import METRICS, rouge_scorer
-from kvlinker.quality.evaluation.task_scores import TaskScore, task_scores
+from kvlinker.quality.evaluation.task_scores import task_scores
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 
@@ -290,7 +289,7 @@ def run_quality(
         raise InvalidRequestError(
             f"No example could be asked. {_reasons(skipped)}", param="dataset"
         )
-    rows = [score_row(score) for score in task_scores(answered, options.policies)]
+    rows = [score.row() for score in task_scores(answered, options.policies)]
     report = subject.report(rows)
     described = {
         name: value
@@ -351,30 +350,6 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value
         for name, value in described.items()
     }
-
-
-def score_row(score: TaskScore) -> Row:
-    """Make a row of the report from a score."""
-    row = {
-        "policy": score.policy,
-        "dataset": score.dataset,
-        "task": score.task,
-        "n": score.n,
-        "metric": score.metric,
-        "main": score.main,
-        "score": score.score,
-        "ci_low": score.interval.low,
-        "ci_high": score.interval.high,
-        "vs_full": score.difference,
-        "vs_full_low": score.difference_interval.low,
-        "vs_full_high": score.difference_interval.high,
-        "recomputed_fraction": score.recomputed_fraction,
-        "agreement": score.agreement,
-        "kl": score.kl,
-    }
-    if score.metric == "loss":
-        row["perplexity"] = exp(score.score)
-    return row
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:

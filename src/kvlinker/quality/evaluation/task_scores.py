@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import exp
 from statistics import fmean
+from typing import Any
 
 from kvlinker.quality.evaluation.examples import REFERENCE, Example, ExampleAnswer, Question, Result
 from kvlinker.quality.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
 from kvlinker.quality.evaluation.statistics import mean_interval
-from kvlinker.service.audit.statistics import Interval
 
 ALL_TASKS = "all"
 """The task that stands for all tasks of a data set together."""
@@ -17,8 +18,8 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Holds the mean of one metric over the examples of a task; higher is better, but for
-    losses."""
+    """Holds the mean of one metric over the examples of a task; higher is better, but for losses.
+    The bounds are those of 95% intervals."""
 
     policy: str
     dataset: str
@@ -29,14 +30,19 @@ class TaskScore:
     main: bool
     """True for the metric that the task is usually measured by."""
     score: float
-    interval: Interval
-    difference: float
-    """The difference from full's score on the same examples."""
-    difference_interval: Interval
-    """The interval of the paired differences."""
+    ci_low: float
+    ci_high: float
+    vs_full: float
+    """The mean difference from full's score on the same examples, with its bounds below."""
+    vs_full_low: float
+    vs_full_high: float
     recomputed_fraction: float
     agreement: float
     kl: float
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of a report: the fields, and a loss's perplexity."""
+        return asdict(self) | ({"perplexity": exp(self.score)} if self.metric == "loss" else {})
 
 
 _ByPolicy = tuple[Example, dict[str, Result]]
@@ -85,6 +91,7 @@ def _scores_of(
     main = mains.pop() if len(mains) == 1 else "f1"
     for name, numbers in values.items():
         differences = [mine - full for mine, full in zip(numbers, full_values[name], strict=True)]
+        interval, difference_interval = mean_interval(numbers), mean_interval(differences)
         yield TaskScore(
             policy=policy,
             dataset=dataset,
@@ -93,9 +100,11 @@ def _scores_of(
             metric=name,
             main=name == main,
             score=fmean(numbers),
-            interval=mean_interval(numbers),
-            difference=fmean(differences),
-            difference_interval=mean_interval(differences),
+            ci_low=interval.low,
+            ci_high=interval.high,
+            vs_full=fmean(differences),
+            vs_full_low=difference_interval.low,
+            vs_full_high=difference_interval.high,
             recomputed_fraction=fmean(result.recomputed_fraction for result in results),
             agreement=fmean(result.agreement for result in results),
             kl=fmean(result.kl for result in results),

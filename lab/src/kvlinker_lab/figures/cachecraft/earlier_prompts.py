@@ -24,7 +24,6 @@ from kvlinker.linking.policies.cachecraft import CacheCraft, context_impact
 from kvlinker.llm import LLM
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.quality import score_row
 from kvlinker.quality.evaluation.evaluate import evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import REFERENCE, Question, Skipped
@@ -157,7 +156,7 @@ def quality_of_earlier_chunks(
             if not isinstance(results, Skipped):
                 answered.append((example, results))
     return [
-        {**score_row(score), "metric": TASK if score.main else score.metric}
+        {**score.row(), "metric": TASK if score.main else score.metric}
         for score in task_scores(answered, names)
         if score.main or score.metric in VERSUS_FULL
     ]
