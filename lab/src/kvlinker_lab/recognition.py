@@ -239,8 +239,8 @@ def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
     split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
     trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))
-    answers = [trial.ask(REFERENCE) for trial in trials]
-    first_tokens = [answer.first_token for answer in answers]
+    answers = [trial.run(REFERENCE) for trial in trials]
+    first_tokens = [answer.next_tokens[0] for answer in answers]
     scores = [
         best_score(METRICS[question.metric], answer.text, question.answers) for answer in answers
     ]

@@ -17,9 +17,8 @@ from kvlinker.linking import Policy, highest, share
 from kvlinker.linking.evidence import Evidence
 from kvlinker.llm import LLM, Message
 from kvlinker.prompting.segments import Prompt
-from kvlinker.quality.evaluation.examiner import PolicyRun, QuestionTrial
-from kvlinker.quality.evaluation.examples import REFERENCE, ExampleAnswer, Question
-from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
+from kvlinker.quality.evaluation.examiner import QuestionTrial
+from kvlinker.quality.evaluation.examples import REFERENCE, Question, Result
 from kvlinker.store import ContextCache
 from kvlinker_lab.inspection import EngineInspector, relative_kv_distance
 
@@ -83,7 +82,7 @@ class Handovers:
     ways: Sequence[str] = tuple(WAYS)
     """Those of ``WAYS`` in which is asked."""
 
-    def ask(self, example: Question, other: Question) -> dict[str, ExampleAnswer]:
+    def ask(self, example: Question, other: Question) -> dict[str, Result]:
         """Return the answers to a question in all ways and under all policies, by names such as
         ``relay query-5``; none where another agent's answer is not sampled in the tokens of its
         text. ``other`` is what the agents of ``relay elsewhere`` had read."""
@@ -106,14 +105,13 @@ class Handovers:
             contents["marks"][place] = example.passages[place]
         trials = {way: self._trial(example, contents[way]) for way in self.ways}
         full = self._trial(example, contents["marks"]).run(REFERENCE)
-        (whole,) = full.next_tokens
-        answers = {REFERENCE: _answer(example, REFERENCE, full, whole)}
+        answers = {REFERENCE: full.compared(full, example, REFERENCE)}
         for way in self.ways:
             found = self._deviating(contents, way) if way in (RELAY, ELSEWHERE) else {}
             for policy in WAYS[way]:
                 name = f"{way} {policy}"
                 run = trials[way].run(found.get(policy, policy))
-                answers[name] = _answer(example, name, run, whole)
+                answers[name] = run.compared(full, example, name)
         return answers
 
     def _trial(self, example: Question, content: Sequence[Any]) -> QuestionTrial:
@@ -151,18 +149,3 @@ class Handovers:
 
 def _messages(content: Sequence[Any], question: str) -> list[Message]:
     return [{"role": "user", "content": [*content, question]}]
-
-
-def _answer(example: Question, name: str, run: PolicyRun, whole: NextToken) -> ExampleAnswer:
-    """Return the result of a run, beside the first token of the full prefill."""
-    (first,) = run.next_tokens
-    result = run.result(
-        example=example.digest,
-        policy=name,
-        cached_tokens=run.usage.cached_tokens,
-        recomputed_tokens=run.usage.recomputed_tokens,
-        agreement=float(agree(whole, first)),
-        kl=kl_divergence(whole, first),
-    )
-    assert isinstance(result, ExampleAnswer)
-    return result

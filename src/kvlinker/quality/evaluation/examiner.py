@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -115,17 +114,7 @@ class Examiner:
                 run = other_trials[form].run(self._policy(name))
             else:
                 run = full if policy == REFERENCE else trial.run(self._policy(policy))
-            compared = list(zip(full.next_tokens, run.next_tokens, strict=True))
-            results.append(
-                run.result(
-                    example=example.digest,
-                    policy=policy,
-                    cached_tokens=run.usage.cached_tokens,
-                    recomputed_tokens=run.usage.recomputed_tokens,
-                    agreement=fmean(agree(*pair) for pair in compared),
-                    kl=fmean(kl_divergence(*pair) for pair in compared),
-                )
-            )
+            results.append(run.compared(full, example, policy))
         return tuple(results)
 
     def _trial(self, example: Example) -> QuestionTrial | ContinuationTrial:
@@ -218,17 +207,26 @@ class PolicyRun:
     usage: Usage
     next_tokens: Sequence[NextToken]
     """The distributions that are compared with those of full."""
-    result: Callable[..., Result]
-    """Makes the result of this kind of example, given its other fields."""
-
-
-class GreedyAnswer(NamedTuple):
+    text: str = ""
     """The likeliest answer to a question."""
+    loss: float = 0.0
+    """The mean loss of a continuation, in nats per token."""
 
-    text: str
-    usage: Usage
-    first_token: NextToken
-    """The distribution of its first token."""
+    def compared(self, full: PolicyRun, example: Example, policy: str) -> Result:
+        """Return the result of the ``policy`` on the example that was run, compared with that of
+        ``full``."""
+        pairs = list(zip(full.next_tokens, self.next_tokens, strict=True))
+        measured: dict[str, Any] = {
+            "example": example.digest,
+            "policy": policy,
+            "cached_tokens": self.usage.cached_tokens,
+            "recomputed_tokens": self.usage.recomputed_tokens,
+            "agreement": fmean(agree(*pair) for pair in pairs),
+            "kl": fmean(kl_divergence(*pair) for pair in pairs),
+        }
+        if isinstance(example, Question):
+            return ExampleAnswer(**measured, text=self.text)
+        return Scored(**measured, loss=self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,19 +257,13 @@ class QuestionTrial:
         return cls(llm, messages, limit, question.first_line, grammar)
 
     def run(self, policy: str | Policy) -> PolicyRun:
-        """Run the prompt under a policy."""
-        answer = self.ask(policy)
-        return PolicyRun(
-            answer.usage, (answer.first_token,), partial(ExampleAnswer, text=answer.text)
-        )
-
-    def ask(self, policy: str | Policy) -> GreedyAnswer:
-        """Return the answer under a policy."""
+        """Run the prompt under a policy. The distribution that counts is that of the answer's first
+        token."""
         answer = self._answer(policy, self.max_tokens, grammar=self.grammar)
         text = answer.text.strip()
         if self.first_line:
             text = text.split("\n", 1)[0].strip()
-        return GreedyAnswer(text, answer.usage, self._first_token(policy, answer))
+        return PolicyRun(answer.usage, (self._first_token(policy, answer),), text=text)
 
     def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
         answer: Answer = self.llm.chat_completion(
@@ -305,4 +297,4 @@ class ContinuationTrial:
         scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)
         rows = zip(scored.top_ids, scored.top_logprobs.astype(np.float64), strict=True)
         next_tokens = [NextToken(ids, logprobs) for ids, logprobs in rows]
-        return PolicyRun(scored.usage, next_tokens, partial(Scored, loss=scored.loss))
+        return PolicyRun(scored.usage, next_tokens, loss=scored.loss)
