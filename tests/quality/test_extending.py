@@ -102,7 +102,7 @@ def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
     declared = benchmark.declared_benchmarks()
     assert " ".join(declared) == "decode load quality ttft"
     for name, one in declared.items():
-        assert benchmark.find_benchmark(name).summary == one.summary
+        assert (benchmark.find_benchmark(name).run.__doc__ or "").startswith(one.summary)
     with pytest.raises(
         InvalidRequestError, match="Unknown benchmark 'speed'; known are decode, load, quality"
     ):

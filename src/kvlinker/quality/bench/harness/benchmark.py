@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from inspect import getdoc
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
@@ -161,11 +160,6 @@ class Benchmark:
     """Draws the rows that are shown into a file."""
     shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None
     """Picks the rows to print and to draw; None shows all."""
-
-    @property
-    def summary(self) -> str:
-        """A line that describes the measurement."""
-        return (getdoc(self.run) or "").partition("\n")[0]
 
 
 _registry: Registry[Benchmark] = Registry("benchmark", own=PACKAGE, group=ENTRY_POINT_GROUP)
