@@ -289,7 +289,7 @@ def run_quality(
         raise InvalidRequestError(
             f"No example could be asked. {_reasons(skipped)}", param="dataset"
         )
-    rows = [score.row() for score in task_scores(answered, options.policies)]
+    rows: list[Row] = [score.row() for score in task_scores(answered, options.policies)]
     report = subject.report(rows)
     described = {
         name: value

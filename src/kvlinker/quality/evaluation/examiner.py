@@ -143,7 +143,9 @@ class Examiner:
         return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
 
     def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
-        batches = [[passage] for passage in passages] if self.one_by_one else [passages]
+        batches: Sequence[Sequence[str]] = (
+            [[passage] for passage in passages] if self.one_by_one else [passages]
+        )
         caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
         if self.codec.name != RAW.name:
             _recode(self.llm, caches, self.codec)
