@@ -38,7 +38,7 @@ from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.discovery import anatomy_of
 from kvlinker.engines.embedded.model.indexers import picking_by
-from kvlinker.engines.embedded.model.interception import ATTENTION_NAME, prepare
+from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
 from kvlinker.engines.embedded.model.loaded import RotatedKeys
 from kvlinker.engines.embedded.model.obstacles import (
     EXHAUSTED,
@@ -51,6 +51,7 @@ from kvlinker.engines.embedded.model.oracles.frozen import FrozenOracle
 from kvlinker.engines.embedded.model.oracles.masked import Oracle
 from kvlinker.engines.embedded.model.oracles.referee import Referee
 from kvlinker.engines.embedded.model.precision import in_fp32
+from kvlinker.engines.embedded.model.preparing import prepare
 from kvlinker.linking.plan import Range, ranges
 from kvlinker.store.chunk_kv import ChunkKV, changed
 

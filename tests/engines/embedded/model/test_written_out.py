@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.written_out import Followed
 
 QUERY, KEY, VALUE = torch.randn(3, 1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -35,21 +36,29 @@ def by_kernel(query, key, value, mask):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
+class Noting(Interceptor):
+    """Attends as PyTorch does, and notes what it is called with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def attend(self, module, query, key, value, options):
+        scale = options["scaling"]
+        self.seen.append((query, key, value, scale))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        return found.transpose(1, 2)
+
+
 @pytest.mark.parametrize("way", [matmul, in_place, baddbmm, by_kernel])
-def test_query_key_value_and_scale_are_those_of_the_model(way, monkeypatch):
-    seen = []
-
-    def attend(query, key, value, scale):
-        seen.append((query, key, value, scale))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-
-    monkeypatch.setattr(Followed, "attend", staticmethod(attend))
+def test_query_key_value_and_scale_are_those_of_the_model(way):
+    noting = Noting()
     mask = torch.full((6, 6), -math.inf).triu_(1)
     query = torch.cat([QUERY[..., :4].as_subclass(Followed), QUERY[..., 4:]], dim=-1)
-    found = way(query, KEY.as_subclass(Followed), VALUE, mask)
+    with intercepted(noting):
+        found = way(query, KEY.as_subclass(Followed), VALUE, mask)
     assert type(found) is torch.Tensor
     torch.testing.assert_close(found, way(QUERY, KEY, VALUE, mask))
-    ((query, key, value, scale),) = seen
+    ((query, key, value, scale),) = noting.seen
     assert {type(query), type(key), type(value)} == {torch.Tensor}
     assert torch.equal(query, QUERY)
     assert torch.equal(key, KEY)

@@ -24,12 +24,10 @@ from kvlinker.engines.embedded.model.indexers import (
 )
 from kvlinker.engines.embedded.model.interception import (
     ATTENTION_NAME,
-    EXPANSION,
+    Interceptor,
     active_interceptor,
     attention_of,
-    cos_and_sin,
     intercepted,
-    prepare,
 )
 from kvlinker.engines.embedded.model.latents import Latents
 from kvlinker.engines.embedded.model.obstacles import (
@@ -44,7 +42,8 @@ from kvlinker.engines.embedded.model.obstacles import (
     states_held,
 )
 from kvlinker.engines.embedded.model.pass_tables import PassTables
-from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.model.preparing import EXPANSION, prepare
+from kvlinker.engines.embedded.model.rotary import Rotary, cos_and_sin
 from kvlinker.engines.embedded.model.states.recurrence import (
     ConvolutionCall,
     Recurrence,
@@ -131,7 +130,7 @@ def _without_cache(model: Any) -> _Tracer | None:
     return tracer if tensors_held(tracer.recurrences) is None else None
 
 
-class _Tracer:
+class _Tracer(Interceptor):
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 
     def __init__(self, model: Any, window: int) -> None:

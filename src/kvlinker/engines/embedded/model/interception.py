@@ -1,12 +1,10 @@
 """Intercepts an unmodified transformers model where tokens see one another or their positions:
 rotary embedding, attention, the expansion of latents, indexers, and the convolution and rule of
-layers that keep a state. Where attention is not called but written out, ``written_out.py`` follows
-it.
+layers that keep a state. ``preparing.py`` steps into a model.
 
-Every modeling module's rotary functions, what changes states (``states/stepping.py``), and every
-attention's ``expand_kv(latent, key)``, are wrapped once, process-wide, and an attention function is
-registered under ``ATTENTION_NAME``. They act only while an interceptor is active in the current
-context; models that other code runs in the same process are not affected.
+Functions are replaced once, process-wide, and an attention function is registered under
+``ATTENTION_NAME``. They act only while an interceptor is active in the current context; models that
+other code runs in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -24,40 +22,33 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.model.indexers import IndexerCall, is_indexer
-from kvlinker.engines.embedded.model.states.stepping import (
-    MARK,
-    StateInterceptor,
-    replace,
-    step_into_layers,
-    step_into_module,
-)
-from kvlinker.engines.embedded.model.written_out import Followed
+from kvlinker.engines.embedded.model.indexers import IndexerCall
+from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
+from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 ATTENTION_NAME = "kvlinker"
-ROTARY_FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
-
-EXPANSION = "expand_kv"
-"""The method by which attention with latents makes keys and values of them."""
-
 
 WINDOWS = "create_sliding_window_causal_mask"
 """The function that modeling modules have which make masks of windows. Some say the window to masks
 alone, not to attention."""
 
+MARK = "__kvlinker__"
+"""The attribute of functions that were replaced."""
 
-class Interceptor(StateInterceptor, Protocol):
-    """Replaces rotary embedding, attention and rules during one forward pass."""
+
+class Interceptor(Protocol):
+    """Replaces rotary embedding, attention, indexers, convolutions and rules during one forward
+    pass. What a class does not say rotates nothing, and refuses all else."""
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Called when the model is about to rotate by the form's function; the model then gets what
         is returned, and for None, what would be rotated back unchanged."""
-        ...
+        return None
 
     def index(self, call: IndexerCall) -> Tensor:
         """Called when the model's indexer is about to pick tokens; the model goes on with what is
         returned, which its attention hands on, or makes a mask of."""
-        ...
+        raise LookupError("an indexer is called where none is expected")
 
     def attend(
         self,
@@ -76,7 +67,17 @@ class Interceptor(StateInterceptor, Protocol):
         ``options`` are what the model hands to its attention function: scaling, sliding_window,
         softcap, s_aux, ….
         """
-        ...
+        raise LookupError("attention is called where none is expected")
+
+    def convolve(self, call: ConvolutionCall) -> Tensor:
+        """Called when the model is about to convolve; returns [1, channels, tokens], from which the
+        model makes the arguments of the rule after it, if there is one."""
+        raise LookupError("a convolution is called where none is expected")
+
+    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
+        """Apply the rule that follows a convolution; returns its output [1, tokens, heads, dim],
+        and the last state [1, heads, rows, columns] if the model wants it."""
+        raise LookupError("a rule is called where none is expected")
 
 
 _active: ContextVar[Interceptor | None] = ContextVar("kvlinker_interceptor", default=None)
@@ -98,102 +99,43 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
         _active.reset(token)
 
 
-def prepare(model: nn.Module) -> None:
-    """Wrap the rotary functions of all modeling modules that ``model`` is made of, their rules, and
-    what expands latents. Idempotent.
-
-    Functions of another form stay as they are.
-    """
-    kinds = {type(part) for part in model.modules()}
-    for module in {sys.modules[kind.__module__] for kind in kinds}:
-        for name in ROTARY_FUNCTIONS:
-            if hasattr(module, name):
-                _wrap_rotary(module, name)
-        step_into_module(module, _active.get)
-    for kind in kinds:
-        if hasattr(kind, EXPANSION):
-            _wrap_expansion(kind)
-        if is_indexer(kind) and "hidden_states" in signature(kind.forward).parameters:
-            _wrap_indexer(kind)
-    step_into_layers(model, _active.get)
-
-
-def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of what a rotary embedding's module makes: the two, or complex numbers."""
-    if isinstance(tables, Tensor):
-        return tables.real, tables.imag
-    return tables[0], tables[1]
-
-
-def _wrap_rotary(module: ModuleType, name: str) -> None:
-    original = getattr(module, name)
+def replace(owner: ModuleType | type | nn.Module, name: str, instead: Callable[..., Any]) -> None:
+    """Have ``instead`` compute in the place of the owner's function of this name while an
+    interceptor is active: of that, the function itself, and its arguments. Idempotent."""
+    original = getattr(owner, name)
     if hasattr(original, MARK):
         return
-    form = RotaryForm.of(original)
-    if form is None:
-        return
-    writes_out = not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
     @wraps(original)
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         interceptor = _active.get()
         if interceptor is None:
             return original(*args, **kwargs)
-        rotated = interceptor.rotary(form, args, kwargs)
-        if rotated is not None:
-            return rotated
-        unchanged = form.unchanged(args, kwargs)
-        if not writes_out:
-            return unchanged
-        if isinstance(unchanged, Tensor):
-            return unchanged.as_subclass(Followed)
-        return tuple(each.as_subclass(Followed) for each in unchanged)
+        return instead(interceptor, original, *args, **kwargs)
 
-    replace(module, name, apply_rotary_pos_emb)
+    setattr(wrapped, MARK, True)
+    setattr(owner, name, wrapped)
 
 
-def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    interceptor = _active.get()
-    assert interceptor is not None, "followed only while one is active"
-    return interceptor.attend(None, query, key, value, {"scaling": scale}).transpose(1, 2)
+def replace_by_names(
+    owner: ModuleType | type,
+    name: str,
+    instead: Callable[[Interceptor, Callable[..., Any], dict[str, Any]], Any],
+) -> None:
+    """Do what ``replace`` does, with the arguments by name in a dictionary; a method's ``self`` is
+    one of them."""
+    form = signature(getattr(owner, name))
 
+    def named(
+        interceptor: Interceptor, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        bound = form.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given: dict[str, Any] = dict(bound.arguments)
+        others: dict[str, Any] = given.pop("kwargs", {})
+        return instead(interceptor, original, given | others)
 
-Followed.attend = staticmethod(_attend_written_out)
-
-
-def _wrap_expansion(kind: type[nn.Module]) -> None:
-    """Have attention hand on the latent, and the key that all heads share, as they are."""
-    original = getattr(kind, EXPANSION)
-    if hasattr(original, MARK):
-        return
-
-    @wraps(original)
-    def expand_kv(module: nn.Module, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if _active.get() is None:
-            expanded: tuple[Tensor, Tensor] = original(module, latent, key)
-            return expanded
-        return key, latent
-
-    replace(kind, EXPANSION, expand_kv)
-
-
-def _wrap_indexer(kind: type[nn.Module]) -> None:
-    original: Callable[..., Tensor] = kind.forward
-    if hasattr(original, MARK):
-        return
-    form = signature(original)
-
-    @wraps(original)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        interceptor = _active.get()
-        if interceptor is None:
-            return original(module, *args, **kwargs)
-        bound = form.bind(module, *args, **kwargs).arguments
-        _, *names = form.parameters
-        arguments = {name: bound.get(name) for name in names}
-        return interceptor.index(IndexerCall(module, original, arguments))
-
-    replace(kind, "forward", forward)
+    replace(owner, name, named)
 
 
 def _window_of_masks(module: Any) -> int | None:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.model.indexers import IndexerCall
-from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.precision import in_fp32
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
-from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 
 class PassTables(nn.Module):
@@ -43,21 +40,9 @@ class _Read(Exception):  # noqa: N818
         self.sin = sin
 
 
-class _Reader:
+class _Reader(Interceptor):
     """Ends a pass at its first rotation."""
 
     def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         _, _, cos, sin = form.rotation(args, kwargs)
         raise _Read(cos.clone(), sin.clone())
-
-    def attend(self, *_: Any) -> Tensor:
-        raise LookupError("attention comes before any rotation")
-
-    def index(self, call: IndexerCall) -> Tensor:
-        raise LookupError("an indexer comes before any rotation")
-
-    def convolve(self, call: ConvolutionCall) -> Tensor:
-        raise LookupError("a convolution comes before any rotation")
-
-    def recur(self, call: RuleCall) -> tuple[Tensor, Tensor | None]:
-        raise LookupError("a rule comes before any rotation")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.rotary_forms import RotaryFunction
-from kvlinker.engines.embedded.model.interception import cos_and_sin
 
 Pairing = Literal["halves", "interleaved"]
 """Which dimensions of a rotated part of w dimensions turn together: i with i + w / 2, or 2i with 2i
@@ -18,6 +17,13 @@ Pairing = Literal["halves", "interleaved"]
 TESTED_POSITIONS = 16
 """Positions over which a model's function is compared with pairings, and its tables with each
 other."""
+
+
+def cos_and_sin(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of what a rotary embedding's module makes: the two, or complex numbers."""
+    if isinstance(tables, Tensor):
+        return tables.real, tables.imag
+    return tables[0], tables[1]
 
 
 class Layout(NamedTuple):

@@ -7,15 +7,13 @@ becomes ``Scores``, which note their scale, and what those are multiplied by are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Takes query, key and value [1, heads, tokens, dim] and the scale, and returns attention [1,
-heads, tokens, dim]."""
+from kvlinker.engines.embedded.model.interception import active_interceptor
 
 PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 WEIGHTS = {F.softmax, torch.softmax, F.dropout, torch.dropout}
@@ -23,8 +21,6 @@ WEIGHTS = {F.softmax, torch.softmax, F.dropout, torch.dropout}
 
 class Followed(Tensor):
     """A query or key that has been handed to a model's rotary function."""
-
-    attend: ClassVar[Attend]
 
     @classmethod
     def __torch_function__(
@@ -37,15 +33,15 @@ class Followed(Tensor):
         kwargs = kwargs or {}
         if func in PRODUCTS:
             query, key = args
-            return Scores(cls.attend, query, key.transpose(-1, -2), scale=1.0)
+            return Scores(query, key.transpose(-1, -2), scale=1.0)
         if func is torch.baddbmm:
             _, query, key = args
             scale = float(kwargs.get("alpha", 1.0))
-            return Scores(cls.attend, query, key.transpose(-1, -2), scale=scale)
+            return Scores(query, key.transpose(-1, -2), scale=scale)
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
             scale = kwargs.get("scale") or query.shape[-1] ** -0.5
-            return Scores(cls.attend, query, key, scale).attended(value)
+            return Scores(query, key, scale).attended(value)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -56,8 +52,7 @@ class Scores:
     as position biases, does not agree with what is computed, and is refused for that.
     """
 
-    def __init__(self, attend: Attend, query: Tensor, key: Tensor, scale: float) -> None:
-        self._attend = attend
+    def __init__(self, query: Tensor, key: Tensor, scale: float) -> None:
         self._query = query
         self._key = key
         self._scale = scale
@@ -78,10 +73,10 @@ class Scores:
         raise LookupError(f"{func} of attention's scores is not known")
 
     def __truediv__(self, divisor: float) -> Scores:
-        return Scores(self._attend, self._query, self._key, self._scale / float(divisor))
+        return Scores(self._query, self._key, self._scale / float(divisor))
 
     def __mul__(self, factor: float) -> Scores:
-        return Scores(self._attend, self._query, self._key, self._scale * float(factor))
+        return Scores(self._query, self._key, self._scale * float(factor))
 
     def __add__(self, mask: Tensor | None) -> Scores:
         return self
@@ -103,4 +98,7 @@ class Scores:
             part.as_subclass(Tensor).view(1, -1, *part.shape[-2:]).to(value.dtype)
             for part in (self._query, self._key)
         )
-        return self._attend(query, key, value.as_subclass(Tensor), self._scale)
+        interceptor = active_interceptor()
+        assert interceptor is not None, "followed only while one is active"
+        value, options = value.as_subclass(Tensor), {"scaling": self._scale}
+        return interceptor.attend(None, query, key, value, options).transpose(1, 2)

@@ -9,7 +9,7 @@ from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.contract.cost import ChunkSize
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.discovery import anatomy_of
-from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, chunk_bytes, edges_of
 from kvlinker.engines.embedded.model.states.known import MATRIX_MEMORY, TIME_MIXING
 from kvlinker.engines.embedded.model.states.known import RULES as RULES_KNOWN
@@ -37,11 +37,8 @@ RULES = {
 """How many layers or parts of them keep a state, how many have attention, and a state's shape."""
 
 
-class Noting:
+class Noting(Interceptor):
     """Passes calls on to the model's own functions, and notes the last of each kind."""
-
-    def rotary(self, *_):
-        pass
 
     def attend(self, module, query, key, value, options):
         raise StopIteration

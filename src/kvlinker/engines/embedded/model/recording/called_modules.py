@@ -3,16 +3,14 @@ latents."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.indexers import IndexerCall
-from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 
@@ -38,7 +36,7 @@ def called_modules(model: Any, anatomy: Anatomy) -> set[nn.Module]:
     return finder.found
 
 
-class _Finder:
+class _Finder(Interceptor):
     """Notes the module that computes when a state or latents are asked for."""
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -60,9 +58,6 @@ class _Finder:
         self.found.add(self._computing[-1])
         output, state = call.scan(call.mixed, call.gates, None)
         return output, state if call.wants_state else None
-
-    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Do nothing: what is computed does not matter."""
 
     def index(self, call: IndexerCall) -> Tensor:
         return call.nothing()

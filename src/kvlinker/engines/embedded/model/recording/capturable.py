@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.contract.model_files import expert_counts
-from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.anatomy import Anatomy
-from kvlinker.engines.embedded.model.indexers import IndexerCall
-from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
-from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
-from kvlinker.engines.embedded.model.states.rules import RuleCall
 
 TOKENS = 3
 """The tokens of the pass whose attention is looked at."""
@@ -68,13 +64,10 @@ def _ropes(module: nn.Module) -> Iterable[str]:
 
 
 @dataclass
-class _Watching:
+class _Watching(Interceptor):
     """Collects the windows of a pass, in which nothing is attended to."""
 
     windows: list[int | None] = field(default_factory=list)
-
-    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
     def attend(
         self,
@@ -87,12 +80,3 @@ class _Watching:
         self.windows.append(options.get("sliding_window"))
         heads, tokens = query.shape[1:3]
         return query.new_zeros(1, tokens, heads, value.shape[-1])
-
-    def index(self, call: IndexerCall) -> Tensor:
-        raise NotImplementedError("models with indexers are not watched")
-
-    def convolve(self, call: ConvolutionCall) -> Tensor:
-        raise NotImplementedError("models that keep states are not watched")
-
-    def recur(self, call: RuleCall) -> tuple[Tensor, None]:
-        raise NotImplementedError("models that keep states are not watched")

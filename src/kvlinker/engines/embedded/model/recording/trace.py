@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.indexers import IndexerCall
-from kvlinker.engines.embedded.model.interception import intercepted
+from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.norms import NativeNorm
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
@@ -115,7 +114,7 @@ def trace_pass(
     return Trace(recorder.needed(logits), logits, tokens, wanted)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call]
     """Takes down each operation whose result depends on the pass's inputs."""
 
     def __init__(self, inputs: Mapping[str, Tensor], anatomy: Anatomy) -> None:
@@ -151,9 +150,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if new:
             self._add(Node(name, _arguments(func, args, kwargs), Numbers(new[0])), new)
         return output
-
-    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Do nothing: attention rotates."""
 
     def attend(
         self,
