@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from torch import nn
+
 from kvlinker.engines.contract.cost import AttentionShape
 from kvlinker.engines.embedded.model.indexers import Indexer
 from kvlinker.engines.embedded.model.latents import Latents
@@ -38,6 +40,9 @@ class LayerShape(AttentionShape):
 
     block: int = 0
     """The number of the decoder layer's call, among all of a pass, in which it is computed."""
+
+    window: int | None = None
+    """The positions before its own, this included, that a query sees; None if it sees all."""
 
     @property
     def values_per_token(self) -> int:
@@ -83,6 +88,10 @@ class Anatomy:
 
     mingles: bool
     """True if a decoder layer has both."""
+
+    called: frozenset[nn.Module] = frozenset()
+    """The modules whose own code convolves tokens with those before, applies a rule to a state, or
+    attends to latents: native code calls them whole."""
 
     @property
     def window(self) -> int:

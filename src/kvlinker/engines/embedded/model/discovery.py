@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ def anatomy_of(model: Any) -> Anatomy:
         tuple(tracer.recurrences),
         tracer.blocks,
         mingles=not with_attention.isdisjoint(tracer.with_state),
+        called=frozenset(tracer.called),
     )
 
 
@@ -140,6 +141,8 @@ class _Tracer(Interceptor):
         self.blocks = 0
         self.recurrences: list[Recurrence] = []
         self.with_state: set[int] = set()
+        self.called: set[nn.Module] = set()
+        self.computing: list[nn.Module] = []
         self._convolution: ConvolutionCall | None = None
         self._convolved = 0
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -240,6 +243,7 @@ class _Tracer(Interceptor):
         self._seen.append((key, value))
         width = value.shape[-1] if latents is None else latents.value_dim
         if latents is not None:
+            self.called.add(self.computing[-1])
             key, value = latents.kept(key, value)
         self.layers.append(
             LayerShape(
@@ -253,6 +257,7 @@ class _Tracer(Interceptor):
                 picker=self._picked_by(module),
                 source=same[0] if same else None,
                 block=self.blocks - 1,
+                window=options.get("sliding_window"),
             )
         )
         self._pending = self._indexer = None
@@ -261,6 +266,7 @@ class _Tracer(Interceptor):
     def convolve(self, call: ConvolutionCall) -> Tensor:
         """Return the number of each channel, which shows what becomes of it in a rule."""
         self.with_state.add(self.blocks - 1)
+        self.called.add(self.computing[-1])
         if not call.rules:
             channels, width = call.weight.shape
             self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
@@ -275,6 +281,7 @@ class _Tracer(Interceptor):
         convolution, begin = self._convolution, self._convolved
         if convolution is None:
             raise LookupError("a rule is applied to what no convolution has given")
+        self.called.add(self.computing[-1])
         output, state = call.scan(call.mixed, call.gates, None)
         whole = channels = convolution.hidden.shape[1]
         if not convolution.is_taken_apart:
@@ -301,16 +308,21 @@ def _watched(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
     def tables(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tracer.saw_tables(module, args, kwargs, output)
 
-    def block(module: nn.Module, args: Any) -> None:
-        if active_interceptor() is tracer:  # not in a pass of PassTables
-            tracer.blocks += 1
+    layers = set(decoder_layers(model))
 
-    handles = [
-        part.register_forward_hook(tables, with_kwargs=True) for part in rotary_modules(model)
-    ]
-    handles += [part.register_forward_pre_hook(block) for part in decoder_layers(model)]
-    try:
+    def enter(module: nn.Module, args: Any) -> None:
+        if active_interceptor() is tracer:  # not in a pass of PassTables
+            tracer.computing.append(module)
+            tracer.blocks += module in layers
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if active_interceptor() is tracer:
+            tracer.computing.pop()
+
+    with ExitStack() as hooks:
+        for part in rotary_modules(model):
+            hooks.enter_context(part.register_forward_hook(tables, with_kwargs=True))
+        for part in model.modules():
+            hooks.enter_context(part.register_forward_pre_hook(enter))
+            hooks.enter_context(part.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.embedded.model.anatomy import Anatomy
-from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
-
-TOKENS = 3
-"""The tokens of the pass whose attention is looked at."""
-
 
 WAITING_ROPES = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose modules ask how far positions go."""
@@ -31,10 +25,7 @@ class Capturable:
 
     @classmethod
     def of(cls, model: Any, anatomy: Anatomy) -> Capturable:
-        """Return what is known of the model once one pass has been computed.
-
-        Raises UnrecordableError for what graphs are not made of.
-        """
+        """Raises UnrecordableError for what graphs are not made of."""
         if anatomy.recurrences:
             raise UnrecordableError("graphs of a GPU do not keep states")
         if anatomy.picks:
@@ -45,38 +36,10 @@ class Capturable:
             raise UnrecordableError("its experts wait for the GPU")
         if any(kind in WAITING_ROPES for part in model.modules() for kind in _ropes(part)):
             raise UnrecordableError("its rotary embedding waits for the GPU")
-        watching = _Watching()
-        ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
-        with torch.inference_mode(), intercepted(watching):
-            model(
-                input_ids=ids,
-                attention_mask=None,
-                position_ids=torch.arange(TOKENS, device=ids.device)[None],
-                use_cache=False,
-            )
-        return cls(tuple(watching.windows))
+        return cls(tuple(layer.window for layer in anatomy.layers))
 
 
 def _ropes(module: nn.Module) -> Iterable[str]:
     """Return the kinds of rotary embeddings that a module computes."""
     found = getattr(module, "rope_type", ())
     return (found,) if isinstance(found, str) else found.values() if found else ()
-
-
-@dataclass
-class _Watching(Interceptor):
-    """Collects the windows of a pass, in which nothing is attended to."""
-
-    windows: list[int | None] = field(default_factory=list)
-
-    def attend(
-        self,
-        module: nn.Module | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        self.windows.append(options.get("sliding_window"))
-        heads, tokens = query.shape[1:3]
-        return query.new_zeros(1, tokens, heads, value.shape[-1])

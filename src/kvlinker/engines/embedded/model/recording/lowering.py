@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.norms import NativeNorm
-from kvlinker.engines.embedded.model.recording.called_modules import called_modules
 from kvlinker.engines.embedded.model.recording.layouts import (
     Layout,
     Layouts,
@@ -78,8 +77,7 @@ def record_program(model: Any, anatomy: Anatomy) -> Program:
 
     Raises UnrecordableError if it has operations that are not known.
     """
-    called = called_modules(model, anatomy)
-    one, other = (trace_pass(model, anatomy, called, *lengths) for lengths in LENGTHS)
+    one, other = (trace_pass(model, anatomy, *lengths) for lengths in LENGTHS)
     if [node.name for node in one.nodes] != [node.name for node in other.nodes]:
         raise UnrecordableError("it computes otherwise for other numbers of tokens")
     return _Lowering(one, other).program()

@@ -95,11 +95,9 @@ class Trace:
 
 
 @torch.inference_mode()
-def trace_pass(
-    model: Any, anatomy: Anatomy, called: Collection[nn.Module], tokens: int, wanted: int
-) -> Trace:
-    """Record a pass of so many tokens, of which so many logits are wanted. The modules in
-    ``called`` are one operation each.
+def trace_pass(model: Any, anatomy: Anatomy, tokens: int, wanted: int) -> Trace:
+    """Record a pass of so many tokens, of which so many logits are wanted. Modules that native code
+    calls whole are one operation each.
 
     Raises UnrecordableError.
     """
@@ -108,7 +106,7 @@ def trace_pass(
     positions = torch.arange(3, 3 + tokens, device=device)[None]
     rows = torch.arange(tokens - 1, tokens - 1 - wanted, -1, device=device)
     recorder = _Recorder({"ids": ids, "positions": positions, "rows": rows}, anatomy)
-    with _leaves(model, recorder, called), intercepted(recorder), recorder:
+    with _leaves(model, recorder, anatomy.called), intercepted(recorder), recorder:
         output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits = Numbers(output.logits)
     return Trace(recorder.needed(logits), logits, tokens, wanted)
