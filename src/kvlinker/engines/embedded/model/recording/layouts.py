@@ -74,10 +74,6 @@ class Layout:
     def name(self) -> int | Tensor:
         return self.memory.number if isinstance(self.memory, Memory) else self.memory
 
-    def part(self, offset: int) -> Layout:
-        """Return a layout that begins so many numbers further on."""
-        return Layout(self.memory, self.offset + offset, self.axes, self.wide)
-
 
 class Layouts:
     """Reads layouts off two passes."""
@@ -181,17 +177,9 @@ def scalar(number: float) -> Layout:
     return Layout(torch.tensor(float(number)), 0, (), True)
 
 
-class Together(NamedTuple):
-    """How an operation goes through its operands."""
-
-    outer: int
-    inner: int
-    places: tuple[Place, ...]
-
-
-def go_together(output: Layout, inputs: Sequence[Layout]) -> Together:
+def go_together(output: Layout, inputs: Sequence[Layout]) -> tuple[int, int, list[Place]]:
     """Return how to go through the output and the inputs, which are broadcast, in two dimensions
-    for each token."""
+    for each token: the number of parts of a token, the size of a part, and the places."""
     layouts = (output, *inputs)
     depth = len(output.axes)
     axes: list[tuple[int, list[int]]] = []
@@ -222,11 +210,11 @@ def go_together(output: Layout, inputs: Sequence[Layout]) -> Together:
     outer, inner = merged if len(merged) == 2 else (one, merged[0])
     if any(stride not in (0, 1) for stride in inner[1]):
         raise UnrecordableError("an operation reads numbers that are not neighbours")
-    places = tuple(
+    places = [
         Place(layout.name, layout.offset, layout.row, outer[1][at], inner[1][at], layout.wide)
         for at, layout in enumerate(layouts)
-    )
-    return Together(outer[0], inner[0], places)
+    ]
+    return outer[0], inner[0], places
 
 
 def _aligned(layout: Layout, index: int, depth: int) -> Axis:

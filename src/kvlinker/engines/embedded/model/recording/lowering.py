@@ -157,12 +157,8 @@ class _Lowering:
 
     def _add(self, kind: Kind, output: Layout, *inputs: Layout) -> None:
         """Add an operation on each number by itself."""
-        together = go_together(output, inputs)
-        into, one, *behind = together.places
-        other = behind[0] if behind else None
-        self._operations.append(
-            Calculation(kind, output.wanted, together.outer, together.inner, into, one, other)
-        )
+        outer, inner, places = go_together(output, inputs)
+        self._operations.append(Calculation(kind, output.wanted, outer, inner, *places))
 
     def _map(self, kind: Kind, one: Node, other: Node, *names: str) -> None:
         inputs = [self._layout(one, other, name) for name in names]

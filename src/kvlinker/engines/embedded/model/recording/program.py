@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -64,12 +64,6 @@ class Place(NamedTuple):
     wide: bool
     """True: fp32, False: bf16."""
 
-    def moved(self, numbers: dict[int, int]) -> Place:
-        """Return the place where buffers have other numbers."""
-        if isinstance(self.memory, Tensor):
-            return self
-        return self._replace(memory=numbers[self.memory])
-
 
 class HeadsPlace(NamedTuple):
     """Says where the heads of all tokens lie, in bf16: [heads, rows, dim]."""
@@ -82,10 +76,6 @@ class HeadsPlace(NamedTuple):
     """The stride from head to head."""
 
     row: int
-
-    def moved(self, numbers: dict[int, int]) -> HeadsPlace:
-        """Return the place where buffers have other numbers."""
-        return self._replace(memory=numbers[self.memory])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +99,6 @@ class Calculation:
     by_tokens: bool = False
     """Of GATHER: rows are chosen by the tokens' ids; False: they are the wanted tokens'."""
 
-    @property
-    def places(self) -> tuple[Place | HeadsPlace, ...]:
-        places = self.output, self.one
-        return places if self.other is None else (*places, self.other)
-
-    def moved(self, numbers: dict[int, int]) -> Calculation:
-        """Return the operation where buffers have other numbers."""
-        other = None if self.other is None else self.other.moved(numbers)
-        output, one = self.output.moved(numbers), self.one.moved(numbers)
-        return replace(self, output=output, one=one, other=other)
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -130,14 +109,6 @@ class Product:
     output: Place
     weights: NativeWeights
     bias: Tensor | None
-
-    @property
-    def places(self) -> tuple[Place | HeadsPlace, ...]:
-        return self.output, self.input
-
-    def moved(self, numbers: dict[int, int]) -> Product:
-        """Return the operation where buffers have other numbers."""
-        return replace(self, input=self.input.moved(numbers), output=self.output.moved(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +121,6 @@ class ModuleCall:
     compute: Callable[[Tensor], Any]
     """Calls the module: [1, rows, width] -> the same, or a tuple that begins with it."""
 
-    @property
-    def places(self) -> tuple[Place | HeadsPlace, ...]:
-        return self.output, self.input
-
-    def moved(self, numbers: dict[int, int]) -> ModuleCall:
-        """Return the operation where buffers have other numbers."""
-        return replace(self, input=self.input.moved(numbers), output=self.output.moved(numbers))
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedAttention:
@@ -169,15 +132,6 @@ class RecordedAttention:
     value: HeadsPlace
     output: HeadsPlace
     options: AttentionOptions
-
-    @property
-    def places(self) -> tuple[Place | HeadsPlace, ...]:
-        return self.output, self.query, self.key, self.value
-
-    def moved(self, numbers: dict[int, int]) -> RecordedAttention:
-        """Return the operation where buffers have other numbers."""
-        query, key, value = (place.moved(numbers) for place in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value, output=self.output.moved(numbers))
 
 
 Operation = Calculation | Product | ModuleCall | RecordedAttention
@@ -197,6 +151,22 @@ class Program:
     """The modules whose weights native code reads."""
 
 
+def _places(operation: Operation) -> dict[str, Place | HeadsPlace]:
+    """Return where an operation's numbers lie, by the names of its fields."""
+    values = ((field.name, getattr(operation, field.name)) for field in fields(operation))
+    return {name: value for name, value in values if isinstance(value, Place | HeadsPlace)}
+
+
+def _moved(operation: Operation, numbers: Mapping[int, int]) -> Operation:
+    """Return the operation where buffers have other numbers."""
+    places = {
+        name: place._replace(memory=numbers[place.memory])
+        for name, place in _places(operation).items()
+        if isinstance(place.memory, int)
+    }
+    return replace(operation, **places)  # type: ignore[arg-type]
+
+
 def with_shared_buffers(
     operations: list[Operation], buffers: list[Buffer], logits: int
 ) -> tuple[tuple[Operation, ...], tuple[Buffer, ...], dict[int, int]]:
@@ -204,14 +174,14 @@ def with_shared_buffers(
     new number of each buffer."""
     last: dict[int, int] = {logits: len(operations)}
     for index, operation in enumerate(operations):
-        for place in operation.places:
+        for place in _places(operation).values():
             if isinstance(place.memory, int):
                 last[place.memory] = max(last.get(place.memory, 0), index)
     numbers: dict[int, int] = {}
     made: list[Buffer] = []
     free: list[int] = []
     for index, operation in enumerate(operations):
-        for place in operation.places:
+        for place in _places(operation).values():
             memory = place.memory
             if isinstance(memory, Tensor) or memory in numbers:
                 continue
@@ -227,10 +197,10 @@ def with_shared_buffers(
                 made.append(buffer)
             numbers[memory] = chosen
         free += [numbers[each] for each in _ending(operation, last, index)]
-    return tuple(each.moved(numbers) for each in operations), tuple(made), numbers
+    return tuple(_moved(each, numbers) for each in operations), tuple(made), numbers
 
 
 def _ending(operation: Operation, last: dict[int, int], index: int) -> set[int]:
     """Return the buffers that no operation after this one needs."""
-    memories = (place.memory for place in operation.places)
+    memories = (place.memory for place in _places(operation).values())
     return {each for each in memories if isinstance(each, int) and last[each] == index}
