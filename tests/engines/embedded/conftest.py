@@ -24,7 +24,6 @@ from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.states.delta_rule import rule_like
 from kvlinker.engines.embedded.model.weights.native_products import native_products
-from kvlinker.engines.embedded.model.weights.plain_products import plain_products
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.settings import load_settings
@@ -236,7 +235,6 @@ def native_anew():
         native_norm,
         rule_like,
         step_function,
-        plain_products,
     )
     for loader in loaders:
         loader.cache_clear()

@@ -39,8 +39,8 @@ from kvlinker.engines.embedded.model.weights.arrangement import (
     watch_linears,
 )
 from kvlinker.engines.embedded.model.weights.experts import arrange_experts
+from kvlinker.engines.embedded.model.weights.linears import quicken_linears
 from kvlinker.engines.embedded.model.weights.native_products import native_products
-from kvlinker.engines.embedded.model.weights.plain_products import quicken_linears
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.settings import Settings, WeightFormat

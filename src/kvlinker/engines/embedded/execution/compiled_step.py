@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ from kvlinker.engines.embedded.model.recording.program import (
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
-from kvlinker.engines.embedded.model.weights.plain_products import plain_products
 
 MOST_ROWS = 256
 """The most tokens of a step that is computed so. Of longer ones Python's part is small."""
@@ -386,11 +385,7 @@ class _Bound:
         return tensor.data_ptr()
 
 
-def _product_function(form: Form | Literal["plain"]) -> native.Function:
-    if form == "plain":
-        plain = plain_products()
-        assert plain is not None, "the weight was found to be multiplied by native code"
-        return plain.function
+def _product_function(form: Form) -> native.Function:
     products = native_products()
     assert products is not None, "weights were packed for a processor with native code"
     return products.function(form)

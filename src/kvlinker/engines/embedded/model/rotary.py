@@ -65,15 +65,10 @@ class Rotary:
         self._kwargs = kwargs
         self._apply = apply
         self._width = width
-        self._longest = longest
+        self.longest = longest
         self._layout = self._find_layout()
         self._growing = threading.Lock()  # chunks are rotated by other threads than the engine's
         self._tables = self._make_tables(torch.arange(min(TESTED_POSITIONS, longest)))
-
-    @property
-    def longest(self) -> int:
-        """The number of positions over which the tables do not depend on how many are asked for."""
-        return self._longest
 
     @property
     def pairing(self) -> Pairing | None:
@@ -90,7 +85,7 @@ class Rotary:
             with self._growing:
                 there = len(self._tables[0])
                 if length > there:
-                    length_made = max(length, min(2 * there, self._longest))
+                    length_made = max(length, min(2 * there, self.longest))
                     self._tables = self._make_tables(torch.arange(length_made))
         cos, sin = self._tables
         return cos[:length], sin[:length]
@@ -209,7 +204,7 @@ class Rotary:
         Functions that put the first of all pairs before the second of all do the same: products of
         queries and keys do not depend on the order of their dimensions.
         """
-        cos, sin = self._module_tables(torch.arange(min(TESTED_POSITIONS, self._longest)))
+        cos, sin = self._module_tables(torch.arange(min(TESTED_POSITIONS, self.longest)))
         generator = torch.Generator().manual_seed(0)
         heads = torch.randn(2, len(cos), self._width, generator=generator).to(cos)
         expected = self._rotate_by_model(heads, cos, sin)

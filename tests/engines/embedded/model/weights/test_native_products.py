@@ -207,7 +207,7 @@ def test_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("native_anew")
-@pytest.mark.parametrize("wrong", ["bf16", "int8", "int8_int8", "int4"])
+@pytest.mark.parametrize("wrong", ["plain", "bf16", "int8", "int8_int8", "int4"])
 def test_wrong_products_are_not_trusted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:

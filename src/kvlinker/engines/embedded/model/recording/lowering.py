@@ -45,9 +45,12 @@ from kvlinker.engines.embedded.model.recording.trace import (
     UnrecordableError,
     trace_pass,
 )
-from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
+from kvlinker.engines.embedded.model.weights.linears import (
+    MatrixLinear,
+    SharedLinear,
+    multiplies_plain,
+)
 from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
-from kvlinker.engines.embedded.model.weights.plain_products import multiplies_plain
 from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 
 LENGTHS = ((11, 5), (13, 7))

@@ -1,5 +1,5 @@
 """Linear layers whose weights are matrices of their own, or a part of a matrix that layers with one
-input share.
+input share; and those whose weights stay plain, since others read them, too.
 
 They take the places of a loaded model's ``nn.Linear``: see
 ``kvlinker.engines.embedded.model.weights.arrangement``.
@@ -14,6 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.matrices import Matrix
+from kvlinker.engines.embedded.model.weights.native_products import native_products
+
+MOST_PLAIN_ROWS = 16
+"""The most rows that native code multiplies by a plain weight for a linear layer by itself. With
+many more, oneDNN is as fast where the processor multiplies bf16."""
 
 
 class MatrixLinear(nn.Linear):
@@ -126,3 +131,35 @@ class SharedLinear(nn.Linear):
         destination[f"{prefix}weight"] = self.weight
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias
+
+
+class PlainLinear:
+    """Computes what a linear layer does whose weight is plain; many rows are left to the layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        linear, products = self._linear, native_products()
+        outputs, width = linear.weight.shape
+        many = inputs.numel() > MOST_PLAIN_ROWS * width
+        is_bf16 = inputs.dtype == linear.weight.dtype == torch.bfloat16
+        if many or not is_bf16 or products is None:
+            return type(linear).forward(linear, inputs)
+        address = linear.weight.data_ptr()
+        return products.multiply("plain", inputs, address, outputs, group=width, bias=linear.bias)
+
+
+def multiplies_plain(linear: nn.Linear) -> bool:
+    """Return whether native code multiplies by the weight of a plain linear layer."""
+    parts = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+    fits = all(each.is_cpu and each.dtype == torch.bfloat16 for each in parts)
+    return fits and all(each.is_contiguous() for each in parts) and native_products() is not None
+
+
+def quicken_linears(model: nn.Module) -> None:
+    """Let native code multiply few rows by the weights of ``model`` that are plain, in bf16 on
+    CPUs. The modules stay as they are but for ``forward``."""
+    for module in model.modules():
+        if type(module) is nn.Linear and multiplies_plain(module):
+            module.forward = PlainLinear(module)  # type: ignore[assignment]

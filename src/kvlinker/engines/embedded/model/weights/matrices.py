@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ ROWS_AT_ONCE = 1024
 class NativeWeights:
     """Says how native code multiplies by a matrix."""
 
-    form: Form | Literal["plain"]
-    """How the weights lie; ``plain`` is as PyTorch has them."""
+    form: Form
 
     address: int
     """Where they lie, as long as there is the matrix."""

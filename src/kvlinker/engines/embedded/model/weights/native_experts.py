@@ -79,7 +79,6 @@ class ExpertMatrices(nn.Module):
         weights: NativeWeights = matrix.native()
         products = native_products()
         assert products is not None, "weights were packed for a processor with native code"
-        assert weights.form != "plain", weights
         function = ctypes.cast(products.function(weights.form), ctypes.c_void_p)  # type: ignore[arg-type]
         product = Product(
             width=weights.width,

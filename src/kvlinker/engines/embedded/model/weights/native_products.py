@@ -1,11 +1,12 @@
-"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs."""
+"""Products with weights by ``native/products.cpp``, in bf16, 8 and 4 bits, and with plain ones by
+``native/plain_products.cpp``, on CPUs."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,15 @@ from torch import Tensor, nn
 from kvlinker.engines import native
 from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
 
-Form = Literal["bf16", "int8", "int8_int8", "int4"]
-"""Names the form in which weights are stored; by those in 8 bits, inputs of 16 bits are multiplied,
-or in ``int8_int8`` ones that are rounded to 8."""
+Form = Literal["plain", "bf16", "int8", "int8_int8", "int4"]
+"""Names the form in which weights are stored: ``plain`` is as PyTorch has them, in bf16. By those
+in 8 bits, inputs of 16 bits are multiplied, or in ``int8_int8`` ones that are rounded to 8."""
+
+FILES: Mapping[str, Sequence[Form]] = {
+    "plain_products.cpp": ("plain",),
+    "products.cpp": ("bf16", "int8", "int8_int8", "int4"),
+}
+"""The files that multiply by weights in these forms."""
 
 ROUNDING: Collection[Form] = ("int8_int8", "int4")
 """The forms in which inputs are rounded to 8 bits."""
@@ -39,14 +46,16 @@ def rounded_to_bytes(inputs: Tensor, group: int) -> Tensor:
 
 
 class NativeProducts:
-    """Multiplies rows by a matrix of weights in the blocks of
+    """Multiplies rows by a matrix of weights that are plain, or in the blocks of
     ``kvlinker.engines.embedded.model.weights.blocks``."""
 
     def __init__(self) -> None:
         """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
-        names: dict[Form, str] = {form: f"kvlinker_multiply_{form}" for form in get_args(Form)}
-        functions = native.functions("products.cpp", dict.fromkeys(names.values(), Product))
-        self._functions = {form: functions[name] for form, name in names.items()}
+        self._functions: dict[Form, native.Function] = {}
+        for file, forms in FILES.items():
+            names = {form: f"kvlinker_multiply_{form}" for form in forms}
+            found = native.functions(file, dict.fromkeys(names.values(), Product))
+            self._functions |= {form: found[name] for form, name in names.items()}
         self._check()
 
     def multiply(
@@ -62,7 +71,7 @@ class NativeProducts:
         """Return ``inputs`` [..., width], bf16, times the weights, plus ``bias`` [outputs]: [...,
         outputs], bf16.
 
-        ``weights`` is the address of the blocks, and ``group`` the number of neighbouring inputs
+        ``weights`` is the address of the weights, and ``group`` the number of neighbouring inputs
         that share scales; the last ones may be fewer. Sums are fp32.
         """
         inputs = inputs.contiguous()
@@ -113,6 +122,7 @@ class NativeProducts:
         bytes_blocks = code_blocks(scales, signed + 128, 8)
         bytes_dense = signed * scales.view(-1, 1)
         cases: dict[Form, tuple[Tensor, Tensor, int]] = {
+            "plain": (weight, weight, width),
             "bf16": (bf16_blocks(weight), weight, width),
             "int8": (bytes_blocks, bytes_dense, width),
             "int8_int8": (bytes_blocks, bytes_dense, 2 * group),

@@ -1,17 +1,17 @@
-"""Products with plain weights are PyTorch's."""
+"""Products of linear layers with plain weights are PyTorch's."""
 
 import pytest
 import torch
 from torch import nn
 
-from kvlinker.engines.embedded.model.weights.plain_products import (
-    MOST_ROWS,
+from kvlinker.engines.embedded.model.weights.linears import (
+    MOST_PLAIN_ROWS,
     PlainLinear,
-    plain_products,
     quicken_linears,
 )
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 
-pytestmark = pytest.mark.skipif(plain_products() is None, reason="no native products")
+pytestmark = pytest.mark.skipif(native_products() is None, reason="no native products")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 7])
@@ -23,9 +23,9 @@ def test_products_are_pytorchs(rows, outputs, width, with_bias):
         torch.randn(count, width, generator=generator).bfloat16() for count in (outputs, rows)
     )
     bias = torch.randn(outputs, generator=generator).bfloat16() if with_bias else None
-    products = plain_products()
+    products = native_products()
     assert products is not None
-    found = products.multiply(inputs, weight, bias)
+    found = products.multiply("plain", inputs, weight.data_ptr(), outputs, group=width, bias=bias)
     expected = nn.functional.linear(
         inputs.float(), weight.float(), None if bias is None else bias.float()
     )
@@ -38,10 +38,13 @@ def test_many_rows_and_other_precisions_are_left_to_the_layer(monkeypatch):
     quicken_linears(linear)
     assert isinstance(linear.forward, PlainLinear)
     taken = []
-    monkeypatch.setattr(type(plain_products()), "multiply", lambda self, *args: taken.append(args))
-    linear(torch.randn(1, MOST_ROWS, 40).bfloat16())
+    monkeypatch.setattr(
+        type(native_products()), "multiply", lambda self, *args, **_: taken.append(args)
+    )
+    linear(torch.randn(1, MOST_PLAIN_ROWS, 40).bfloat16())
     assert len(taken) == 1
-    assert linear(torch.randn(1, MOST_ROWS + 1, 40).bfloat16()).shape == (1, MOST_ROWS + 1, 70)
+    many = torch.randn(1, MOST_PLAIN_ROWS + 1, 40).bfloat16()
+    assert linear(many).shape == (1, MOST_PLAIN_ROWS + 1, 70)
     linear.float()
     assert linear(torch.randn(1, 40)).dtype == torch.float32
     assert len(taken) == 1
