@@ -8,7 +8,7 @@ prompt, through a cache that returns the data of all tokens of a sequence, at th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,13 +163,13 @@ class IndexerCall:
         ``LinkedCache`` takes; rotary functions rotate by the model's own tables: ``tables``
         [length, columns] where it takes those of all positions.
         """
-        given = {name: self._part(name, value, queries) for name, value in self._each()}
+        given = {name: self._part(name, value, queries) for name, value in self.arguments.items()}
         if CACHE in self.arguments:
             given[CACHE] = LinkedCache(linked, queries.length)
         if tables is not None:
             given[TABLES] = tuple(table[None].to(self._hidden.dtype) for table in tables)
         picks = _picks.get() or Picks()
-        with picking(picks, self.module, queries.owner, queries.positions):
+        with Picking(picks, self.module, queries.owner, queries.positions):
             found = self.function(self.module, **given)
         return self._mask(found, queries.length)
 
@@ -177,9 +177,6 @@ class IndexerCall:
     def _hidden(self) -> Tensor:
         hidden: Tensor = self.arguments["hidden_states"]
         return hidden
-
-    def _each(self) -> Iterator[tuple[str, Any]]:
-        yield from ((name, value) for name, value in self.arguments.items() if name != CACHE)
 
     def _part(self, name: str, value: Any, queries: Queries) -> Any:
         """Return an argument for these queries alone."""
@@ -245,19 +242,9 @@ def picking_by(picks: Picks) -> Iterator[None]:
         _picks.reset(token)
 
 
-def picking(
-    picks: Picks,
-    module: nn.Module,
-    owner: object = None,
-    positions: NDArray[np.int64] | None = None,
-) -> AbstractContextManager[object]:
-    """Have what a module computes in this thread for queries at these ``positions``, or for all of
-    a text, pick by ``picks``."""
-    return _Picking(picks, module, owner, positions)
-
-
-class _Picking(TorchFunctionMode):
-    """Replaces top-k, which leaves open what it returns of equal scores.
+class Picking(TorchFunctionMode):
+    """Has what a module computes in this thread for queries at these ``positions``, or for all of a
+    text, pick by ``picks``: replaces top-k, which leaves open what it returns of equal scores.
 
     Indexers that pick for one query at a time list the tokens that it sees before. It is the last
     of these, so that their number is its position.
@@ -267,8 +254,8 @@ class _Picking(TorchFunctionMode):
         self,
         picks: Picks,
         module: nn.Module,
-        owner: object,
-        positions: NDArray[np.int64] | None,
+        owner: object = None,
+        positions: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__()
         self._picks = picks

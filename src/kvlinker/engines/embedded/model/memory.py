@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,12 @@ def dropping_mapped(model: nn.Module) -> Iterator[None]:
     that a pass needs the memory of one module's weights at a time. Nothing may write to weights
     meanwhile."""
     files = _unchanged_files()
-    handles = []
-    for module in model.modules() if files else ():
-        own = [each for each in module.parameters(recurse=False) if _inside(each, files)]
-        if own:
-            handles.append(module.register_forward_hook(partial(_drop_all, own)))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules() if files else ():
+            own = [each for each in module.parameters(recurse=False) if _inside(each, files)]
+            if own:
+                hooks.enter_context(module.register_forward_hook(partial(_drop_all, own)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _drop_all(weights: Sequence[Tensor], *_: Any) -> None:

@@ -7,7 +7,7 @@ It shares no code with the engine: transformers computes all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -115,15 +115,12 @@ class FrozenOracle:
                 return change((part, 1), output)
             return tuple(change((part, index), each) for index, each in enumerate(output, 1))
 
-        handles = [
-            layer.register_forward_pre_hook(entering, with_kwargs=True) for layer in self._layers
-        ]
-        handles += [part.register_forward_hook(leaving) for part in self._reaching_back]
-        try:
+        with ExitStack() as hooks:
+            for layer in self._layers:
+                hooks.enter_context(layer.register_forward_pre_hook(entering, with_kwargs=True))
+            for part in self._reaching_back:
+                hooks.enter_context(part.register_forward_hook(leaving))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _seeing_neighbours(model: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ It shares no code with the engine: transformers computes all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -127,9 +127,7 @@ def _inputs_changed(
         changed = {name: change(module, value) for name, value in kwargs.items()}
         return tuple(change(module, value) for value in args), changed
 
-    handles = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in modules]
-    try:
+    with ExitStack() as hooks:
+        for part in modules:
+            hooks.enter_context(part.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

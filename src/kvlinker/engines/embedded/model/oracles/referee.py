@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.indexers import Picks, is_indexer, picking
+from kvlinker.engines.embedded.model.indexers import Picking, Picks, is_indexer
 
 Recorded = dict[tuple[object, nn.Module, int], Tensor]
 """The picks of an indexer in a text for the query at a position: [..., picked], -1 for none."""
@@ -39,10 +39,20 @@ class Referee(Picks):
         """Record what the indexers of ``model`` pick in its own passes over the ``text``, for the
         engine's passes whose owner that is."""
         own = _Recording(self._recorded, text)
-        with ExitStack() as stack:
+        entered: list[Picking] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            entered.append(Picking(own, module))
+            entered[-1].__enter__()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        with ExitStack() as hooks:
             for part in model.modules():
                 if is_indexer(type(part)):
-                    stack.enter_context(_inside(part, own))
+                    hooks.enter_context(part.register_forward_pre_hook(enter))
+                    hooks.enter_context(part.register_forward_hook(leave, always_call=True))
             yield
 
     def highest(
@@ -86,28 +96,6 @@ class _Recording(Picks):
         for position, row in zip(positions.tolist(), rows, strict=True):
             self._recorded[self._text, module, position] = row
         return indices
-
-
-@contextmanager
-def _inside(indexer: nn.Module, picks: Picks) -> Iterator[None]:
-    """Have the indexer pick by ``picks`` in the model's own passes."""
-    entered = ExitStack()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        entered.enter_context(picking(picks, module))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        entered.close()
-
-    handles = [
-        indexer.register_forward_pre_hook(enter),
-        indexer.register_forward_hook(leave, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _distance(best: Tensor, found: Tensor) -> float:

@@ -8,8 +8,9 @@ whole. Views are no operations: two tensors over the same memory are the same nu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
         if not self._inside:
             raise UnrecordableError("layers keep a state outside modules of their own")
 
-    def enter(self) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """Take down nothing until ``leave``: a module computes that is one operation."""
         self._inside += 1
 
@@ -311,22 +312,11 @@ def _leaves(model: nn.Module, recorder: _Recorder, called: Collection[nn.Module]
             return EMBEDDING
         return None
 
-    def enter(module: nn.Module, args: Any) -> None:
-        recorder.enter()
-
-    handles = []
-    for module in model.modules():
-        name = name_of(module)
-        if name is None:
-            continue
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            recorder.leave(name, module, args, kwargs, output)
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            name = name_of(module)
+            if name is not None:
+                leave = partial(recorder.leave, name)
+                hooks.enter_context(module.register_forward_pre_hook(recorder.enter))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

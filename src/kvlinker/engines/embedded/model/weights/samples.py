@@ -4,7 +4,7 @@ multiplied."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,16 +23,12 @@ def sampled_inputs(model: nn.Module) -> Iterator[Mapping[nn.Module, Tensor]]:
     ``model`` that runs in the block: some of its call with the most rows."""
     sampled: dict[nn.Module, Tensor] = {}
     most: dict[nn.Module, int] = {}
-    handles = [
-        module.register_forward_pre_hook(partial(_sample, sampled, most))
-        for module in model.modules()
-        if type(module) is nn.Linear or ExpertsForm.of(module) is not None
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if type(module) is nn.Linear or ExpertsForm.of(module) is not None:
+                sample = partial(_sample, sampled, most)
+                hooks.enter_context(module.register_forward_pre_hook(sample))
         yield sampled
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sample(
