@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -65,25 +65,14 @@ FEWEST_OUTPUTS = 32
 when packed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinearCall:
-    """Describes one call of a linear layer."""
-
-    linear: nn.Linear
-    """The layer that was called."""
-
-    input: Tensor
-    """The tensor that it was called with."""
-
-    content: int
-    """The hash of what was in ``input`` then; another module may have changed it since."""
-
-
 class LinearCalls:
     """Records what a forward pass did with the linear layers of a model."""
 
     def __init__(self) -> None:
-        self.calls: list[LinearCall] = []
+        self.calls: defaultdict[nn.Linear, list[tuple[Tensor, int]]] = defaultdict(list)
+        """The tensors that each was called with, and the hash of what was in them then; another
+        module may have changed it since."""
+
         self.ran: set[nn.Module] = set()
         """All modules that were called."""
 
@@ -92,21 +81,18 @@ class LinearCalls:
         self.ran.add(module)
         if type(module) is nn.Linear and args:
             (given,) = args
-            self.calls.append(
-                LinearCall(module, given, hash(given.float().cpu().numpy().tobytes()))
-            )
+            content = hash(given.float().cpu().numpy().tobytes())
+            self.calls[module].append((given, content))
 
 
 @contextmanager
 def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     """Record what the forward pass of ``model`` in the block does with its linear layers."""
     seen = LinearCalls()
-    handles = [module.register_forward_pre_hook(seen.enter) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(seen.enter))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -158,8 +144,8 @@ def arrange_weights(
                 rows = sampled.get(group[0].linear)
                 chooses = kind is NativeInt8Matrix
                 _replace(model, group, partial(NativeInt8Matrix, sampled=rows) if chooses else kind)
-            if (count := multiplied_in_int8(model)).matrices:
-                logger.info("%s.", count)
+            if kind is NativeInt8Matrix:
+                logger.info("%s.", multiplied_in_int8(model))
     in_blocks = [
         group
         for group in groups
@@ -245,16 +231,13 @@ def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
         for name, child in owner.named_children():
             if type(child) is nn.Linear:
                 places[child].append(_Place(owner, name, child))
-    calls: defaultdict[nn.Linear, list[LinearCall]] = defaultdict(list)
-    for call in seen.calls:
-        calls[call.linear].append(call)
-
     groups: defaultdict[tuple[object, ...], list[_Place]] = defaultdict(list)
     for linear, (place, *others) in places.items():
-        reads_weight = place.owner in seen.ran and not calls[linear]
+        calls = seen.calls[linear]
+        reads_weight = place.owner in seen.ran and not calls
         if others or reads_weight or linear.out_features < FEWEST_OUTPUTS:
             continue
-        input_of = [(id(call.input), call.content) for call in calls[linear]]
+        input_of = [(id(given), content) for given, content in calls]
         together = (
             (place.owner, *input_of, linear.bias is None) if len(input_of) == 1 else (linear,)
         )

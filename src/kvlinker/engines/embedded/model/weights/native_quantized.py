@@ -8,7 +8,6 @@ group that rounding these would do harm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -168,31 +167,17 @@ class NativeInt4Matrix(CodesMatrix):
         return widened.flatten(1)[: self.outputs]
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Count:
-    """Counts a model's matrices of weights in 8 bits."""
-
-    matrices: int
-    multiplied: int
-    """Those by which inputs in 8 bits are multiplied."""
-
-    largest_error: float
-    """The largest error that rounding inputs to 8 bits makes with one of these."""
-
-    def __str__(self) -> str:
-        if not self.matrices:
-            return "No matrix in 8 bits is multiplied by native code"
-        others = self.matrices - self.multiplied
-        most = f", which moves outputs by up to {self.largest_error:.1%}" if self.multiplied else ""
-        rest = f"; the other {others} by inputs in 16" if others else ""
-        return (
-            f"{self.multiplied} of {self.matrices} matrices in 8 bits are multiplied by inputs in 8"
-            f" bits{most}{rest}"
-        )
-
-
-def multiplied_in_int8(model: nn.Module) -> Int8Count:
-    """Count the matrices of weights in 8 bits that native code multiplies by."""
+def multiplied_in_int8(model: nn.Module) -> str:
+    """Say by how many of its matrices of weights in 8 bits native code multiplies inputs in 8 bits,
+    and the largest error that rounding these makes."""
     matrices = [each for each in model.modules() if isinstance(each, NativeInt8Matrix)]
+    if not matrices:
+        return "No matrix in 8 bits is multiplied by native code"
     errors = [each.rounding_error for each in matrices if each.form == "int8_int8"]
-    return Int8Count(len(matrices), len(errors), max(errors, default=0.0))
+    others = len(matrices) - len(errors)
+    most = f", which moves outputs by up to {max(errors):.1%}" if errors else ""
+    rest = f"; the other {others} by inputs in 16" if others else ""
+    return (
+        f"{len(errors)} of {len(matrices)} matrices in 8 bits are multiplied by inputs in 8"
+        f" bits{most}{rest}"
+    )
