@@ -92,14 +92,11 @@ def _turn_neighbours(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
 def _turn_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate dimension i together with the one that lies half of them behind."""
 
-    def interleaved(heads: Tensor) -> Tensor:
-        return heads.reshape(*heads.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+    def turned(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def apart(heads: Tensor) -> Tensor:
-        return heads.reshape(*heads.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-
-    query, key = _turn_neighbours(interleaved(query), interleaved(key), cos, sin)
-    return apart(query), apart(key)
+    return turned(query), turned(key)
 
 
 def _rotary(apply: RotaryFunction, device: torch.device) -> Rotary:

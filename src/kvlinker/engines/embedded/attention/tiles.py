@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class TileTables:
                 partial, self.partial_rows = self.partial_rows, self.partial_rows + tile_rows
                 found.extend((int(row), partial + at) for at, row in enumerate(piece.rows))
             table.append((len(visits), len(piece.visits), partial))
-            visits.extend(visit.row for visit in piece.visits)
+            visits.extend(piece.visits)
         found.sort()
         targets, counts = np.unique([row for row, _ in found], return_counts=True)
 
@@ -129,8 +130,7 @@ class TileTables:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
+class _Visit(NamedTuple):
     """Keys [first, last) of a segment, of which a tile's queries see what ``sights`` says."""
 
     segment: int
@@ -138,10 +138,6 @@ class _Visit:
     last: int
     sights: int
     hides: bool
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        return self.segment, self.first, self.last, self.sights, self.hides
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +159,7 @@ class _Tile:
             first = visit.first
             while first < visit.last:
                 last = min(visit.last, first + room)
-                piece.append(_Visit(visit.segment, first, last, visit.sights, hides=visit.hides))
+                piece.append(visit._replace(first=first, last=last))
                 room -= last - first
                 first = last
                 if not room:

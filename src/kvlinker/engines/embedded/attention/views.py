@@ -4,7 +4,7 @@ memory once for all queries."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -63,16 +63,7 @@ class View:
             return None
         first, last = self.first + int(seen.argmax()), self.last - int(seen[::-1].argmax())
         hidden = None if np.count_nonzero(seen) == last - first else self.hidden
-        return View(
-            self.segment,
-            self.rows,
-            self.start,
-            self.rotary_start,
-            first,
-            last,
-            hidden,
-            self.positions,
-        )
+        return replace(self, first=first, last=last, hidden=hidden)
 
     def bounds(
         self, positions: NDArray[np.int64], window: int | None

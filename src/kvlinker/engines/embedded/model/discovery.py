@@ -41,7 +41,7 @@ from kvlinker.engines.embedded.model.obstacles import (
     rotary_modules,
     states_held,
 )
-from kvlinker.engines.embedded.model.pass_tables import PassTables
+from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model.preparing import EXPANSION, prepare
 from kvlinker.engines.embedded.model.rotary import Rotary, cos_and_sin
 from kvlinker.engines.embedded.model.states.recurrence import (
@@ -161,11 +161,7 @@ class _Tracer(Interceptor):
         return bool(self._kinds)
 
     def saw_tables(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         self._tables.append((cos_and_sin(output)[0], module, args, kwargs))
 
@@ -303,11 +299,43 @@ class _Tracer(Interceptor):
         return nothing, state if call.wants_state else None
 
 
+class PassTables(nn.Module):
+    """Gives cos and sin of all positions of a model's context, where it makes them inside its
+    layers, with no module for them: read from one pass that ends where it first rotates."""
+
+    def __init__(self, model: Any, window: int) -> None:
+        super().__init__()
+        device = model.device
+        positions = torch.arange(window, device=device)[None]
+        try:
+            with in_fp32(model), intercepted(_Reader()), torch.inference_mode():
+                model(
+                    input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False
+                )
+        except _Read as read:
+            self._cos, self._sin = read.cos[0], read.sin[0]
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [1, tokens, columns] of ``positions`` [1, tokens]."""
+        return self._cos[positions], self._sin[positions]
+
+
+class _Read(Exception):  # noqa: N818
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
+
+
+class _Reader(Interceptor):
+    """Ends a pass at its first rotation."""
+
+    def rotary(self, form: RotaryForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _, _, cos, sin = form.rotation(args, kwargs)
+        raise _Read(cos.clone(), sin.clone())
+
+
 @contextmanager
 def _watched(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    def tables(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tracer.saw_tables(module, args, kwargs, output)
-
     layers = set(decoder_layers(model))
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -321,7 +349,7 @@ def _watched(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for part in rotary_modules(model):
-            hooks.enter_context(part.register_forward_hook(tables, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(tracer.saw_tables, with_kwargs=True))
         for part in model.modules():
             hooks.enter_context(part.register_forward_pre_hook(enter))
             hooks.enter_context(part.register_forward_hook(leave))

@@ -7,6 +7,7 @@ prompt, through a cache that returns the data of all tokens of a sequence, at th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -76,7 +77,7 @@ class LinkedCache:
     @property
     def layers(self) -> Mapping[int, LinkedCache]:
         """Return this cache for any layer."""
-        return _Everywhere(self)
+        return defaultdict(lambda: self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count the tokens."""
@@ -88,15 +89,6 @@ class LinkedCache:
         return found.view(*kept.shape[:-2], -1, kept.shape[-1])
 
     update_index = update_indexer
-
-
-class _Everywhere(dict[int, LinkedCache]):
-    def __init__(self, cache: LinkedCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def __missing__(self, layer: int) -> LinkedCache:
-        return self._cache
 
 
 class Queries(NamedTuple):

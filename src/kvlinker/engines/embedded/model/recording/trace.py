@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.model.anatomy import Anatomy
-from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.interception import Interceptor, intercepted
 from kvlinker.engines.embedded.model.norms import NativeNorm
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
@@ -173,9 +172,6 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
         variant = AttentionOptions.of_call(query, options)
         self._add(Node(ATTENTION, given, Numbers(output), options=variant))
         return output
-
-    def index(self, call: IndexerCall) -> Tensor:
-        raise UnrecordableError("indexers pick the tokens that are seen")
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
         self._require_inside()

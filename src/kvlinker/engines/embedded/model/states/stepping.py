@@ -37,7 +37,6 @@ from kvlinker.engines.embedded.model.states.known import (
     TOKEN_SHIFT,
     TOKENS_AT_ONCE,
 )
-from kvlinker.engines.embedded.model.states.ngrams import of_tokens_before
 from kvlinker.engines.embedded.model.states.recurrence import (
     ConvolutionCall,
     convolved,
@@ -48,6 +47,10 @@ from kvlinker.engines.embedded.model.states.rules import Rule, RuleCall
 
 Original = Callable[..., Any]
 """The model's own function that is replaced."""
+
+BASE = 256
+"""Ids in n-grams are kept by their digits in this base, which numbers of any precision have
+exactly."""
 
 
 class AnyLength(Tensor):
@@ -183,6 +186,26 @@ def _ngrams(interceptor: Interceptor, original: Original, given: dict[str, Any])
     if given.get("past_key_values") is not None:
         original(module, ids, given["past_key_values"])  # it keeps ids there
     return interceptor.convolve(of_tokens_before(original, module, ids)).transpose(1, 2)
+
+
+def of_tokens_before(embed: Original, module: Any, ids: Tensor) -> ConvolutionCall:
+    """Return the call for ``ids`` [1, tokens] of a module whose function is ``embed``: what each
+    token's embedding is made of are its id and those of the tokens before it, as in a convolution.
+    It takes the end of text for what stands before a text, of which all digits are therefore
+    zeros."""
+    size, end = int(module.unigram_vocab_size), int(module.eos_token_id)
+    digits = next(count for count in range(1, 9) if BASE**count >= size)
+    places = BASE ** torch.arange(digits, device=ids.device)[:, None]
+
+    def embedded(entering: Tensor, weight: Tensor) -> Tensor:
+        numbers = (entering.long() * places).sum(1) + end
+        found: Tensor = embed(module, numbers % size, None)
+        return found.transpose(1, 2)
+
+    entering = ((ids - end) % size)[:, None] // places % BASE
+    width = entering.new_empty(digits, int(module.context_len) + 1)
+    weight: Tensor = module.ngram_embedding.weight
+    return ConvolutionCall(embedded, entering.to(weight.dtype), width, {}, ())
 
 
 def _convolved_projections(

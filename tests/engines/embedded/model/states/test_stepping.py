@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvlinker.engines.embedded.model.states.ngrams import of_tokens_before
+from kvlinker.engines.embedded.model.states.stepping import of_tokens_before
 from tests.toy_models import VOCABULARY, tiny_model
 
 END = 257
