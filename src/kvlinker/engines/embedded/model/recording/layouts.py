@@ -74,6 +74,11 @@ class Layout:
     def name(self) -> int | Tensor:
         return self.memory.number if isinstance(self.memory, Memory) else self.memory
 
+    @property
+    def place(self) -> Place:
+        """Where the numbers of each token lie, if they are neighbours."""
+        return Place(self.name, self.offset, self.row, 0, 1, self.wide)
+
 
 class Layouts:
     """Reads layouts off two passes."""

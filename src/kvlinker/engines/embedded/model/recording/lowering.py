@@ -168,7 +168,7 @@ class _Lowering:
         self._add(kind, self._output(one, other), *inputs)
 
     def _combine(self, one: Node, other: Node) -> None:
-        _require(one, other, {"alpha": 1, "rounding_mode": None})
+        _require(one, {"alpha": 1, "rounding_mode": None})
         self._map(OF_TWO[_short(one.name)], one, other, "self", "other")
 
     def _gelu(self, one: Node, other: Node) -> None:
@@ -210,10 +210,7 @@ class _Lowering:
         self._inputs[one.output.memory] = one.arguments["name"]
 
     def _embedding(self, one: Node, other: Node) -> None:
-        indices, weight = (
-            one.arguments["indices"],
-            self._layouts.of(one.arguments["weight"], other.arguments["weight"]),
-        )
+        indices, weight = one.arguments["indices"], self._layout(one, other, "weight")
         if self._inputs.get(indices.memory) != "ids" or not isinstance(weight.memory, Tensor):
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
         self._embedded.append(len(weight.memory))
@@ -234,7 +231,7 @@ class _Lowering:
                 output.wanted,
                 1,
                 width,
-                Place(output.name, 0, output.row, 0, 1, wide=False),
+                output.place,
                 Place(embedding.blocks, 0, 0, 0, 1, wide=False),
             )
         )
@@ -264,8 +261,8 @@ class _Lowering:
                 output.wanted,
                 1,
                 last.size,
-                Place(output.name, 0, output.row, 0, 1, output.wide),
-                Place(source.name, source.offset, row, 0, 1, source.wide),
+                output.place,
+                source.place._replace(row=row),
                 by_tokens=by_tokens,
             )
         )
@@ -290,7 +287,7 @@ class _Lowering:
         self._by_rows(Kind.LAYER_NORM, one, other, "input", epsilon=one.arguments["eps"], **parts)
 
     def _mean(self, one: Node, other: Node) -> None:
-        _require(one, other, {"keepdim": True})
+        _require(one, {"keepdim": True})
         depth = one.arguments["self"].tensor.ndim
         if [axis % depth for axis in one.arguments["dim"]] != [depth - 1]:
             raise UnrecordableError("a mean goes over several dimensions")
@@ -316,14 +313,12 @@ class _Lowering:
         output = self._output(one, other)
         if source.wide or output.wide:
             raise UnrecordableError("its linear layers are not in bf16")
-        source = self._dense(source)
         weights, bias = _weights(module)
         later = None
         if weights.rounds_before_bias:
             later, bias = bias, None
-        into = Place(output.name, 0, output.row, 0, 1, False)
-        given = Place(source.name, source.offset, source.row, 0, 1, False)
-        self._operations.append(Product(output.wanted, given, into, weights, bias))
+        given = self._dense(source).place
+        self._operations.append(Product(output.wanted, given, output.place, weights, bias))
         if later is not None:
             added = self._layouts.of(Numbers(later), Numbers(later))
             self._add(Kind.ADD, output, output, added)
@@ -334,13 +329,9 @@ class _Lowering:
         source, output = self._layout(one, other, "input"), self._output(one, other)
         if source.wide or output.wide or output.row != output.axes[-1].size:
             raise UnrecordableError("what it calls does not lie token after token in bf16")
-        source = self._dense(source)
-        given, into = (
-            Place(layout.name, layout.offset, layout.row, 0, 1, False)
-            for layout in (source, output)
-        )
         assert one.compute is not None
-        self._operations.append(ModuleCall(output.wanted, given, into, one.compute))
+        given = self._dense(source).place
+        self._operations.append(ModuleCall(output.wanted, given, output.place, one.compute))
 
     def _dense(self, source: Layout) -> Layout:
         """Return the layout of the same numbers with nothing in between."""
@@ -390,8 +381,8 @@ def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:
     return weights, bias
 
 
-def _require(one: Node, other: Node, expected: Mapping[str, Any]) -> None:
+def _require(node: Node, expected: Mapping[str, Any]) -> None:
     """Raises UnrecordableError if an argument is there that is not the expected one."""
     for name, value in expected.items():
-        if one.arguments.get(name, value) != value:
-            raise UnrecordableError(f"no native code computes {one.name} with {name}")
+        if node.arguments.get(name, value) != value:
+            raise UnrecordableError(f"no native code computes {node.name} with {name}")
