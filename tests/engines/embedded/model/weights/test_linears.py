@@ -6,7 +6,6 @@ from torch import nn
 
 from kvlinker.engines.embedded.model.weights.linears import (
     MOST_PLAIN_ROWS,
-    PlainLinear,
     quicken_linears,
 )
 from kvlinker.engines.embedded.model.weights.native_products import native_products
@@ -36,7 +35,7 @@ def test_products_are_pytorchs(rows, outputs, width, with_bias):
 def test_many_rows_and_other_precisions_are_left_to_the_layer(monkeypatch):
     linear = nn.Linear(40, 70).bfloat16()
     quicken_linears(linear)
-    assert isinstance(linear.forward, PlainLinear)
+    assert "forward" in vars(linear)
     taken = []
     monkeypatch.setattr(
         type(native_products()), "multiply", lambda self, *args, **_: taken.append(args)

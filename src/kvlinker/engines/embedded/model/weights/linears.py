@@ -8,6 +8,7 @@ They take the places of a loaded model's ``nn.Linear``: see
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,21 +134,17 @@ class SharedLinear(nn.Linear):
             destination[f"{prefix}bias"] = self.bias
 
 
-class PlainLinear:
-    """Computes what a linear layer does whose weight is plain; many rows are left to the layer."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        linear, products = self._linear, native_products()
-        outputs, width = linear.weight.shape
-        many = inputs.numel() > MOST_PLAIN_ROWS * width
-        is_bf16 = inputs.dtype == linear.weight.dtype == torch.bfloat16
-        if many or not is_bf16 or products is None:
-            return type(linear).forward(linear, inputs)
-        address = linear.weight.data_ptr()
-        return products.multiply("plain", inputs, address, outputs, group=width, bias=linear.bias)
+def _plain_product(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Return what a linear layer computes whose weight is plain; many rows are left to the
+    layer."""
+    outputs, width = linear.weight.shape
+    products = native_products()
+    many = inputs.numel() > MOST_PLAIN_ROWS * width
+    is_bf16 = inputs.dtype == linear.weight.dtype == torch.bfloat16
+    if many or not is_bf16 or products is None:
+        return type(linear).forward(linear, inputs)
+    address = linear.weight.data_ptr()
+    return products.multiply("plain", inputs, address, outputs, group=width, bias=linear.bias)
 
 
 def multiplies_plain(linear: nn.Linear) -> bool:
@@ -162,4 +159,4 @@ def quicken_linears(model: nn.Module) -> None:
     CPUs. The modules stay as they are but for ``forward``."""
     for module in model.modules():
         if type(module) is nn.Linear and multiplies_plain(module):
-            module.forward = PlainLinear(module)  # type: ignore[assignment]
+            module.forward = partial(_plain_product, module)  # type: ignore[method-assign]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,7 @@ class ExpertMatrices(nn.Module):
         table = self._experts()
         outputs = table[0].product.outputs
         output = rows.new_empty(len(chosen), outputs)
-        functions.multiply(
+        functions["kvlinker_multiply_experts"](
             _Experts(
                 inputs=rows.data_ptr(),
                 width=rows.shape[1],
@@ -105,7 +105,7 @@ def weighted_sum(numbers: Tensor, weights: Tensor) -> Tensor:
     numbers, factors = numbers.contiguous(), weights.float().contiguous()
     (rows, together), width = factors.shape, numbers.shape[1]
     output = numbers.new_empty(rows, width)
-    functions.add_up(
+    functions["kvlinker_weighted_sum"](
         _WeightedSum(
             inputs=numbers.data_ptr(),
             weights=factors.data_ptr(),
@@ -119,24 +119,17 @@ def weighted_sum(numbers: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
-class NativeExperts:
-    """The functions of experts.cpp."""
-
-    def __init__(self) -> None:
-        """Load them; experts' results are compared before they are used. Raises
-        NativeUnavailableError."""
-        names = {"kvlinker_multiply_experts": _Experts, "kvlinker_weighted_sum": _WeightedSum}
-        functions = native.functions("experts.cpp", names)
-        self.multiply, self.add_up = (functions[name] for name in names)
-
-
 @cache
-def native_experts() -> NativeExperts | None:
-    """Return the functions, compiled when first asked for; None if there are none, and the log says
-    why."""
+def native_experts() -> Mapping[str, native.Function] | None:
+    """Return the functions of experts.cpp by name, compiled when first asked for; None if there are
+    none, and the log says why. Experts' results are compared before they are used."""
     if native_products() is None:
         return None
-    return native.or_fall_back(NativeExperts, "Experts are multiplied by PyTorch's kernels")
+    names = {"kvlinker_multiply_experts": _Experts, "kvlinker_weighted_sum": _WeightedSum}
+    return native.or_fall_back(
+        lambda: native.functions("experts.cpp", names),
+        "Experts are multiplied by PyTorch's kernels",
+    )
 
 
 class _Expert(ctypes.Structure):
