@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines.embedded.model.recording.program import HeadsPlace, Place
-from kvlinker.engines.embedded.model.recording.trace import Numbers, Trace, UnrecordableError
+from kvlinker.engines.embedded.model.recording.trace import Trace, UnrecordableError, memory_of
 
 PRECISIONS = {torch.bfloat16: False, torch.float32: True}
 """The precisions of numbers that operations compute with; whether they are wide."""
@@ -96,43 +96,42 @@ class Layouts:
         self.made.append((row * (4 if wide else 2), wanted))
         return memory
 
-    def output(self, one: Numbers, other: Numbers) -> Layout:
+    def output(self, one: Tensor, other: Tensor) -> Layout:
         """Return the layout of what an operation computes: in new memory, or where it is changed in
         place."""
-        if one.memory in self._memories:
+        if memory_of(one) in self._memories:
             return self.of(one, other)
-        wide = self._precision(one.tensor)
+        wide = self._precision(one)
         tokens = [
             index
-            for index, sizes in enumerate(zip(one.tensor.shape, other.tensor.shape, strict=True))
+            for index, sizes in enumerate(zip(one.shape, other.shape, strict=True))
             if sizes in (self._tokens, self._wanted)
         ]
-        if len(tokens) != 1 or one.tensor.storage_offset():
-            raise UnrecordableError(f"it has a tensor of shape {tuple(one.tensor.shape)}")
+        if len(tokens) != 1 or one.storage_offset():
+            raise UnrecordableError(f"it has a tensor of shape {tuple(one.shape)}")
         (axis,) = tokens
-        sizes = one.tensor.shape[axis], other.tensor.shape[axis]
-        row = one.tensor.numel() // sizes[0]
+        sizes = one.shape[axis], other.shape[axis]
+        row = one.numel() // sizes[0]
         memory = self.fresh(row, wanted=sizes == self._wanted, wide=wide)
-        if one.tensor.stride(axis) != row:
-            memory = replace(memory, moved=_moved(one.tensor, other.tensor, axis, row))
-        self._memories[one.memory] = memory
+        if one.stride(axis) != row:
+            memory = replace(memory, moved=_moved(one, other, axis, row))
+        self._memories[memory_of(one)] = memory
         return self.of(one, other)
 
-    def of(self, one: Numbers, other: Numbers) -> Layout:
+    def of(self, one: Tensor, other: Tensor) -> Layout:
         """Return the layout of a tensor that has been computed, or that is the same in all
         steps."""
-        first, second = one.tensor, other.tensor
-        memory = self._memories.get(one.memory)
+        memory = self._memories.get(memory_of(one))
         if memory is None:
-            return self._constant(first, second)
-        if first.ndim != second.ndim or first.storage_offset() != second.storage_offset():
+            return self._constant(one, other)
+        if one.ndim != other.ndim or one.storage_offset() != other.storage_offset():
             raise UnrecordableError("its tensors lie otherwise for other numbers of tokens")
-        if memory.moved is not None and first.storage_offset():
+        if memory.moved is not None and one.storage_offset():
             raise UnrecordableError("its tensors do not lie token after token")
         axes = []
-        for axis in range(first.ndim):
-            sizes = first.shape[axis], second.shape[axis]
-            strides = first.stride(axis), second.stride(axis)
+        for axis in range(one.ndim):
+            sizes = one.shape[axis], other.shape[axis]
+            strides = one.stride(axis), other.stride(axis)
             if sizes[0] == sizes[1]:
                 axes.append(Axis(sizes[0], memory.stride(strides) if sizes[0] > 1 else 0))
             elif sizes == (self._wanted if memory.wanted else self._tokens):
@@ -140,10 +139,10 @@ class Layouts:
                     raise UnrecordableError("its tensors do not lie token after token")
                 axes.append(Axis(0, memory.row))
             else:
-                raise UnrecordableError(f"it has a tensor of shape {tuple(first.shape)}")
+                raise UnrecordableError(f"it has a tensor of shape {tuple(one.shape)}")
         if sum(axis.is_tokens for axis in axes) != 1:
             raise UnrecordableError("tokens are mixed outside attention")
-        return Layout(memory, int(first.storage_offset()), tuple(axes), self._precision(first))
+        return Layout(memory, int(one.storage_offset()), tuple(axes), self._precision(one))
 
     def _constant(self, one: Tensor, other: Tensor) -> Layout:
         if one.shape != other.shape or (

@@ -40,9 +40,9 @@ from kvlinker.engines.embedded.model.recording.trace import (
     LINEAR,
     NORM,
     Node,
-    Numbers,
     Trace,
     UnrecordableError,
+    memory_of,
     trace_pass,
 )
 from kvlinker.engines.embedded.model.weights.linears import (
@@ -147,9 +147,9 @@ class _Lowering:
     def _layout(self, one: Node, other: Node, name: str) -> Layout:
         """Return the layout of an argument: a tensor, or a number."""
         first, second = one.arguments[name], other.arguments[name]
-        if isinstance(first, Numbers):
-            if first.memory in self._inputs:
-                raise UnrecordableError(f"it computes with {self._inputs[first.memory]}")
+        if isinstance(first, Tensor):
+            if (given := self._inputs.get(memory_of(first))) is not None:
+                raise UnrecordableError(f"it computes with {given}")
             return self._layouts.of(first, second)
         if first != second or not isinstance(first, int | float):
             raise UnrecordableError("it computes with numbers that depend on the tokens' number")
@@ -200,18 +200,15 @@ class _Lowering:
     def _reshape(self, one: Node, other: Node) -> None:
         """Add a copy of what could not be seen in another shape where it lies."""
         source = self._layout(one, other, "self")
-        copied, others = (
-            Numbers(node.output.tensor.view(node.arguments["self"].tensor.shape))
-            for node in (one, other)
-        )
+        copied, others = (node.output.view(node.arguments["self"].shape) for node in (one, other))
         self._add(Kind.COPY, self._layouts.output(copied, others), source)
 
     def _input(self, one: Node, other: Node) -> None:
-        self._inputs[one.output.memory] = one.arguments["name"]
+        self._inputs[memory_of(one.output)] = one.arguments["name"]
 
     def _embedding(self, one: Node, other: Node) -> None:
         indices, weight = one.arguments["indices"], self._layout(one, other, "weight")
-        if self._inputs.get(indices.memory) != "ids" or not isinstance(weight.memory, Tensor):
+        if self._inputs.get(memory_of(indices)) != "ids" or not isinstance(weight.memory, Tensor):
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
         self._embedded.append(len(weight.memory))
         self._gather(weight, self._output(one, other), by_tokens=True)
@@ -219,7 +216,7 @@ class _Lowering:
     def _tied_embedding(self, one: Node, other: Node) -> None:
         embedding, output = one.module, self._output(one, other)
         assert isinstance(embedding, TiedEmbedding), embedding
-        if self._inputs.get(one.arguments["input"].memory) != "ids":
+        if self._inputs.get(memory_of(one.arguments["input"])) != "ids":
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
         width = embedding.embedding_dim
         if output.wide or output.row != width:
@@ -244,7 +241,7 @@ class _Lowering:
             and source.axes[1].is_tokens
             and len(chosen) == 2
             and chosen[0] is None
-            and self._inputs.get(chosen[1].memory) == "rows"
+            and self._inputs.get(memory_of(chosen[1])) == "rows"
         )
         if not is_by_row or source.wanted:
             raise UnrecordableError("it chooses among tokens")
@@ -278,17 +275,14 @@ class _Lowering:
         self._held.append(one.module)
 
     def _layer_norm(self, one: Node, other: Node) -> None:
-        parts: dict[str, Tensor | None] = {}
-        for name in ("weight", "bias"):
-            given = one.arguments[name]
-            parts[name] = None if given is None else given.tensor
+        parts = {name: one.arguments[name] for name in ("weight", "bias")}
         if len(one.arguments["normalized_shape"]) != 1:
             raise UnrecordableError("a norm goes over several dimensions")
         self._by_rows(Kind.LAYER_NORM, one, other, "input", epsilon=one.arguments["eps"], **parts)
 
     def _mean(self, one: Node, other: Node) -> None:
         _require(one, {"keepdim": True})
-        depth = one.arguments["self"].tensor.ndim
+        depth = one.arguments["self"].ndim
         if [axis % depth for axis in one.arguments["dim"]] != [depth - 1]:
             raise UnrecordableError("a mean goes over several dimensions")
         self._by_rows(Kind.MEAN, one, other, "self")
@@ -320,7 +314,7 @@ class _Lowering:
         given = self._dense(source).place
         self._operations.append(Product(output.wanted, given, output.place, weights, bias))
         if later is not None:
-            added = self._layouts.of(Numbers(later), Numbers(later))
+            added = self._layouts.of(later, later)
             self._add(Kind.ADD, output, output, added)
         assert module is not None
         self._held.append(module)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.model.anatomy import Anatomy
@@ -46,26 +46,14 @@ class UnrecordableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """A tensor of the recorded pass."""
-
-    tensor: Tensor
-
-    @property
-    def memory(self) -> int:
-        """A name of the memory that it lies in, as long as the trace is held."""
-        return self.tensor.untyped_storage().data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """An operation of the recorded pass."""
 
     name: str
     arguments: Mapping[str, Any]
-    """What it was called with, defaults included; its tensors are ``Numbers``."""
+    """What it was called with, defaults included."""
 
-    output: Numbers
+    output: Tensor
     """What it computed, from the beginning of its memory on."""
 
     module: nn.Module | None = None
@@ -78,9 +66,9 @@ class Node:
     """The variant of attention."""
 
     @property
-    def inputs(self) -> list[Numbers]:
+    def inputs(self) -> list[Tensor]:
         """The tensors that it was called with."""
-        return [each for each in tree_leaves(dict(self.arguments)) if isinstance(each, Numbers)]
+        return [each for each in tree_leaves(dict(self.arguments)) if isinstance(each, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +76,7 @@ class Trace:
     """The operations of one pass that matter to its result."""
 
     nodes: tuple[Node, ...]
-    logits: Numbers
+    logits: Tensor
     tokens: int
     wanted: int
     """The number of tokens whose logits were computed: the last ones, backwards."""
@@ -108,8 +96,7 @@ def trace_pass(model: Any, anatomy: Anatomy, tokens: int, wanted: int) -> Trace:
     recorder = _Recorder({"ids": ids, "positions": positions, "rows": rows}, anatomy)
     with _leaves(model, recorder, anatomy.called), intercepted(recorder), recorder:
         output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
-    logits = Numbers(output.logits)
-    return Trace(recorder.needed(logits), logits, tokens, wanted)
+    return Trace(recorder.needed(output.logits), output.logits, tokens, wanted)
 
 
 class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call]
@@ -124,7 +111,7 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
         self._inside = 0
         self._layers = iter(anatomy.layers)
         for name, tensor in inputs.items():
-            self._add(Node(INPUT, {"name": name}, Numbers(tensor)))
+            self._add(Node(INPUT, {"name": name}, tensor))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -133,20 +120,20 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
         output = func(*args, **kwargs)
         given, made = _with_memory((args, kwargs)), _with_memory(output)
         self._held.append((given, made))
-        known = [each for each in given if _memory(each) in self._makers]
+        known = [each for each in given if memory_of(each) in self._makers]
         if self._inside or not known:
             return output
         name = str(func)
-        of_hidden = any(_memory(each) in self._of_hidden for each in known)
+        of_hidden = any(memory_of(each) in self._of_hidden for each in known)
         if of_hidden and (not made or name == NONZERO):
             raise UnrecordableError("what it computes depends on numbers that it has computed")
-        new = [each for each in made if _memory(each) not in self._makers]
+        new = [each for each in made if memory_of(each) not in self._makers]
         if func._schema.is_mutable:
             if not made:
                 raise UnrecordableError(f"no native code computes {name}")
             new = made
         if new:
-            self._add(Node(name, _arguments(func, args, kwargs), Numbers(new[0])), new)
+            self._add(Node(name, _arguments(func, args, kwargs), new[0]), new)
         return output
 
     def attend(
@@ -168,9 +155,9 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
             self._inside -= 1
         if self._inside:
             return output
-        given = {"query": Numbers(query), "key": Numbers(key), "value": Numbers(value)}
+        given = {"query": query, "key": key, "value": value}
         variant = AttentionOptions.of_call(query, options)
-        self._add(Node(ATTENTION, given, Numbers(output), options=variant))
+        self._add(Node(ATTENTION, given, output, options=variant))
         return output
 
     def convolve(self, call: ConvolutionCall) -> Tensor:
@@ -200,12 +187,12 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
             self._leave_called(module, dict(enumerate(args)) | kwargs, output)
             return
         inputs, output = args[0], output[0] if isinstance(output, tuple) else output
-        if _memory(output) in self._makers or _memory(inputs) not in self._makers:
+        if memory_of(output) in self._makers or memory_of(inputs) not in self._makers:
             return
         if isinstance(module, SharedLinear):  # its output is a part of what all of them compute
             shape = (*output.shape[:-1], module.shared.outputs)
             output = output.as_strided(shape, _strides_of(shape), 0)
-        self._add(Node(name, {"input": Numbers(inputs)}, Numbers(output), module, module))
+        self._add(Node(name, {"input": inputs}, output, module, module))
 
     def _leave_called(self, module: nn.Module, given: Mapping[Any, Any], output: Any) -> None:
         """Take down a module that is called whole: of one tensor that the pass has computed of the
@@ -216,16 +203,16 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
             name
             for name, value in given.items()
             if any(
-                isinstance(each, Tensor) and _memory(each) in self._of_hidden
+                isinstance(each, Tensor) and memory_of(each) in self._of_hidden
                 for each in tree_leaves(value)
             )
         ]
         if len(names) != 1 or not isinstance(given[names[0]], Tensor):
             raise UnrecordableError("modules that are called whole take several tensors")
-        if _memory(first) in self._makers:
+        if memory_of(first) in self._makers:
             raise UnrecordableError("modules that are called whole change what they are given")
         (name,) = names
-        inputs = {"input": Numbers(given[name])}
+        inputs = {"input": given[name]}
         others = {each: value for each, value in given.items() if each != name}
 
         def compute(hidden: Tensor) -> Any:
@@ -233,28 +220,28 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
             positional = (every.pop(index) for index in range(len(every)) if index in every)
             return module(*list(positional), **every)
 
-        self._add(Node(CALLED, inputs, Numbers(first), module, compute))
+        self._add(Node(CALLED, inputs, first, module, compute))
         for tensor in further:
-            if _memory(tensor) not in self._makers:
-                self._add(Node(FURTHER, inputs, Numbers(tensor)))
+            if memory_of(tensor) not in self._makers:
+                self._add(Node(FURTHER, inputs, tensor))
 
-    def needed(self, logits: Numbers) -> tuple[Node, ...]:
+    def needed(self, logits: Tensor) -> tuple[Node, ...]:
         """Return the operations that the logits depend on, and all attentions, in order."""
         wanted: set[int] = set()
-        memories = [logits.memory]
-        memories += [node.output.memory for node in self._nodes if node.name == ATTENTION]
+        memories = [memory_of(logits)]
+        memories += [memory_of(node.output) for node in self._nodes if node.name == ATTENTION]
         while memories:
             for index in self._makers.get(memories.pop(), ()):
                 if index not in wanted:
                     wanted.add(index)
-                    memories += [each.memory for each in self._nodes[index].inputs]
+                    memories += [memory_of(each) for each in self._nodes[index].inputs]
         return tuple(self._nodes[index] for index in sorted(wanted))
 
     def _add(self, node: Node, outputs: Sequence[Tensor] = ()) -> None:
         hidden = node.name in OF_CONTENTS or any(
-            each.memory in self._of_hidden for each in node.inputs
+            memory_of(each) in self._of_hidden for each in node.inputs
         )
-        for memory in {_memory(each) for each in (node.output.tensor, *outputs)}:
+        for memory in {memory_of(each) for each in (node.output, *outputs)}:
             self._makers.setdefault(memory, []).append(len(self._nodes))
             if hidden:
                 self._of_hidden.add(memory)
@@ -269,22 +256,20 @@ def _with_memory(values: Any) -> list[Tensor]:
     return [each for each in tensors if each.layout == torch.strided]
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return a name of the memory that a tensor lies in, as long as the trace is held."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by name, tensors as ``Numbers``."""
+    """Return all arguments of a call by name."""
     found: dict[str, Any] = {}
     for index, argument in enumerate(func._schema.arguments):
         if index < len(args):
             found[argument.name] = args[index]
         else:
             found[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return {
-        name: tree_map(lambda each: Numbers(each) if isinstance(each, Tensor) else each, value)
-        for name, value in found.items()
-    }
+    return found
 
 
 def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
