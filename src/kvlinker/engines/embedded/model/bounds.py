@@ -7,8 +7,8 @@ from typing import Any
 
 from kvlinker.engines.embedded.model.obstacles import (
     Obstacle,
-    has_attention,
     obstacle_of,
+    parts_named,
     refusal,
 )
 
@@ -39,7 +39,7 @@ def context_window(model: Any) -> int:
     config = model.config.get_text_config()
     window = said_window(model)
     if window is None:
-        if has_attention(model) and not getattr(config, "sliding_window", None):
+        if parts_named("attention", model) and not getattr(config, "sliding_window", None):
             raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
         window = UNSAID_WINDOW
     rope = getattr(config, "rope_parameters", None) or {}

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from kvlinker.engines.contract.cost import CostModel, kv_bytes_per_token
-from kvlinker.engines.contract.model_files import (
-    sampling_defaults,
-)
+from kvlinker.engines.contract.model_files import sampling_defaults
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape, keeping
 from kvlinker.engines.embedded.model.recording.capturable import Capturable
 from kvlinker.engines.embedded.model.recording.program import Program

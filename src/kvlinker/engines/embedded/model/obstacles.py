@@ -62,10 +62,6 @@ class Obstacle(StrEnum):
     INEXACT = "linked KV and its own forward pass do not agree"
 
 
-NAMED = {"compressor": Obstacle.COMPRESSION}
-"""Obstacles that the names of a model's parts reveal; short texts show some of them, as states."""
-
-
 def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedModelError:
     """Return the error that says of what kind the model is, with ``detail`` in sentences, and what
     to do."""
@@ -90,9 +86,8 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
         return Obstacle.INPUT
     if (first - again).norm() > ROUNDING * first.norm():
         return Obstacle.BIDIRECTIONAL
-    for part, obstacle in NAMED.items():
-        if any(part in type(each).__name__.lower() for each in model.modules()):
-            return obstacle
+    if parts_named("compressor", model):  # short texts show its states
+        return Obstacle.COMPRESSION
     if has_indexer(model):
         return Obstacle.SELECTION
     if holds:
@@ -139,17 +134,17 @@ def states_held(output: Any) -> int:
 def has_indexer(model: nn.Module) -> bool:
     """Return whether layers pick the tokens that they see by an indexer. Short texts do not show
     it: it picks all of their tokens."""
-    return any("indexer" in type(part).__name__.lower() for part in model.modules())
-
-
-def has_attention(model: nn.Module) -> bool:
-    """Return whether any of its modules is named as attention."""
-    return any("attention" in type(part).__name__.lower() for part in model.modules())
+    return bool(parts_named("indexer", model))
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that make tables of cos and sin."""
-    return [part for part in model.modules() if "rotary" in type(part).__name__.lower()]
+    return parts_named("rotary", model)
+
+
+def parts_named(word: str, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose classes have a word in their names."""
+    return [part for part in model.modules() if word in type(part).__name__.lower()]
 
 
 def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
