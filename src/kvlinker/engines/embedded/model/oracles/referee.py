@@ -39,14 +39,14 @@ class Referee(Picks):
         """Record what the indexers of ``model`` pick in its own passes over the ``text``, for the
         engine's passes whose owner that is."""
         own = _Recording(self._recorded, text)
-        entered: list[Picking] = []
+        entered: list[ExitStack] = []
 
         def enter(module: nn.Module, args: Any) -> None:
-            entered.append(Picking(own, module))
-            entered[-1].__enter__()
+            entered.append(ExitStack())
+            entered[-1].enter_context(Picking(own, module))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            entered.pop().__exit__(None, None, None)
+            entered.pop().close()
 
         with ExitStack() as hooks:
             for part in model.modules():

@@ -160,8 +160,9 @@ class _Lowering:
 
     def _add(self, kind: Kind, output: Layout, *inputs: Layout) -> None:
         """Add an operation on each number by itself."""
-        outer, inner, places = go_together(output, inputs)
-        self._operations.append(Calculation(kind, output.wanted, outer, inner, *places))
+        outer, inner, (into, one, *behind) = go_together(output, inputs)
+        other = behind[0] if behind else None
+        self._operations.append(Calculation(kind, output.wanted, outer, inner, into, one, other))
 
     def _map(self, kind: Kind, one: Node, other: Node, *names: str) -> None:
         inputs = [self._layout(one, other, name) for name in names]
