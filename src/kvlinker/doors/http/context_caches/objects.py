@@ -1,5 +1,5 @@
-"""Parts that several routes of context caches share: the object as answered, and the lifetime as
-requested."""
+"""Parts that several routes of context caches share: the id in a path, the object as answered, and
+the lifetime as requested."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ from fastapi import Query
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+from starlette.convertors import StringConvertor, register_url_convertor
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.context_cache import END_OF_TIME, MAX_TTL, ContextCache
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, is_given
 from kvlinker.doors.http.models import ServedModel
+
+
+class _CacheIdConvertor(StringConvertor):
+    """Takes any segment for an id but the names of neighbouring routes, whose other methods are a
+    405, not a 404."""
+
+    regex = r"(?!(?:extract|prefetch|search|split|usage)$)[^/]+"
+
+
+register_url_convertor("cache_id", _CacheIdConvertor())
+
+CACHE_ID = "{cache_id:cache_id}"
+"""The segment of a path that is the parameter ``cache_id``."""
 
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 

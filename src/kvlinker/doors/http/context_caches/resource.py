@@ -1,11 +1,11 @@
-"""/v1/context_caches: list, read, change and delete context caches."""
+"""/v1/context_caches: list, read, change and delete context caches. All of it asks the catalog, so
+that the routes run in threads."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.concurrency import run_in_threadpool
 from pydantic import Field, model_validator
 
 from kvlinker.base.errors import (
@@ -14,8 +14,8 @@ from kvlinker.base.errors import (
     InvalidRequestError,
 )
 from kvlinker.base.types.tenants import Scope
-from kvlinker.doors.http.context_caches.ids import CACHE_ID
 from kvlinker.doors.http.context_caches.objects import (
+    CACHE_ID,
     ContextCacheList,
     ContextCacheObject,
     Lifetime,
@@ -117,32 +117,28 @@ class PrefetchAnswer(ResponseBody):
 
 
 @router.post("/prefetch", status_code=202, responses=error_responses(400, 404))
-async def prefetch_context_caches(
+def prefetch_context_caches(
     body: PrefetchRequest, served: ServedModelParam, tenant: TenantParam
 ) -> PrefetchAnswer:
     """Read the KV of context caches into memory in the background, from slower tiers or by
     computing it, as long as memory has room. It drives out nothing, and is no use of them."""
-
-    def begin() -> PrefetchAnswer:
-        caches = served.llm.caches
-        if body.ids is not None:
-            try:
-                found = tuple(caches.usable(body.ids, tenant=tenant).values())
-            except (ContextCacheNotFoundError, ContextCacheModelError) as error:
-                error.param = f"ids.{body.ids.index(error.cache_id)}"
-                raise
-        else:
-            page = caches.list(tenant=tenant, limit=MOST_PREFETCHED, metadata=body.metadata)
-            found = tuple(cache for cache in page.items if caches.is_usable(cache))
-        keys = [cache.chunk_key for cache in found]
-        pending = served.llm.preloading.begin(keys, body.by, tenant=tenant)
-        return PrefetchAnswer(ids=[cache.id for cache in found], pending=pending)
-
-    return await run_in_threadpool(begin)
+    caches = served.llm.caches
+    if body.ids is not None:
+        try:
+            found = tuple(caches.usable(body.ids, tenant=tenant).values())
+        except (ContextCacheNotFoundError, ContextCacheModelError) as error:
+            error.param = f"ids.{body.ids.index(error.cache_id)}"
+            raise
+    else:
+        page = caches.list(tenant=tenant, limit=MOST_PREFETCHED, metadata=body.metadata)
+        found = tuple(cache for cache in page.items if caches.is_usable(cache))
+    keys = [cache.chunk_key for cache in found]
+    pending = served.llm.preloading.begin(keys, body.by, tenant=tenant)
+    return PrefetchAnswer(ids=[cache.id for cache in found], pending=pending)
 
 
 @router.get("", openapi_extra=metadata_parameter(required=False), responses=error_responses(400))
-async def list_context_caches(
+def list_context_caches(
     served: ServedModelParam,
     tenant: TenantParam,
     metadata: MetadataParam,
@@ -156,76 +152,62 @@ async def list_context_caches(
     Only context caches with all pairs of ``metadata``; the caller's own, or with ``scope=shared``
     the shared ones.
     """
-
-    def page() -> ContextCachePage:
-        try:
-            items, has_more = served.llm.caches.list(
-                tenant=tenant, limit=limit, after=after, order=order, metadata=metadata, scope=scope
-            )
-        except ContextCacheNotFoundError as error:
-            raise InvalidRequestError(
-                f"'after' names no context cache: {after!r}.", param="after"
-            ) from error
-        return ContextCachePage(
-            data=described(served, items),
-            first_id=items[0].id if items else None,
-            last_id=items[-1].id if items else None,
-            has_more=has_more,
+    try:
+        items, has_more = served.llm.caches.list(
+            tenant=tenant, limit=limit, after=after, order=order, metadata=metadata, scope=scope
         )
-
-    return await run_in_threadpool(page)
+    except ContextCacheNotFoundError as error:
+        raise InvalidRequestError(
+            f"'after' names no context cache: {after!r}.", param="after"
+        ) from error
+    return ContextCachePage(
+        data=described(served, items),
+        first_id=items[0].id if items else None,
+        last_id=items[-1].id if items else None,
+        has_more=has_more,
+    )
 
 
 @router.delete(
     "", openapi_extra=metadata_parameter(required=True), responses=error_responses(400, 403)
 )
-async def delete_context_caches(
+def delete_context_caches(
     served: ServedModelParam,
     caller: CallerParam,
     metadata: MetadataParam,
     scope: ScopeQuery = Scope.PRIVATE,
 ) -> ContextCachesDeletion:
     """Delete all context caches with all pairs of ``metadata``, of which there must be one."""
-
-    def delete() -> int:
-        return served.llm.caches.delete_matching(
-            metadata, tenant=caller.tenant, scope=scope, admin=caller.admin
-        )
-
-    return ContextCachesDeletion(deleted=await run_in_threadpool(delete))
+    deleted = served.llm.caches.delete_matching(
+        metadata, tenant=caller.tenant, scope=scope, admin=caller.admin
+    )
+    return ContextCachesDeletion(deleted=deleted)
 
 
 @router.get(f"/{CACHE_ID}", responses=error_responses(404))
-async def read_context_cache(
+def read_context_cache(
     cache_id: str, served: ServedModelParam, tenant: TenantParam
 ) -> ContextCacheObject:
     """Read one: the caller's own, or a shared one."""
-    return await run_in_threadpool(
-        lambda: describe(served, served.llm.caches.get(cache_id, tenant=tenant))
-    )
+    return describe(served, served.llm.caches.get(cache_id, tenant=tenant))
 
 
 @router.patch(f"/{CACHE_ID}", responses=error_responses(400, 403, 404))
-async def update_context_cache(
+def update_context_cache(
     cache_id: str, body: UpdateContextCacheRequest, served: ServedModelParam, caller: CallerParam
 ) -> ContextCacheObject:
     """Change the given fields; null removes it. Shared ones are changed by admins only."""
-    caches = served.llm.caches
-    return await run_in_threadpool(
-        lambda: describe(
-            served,
-            caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()),
-        )
+    changed = served.llm.caches.update(
+        cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()
     )
+    return describe(served, changed)
 
 
 @router.delete(f"/{CACHE_ID}", responses=error_responses(403, 404))
-async def delete_context_cache(
+def delete_context_cache(
     cache_id: str, served: ServedModelParam, caller: CallerParam
 ) -> ContextCacheDeletion:
     """Delete one. The KV goes when no other context cache holds it. Shared ones are deleted by
     admins only."""
-    await run_in_threadpool(
-        served.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin
-    )
+    served.llm.caches.delete(cache_id, tenant=caller.tenant, admin=caller.admin)
     return ContextCacheDeletion(id=cache_id)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from fastapi.concurrency import run_in_threadpool
 from pydantic import Field, StringConstraints
 
 from kvlinker.base.types.limits import MAX_QUERY_CHARACTERS
 from kvlinker.base.types.tenants import Scope
-from kvlinker.doors.http.context_caches.ids import CACHE_ID
+from kvlinker.doors.http.context_caches.objects import CACHE_ID
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
@@ -61,7 +60,7 @@ class ContextCacheContent(ResponseBody):
 
 
 @router.post("/search", responses=error_responses(400))
-async def search_context_caches(
+def search_context_caches(
     body: SearchRequest, served: ServedModelParam, tenant: TenantParam
 ) -> SearchHitList:
     """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
@@ -69,14 +68,12 @@ async def search_context_caches(
     Any of the words may match; nothing in the query is syntax. Context caches of other models are
     not found.
     """
-    found = await run_in_threadpool(
-        lambda: served.llm.caches.search(
-            body.query,
-            tenant=tenant,
-            limit=body.limit or DEFAULT_HITS,
-            metadata=body.metadata,
-            scope=Scope(body.scope or Scope.PRIVATE),
-        )
+    found = served.llm.caches.search(
+        body.query,
+        tenant=tenant,
+        limit=body.limit or DEFAULT_HITS,
+        metadata=body.metadata,
+        scope=Scope(body.scope or Scope.PRIVATE),
     )
     return SearchHitList(
         data=[
@@ -93,11 +90,11 @@ async def search_context_caches(
 
 
 @router.get(f"/{CACHE_ID}/content", responses=error_responses(400, 404))
-async def read_content(
+def read_content(
     cache_id: str, served: ServedModelParam, tenant: TenantParam
 ) -> ContextCacheContent:
     """Read the text and the token ids of one: the caller's own, or a shared one."""
-    content = await run_in_threadpool(lambda: served.llm.caches.content(cache_id, tenant=tenant))
+    content = served.llm.caches.content(cache_id, tenant=tenant)
     return ContextCacheContent(
         id=content.id,
         text=content.text,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter
-from fastapi.concurrency import run_in_threadpool
 
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.context_caches.objects import ScopeQuery
@@ -50,11 +49,11 @@ class ContextCacheUsage(ResponseBody):
 
 
 @router.get("/usage", responses=error_responses(400))
-async def read_usage(
+def read_usage(
     served: ServedModelParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE
 ) -> ContextCacheUsage:
     """Return the usage of the caller's context caches, or of the shared ones, and the quota."""
-    usage = await run_in_threadpool(lambda: served.llm.caches.usage(tenant=tenant, scope=scope))
+    usage = served.llm.caches.usage(tenant=tenant, scope=scope)
     quota = usage.quota
     return ContextCacheUsage(
         scope=scope,
