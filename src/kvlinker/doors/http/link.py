@@ -30,7 +30,7 @@ from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_prompt
-from kvlinker.doors.http.fields.sampling import LinkOptions
+from kvlinker.doors.http.fields.sampling import NO_LINK_OPTIONS, LinkOptions
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Explanation, ReadPrompt
@@ -138,8 +138,8 @@ async def explain_link(
     """Return tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages``
     or a ``prompt``; no answer."""
     served.check_model(body.model)
-    explaining, read = await served.encoding.run(request, lambda: _begin(served, body, tenant))
     with blaming("prompt" if body.messages is None else "messages"):
+        explaining, read = await served.encoding.run(request, lambda: _begin(served, body, tenant))
         explanation = await while_there(explaining, request.receive)
 
     def tell() -> dict[str, Any]:
@@ -151,24 +151,15 @@ async def explain_link(
 def _begin(
     served: ServedModel, body: ExplainRequest, tenant: str
 ) -> tuple[Future[Explanation], ReadPrompt]:
-    policy = body.link.policy if body.link else None
-    implicit = body.link.implicit if body.link else None
-    attention = bool(body.link and body.link.attention)
-    if body.messages is not None:
-        messages = [message.message() for message in body.messages]
-        documents = [document.document() for document in body.documents or ()]
-        with blaming("messages"):
-            return served.llm.begin_explain(
-                messages,
-                documents=documents,
-                options=TemplateOptions(tools=shown_tools(body.tools)),
-                policy=policy,
-                implicit=implicit,
-                attention=attention,
-                tenant=tenant,
-            )
-    prompt = single_prompt(body.prompt or "")
-    with blaming("prompt"):
-        return served.llm.begin_explain(
-            prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant
-        )
+    link = body.link or NO_LINK_OPTIONS
+    messages = body.messages
+    return served.llm.begin_explain(
+        None if messages is None else [message.message() for message in messages],
+        documents=[document.document() for document in body.documents or ()],
+        options=TemplateOptions(tools=shown_tools(body.tools)),
+        prompt=None if body.prompt is None else single_prompt(body.prompt),
+        policy=link.policy,
+        implicit=link.implicit,
+        attention=bool(link.attention),
+        tenant=tenant,
+    )

@@ -31,7 +31,7 @@ from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_prompt
-from kvlinker.doors.http.fields.sampling import LinkOptions
+from kvlinker.doors.http.fields.sampling import NO_LINK_OPTIONS, LinkOptions
 from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Prompt
@@ -151,7 +151,7 @@ async def detokenize(
 
 
 def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[int]:
-    llm, link = served.llm, body.link or LinkOptions()
+    llm, link = served.llm, body.link or NO_LINK_OPTIONS
     if body.text is not None and not body.add_special_tokens:
         return list(llm.token_ids(body.text))
     how: dict[str, Any] = {

@@ -37,7 +37,7 @@ from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.prompt import PromptBody, has_several, prompts_of
-from kvlinker.doors.http.fields.sampling import LinkOptions
+from kvlinker.doors.http.fields.sampling import NO_LINK_OPTIONS, LinkOptions
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.vllm_server.forwarding import (
     Answer,
@@ -126,7 +126,7 @@ class OverridingRoutes:
         documents = [document.document() for document in body.documents or ()]
         options, link = (
             self._template_options(asked, fields.get("tools") or ()),
-            body.link or LinkOptions(),
+            body.link or NO_LINK_OPTIONS,
         )
 
         def read() -> ReadPrompt:
@@ -165,7 +165,7 @@ class OverridingRoutes:
         if others or has_several(body.prompt) or isinstance(given, TokenIds):
             return _Forwarded(self._override, plain)
 
-        link = body.link or LinkOptions()
+        link = body.link or NO_LINK_OPTIONS
 
         def read() -> ReadPrompt:
             return served.llm.read_completion(

@@ -28,7 +28,7 @@ from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
 from kvlinker.doors.http.edge.guards import IGNORED_HEADER
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.fields.sampling import SamplingBody
+from kvlinker.doors.http.fields.sampling import SamplingBody, StreamOptions
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
@@ -151,8 +151,7 @@ async def respond(
             choices,
             answer_format,
             request.scope,
-            include_usage=body.include_usage,
-            continuous=body.continuous_usage,
+            body.stream_options or StreamOptions(),
         )
         return EventStream(choices, events, ignored_header(ignored))
     async with choices.cancelled_on_disconnect(request.receive):
@@ -219,20 +218,17 @@ async def _chunks(
     choices: Choices,
     answer_format: AnswerFormat,
     scope: Scope,
-    *,
-    include_usage: bool,
-    continuous: bool,
+    options: StreamOptions,
 ) -> AsyncIterator[str]:
-    """Yield the chunks of a completion's stream, and its end. ``include_usage``: the last one has
-    the usage; ``continuous``: all have it so far."""
+    """Yield the chunks of a completion's stream, and its end."""
     link = link_body(choices.prompts.values())
     lengths = [len(read.prompt) for read in choices.prompts.values()]
     generated = [0] * len(choices)
 
     def chunk(index: int, choice: BaseModel) -> str:
         nonlocal link
-        added: dict[str, Any] = {"usage": None} if include_usage else {}
-        if continuous:
+        added: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        if options.continuous_usage_stats:
             prompt, tokens = lengths[index // choices.n], generated[index]
             added["usage"] = UsageBody(
                 prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
@@ -260,7 +256,7 @@ async def _chunks(
                     yield chunk(index, choice)
         usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
         note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
-        if include_usage:
+        if options.include_usage:
             yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
     except Exception as error:
         yield _encoded(error_body(failure_of(error, scope), scope))

@@ -121,11 +121,11 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
             ),
-            policy=self.policy,
-            implicit=self.implicit,
+            policy=self.linking.policy,
+            implicit=self.linking.implicit,
             keeps=keeps,
             salt=self.cache_salt,
-            order=self.order,
+            order=self.linking.order or "given",
             tenant=tenant,
         )
 
@@ -151,15 +151,16 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
         ``LLM.read_chat``."""
         read = self.read(llm, request_tools.tools, tenant=tenant)
         fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
+        reader = partial(request_tools.reader, read.prompt)
         return PreparedRequest(
             {"messages": read},
             llm.sampling_params(**fields),
             tenant,
-            self.explains,
-            self.shows_attention,
-            self.keep_request(llm, partial(request_tools.reader, read.prompt)),
-            self.workflow_step,
-            partial(request_tools.reader, read.prompt) if request_tools.tools else None,
+            bool(self.linking.explain),
+            bool(self.linking.attention),
+            self.keep_request(llm, reader),
+            self.linking.step,
+            reader if request_tools.tools else None,
         )
 
     def sampling_fields(self) -> dict[str, Any]:

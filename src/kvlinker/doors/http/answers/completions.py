@@ -80,7 +80,7 @@ class CompletionRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_explained(self) -> CompletionRequest:
-        if self.explains and has_several(self.prompt):
+        if self.linking.explain and has_several(self.prompt):
             raise InvalidRequestError(
                 "One prompt is explained at a time: send them one by one, or leave out"
                 " 'link.explain'.",
@@ -169,7 +169,7 @@ async def create_completion(
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     served.check_model(body.model)
     given = prompts_of(body.prompt)
-    answer_format = CompletionFormat(served.llm, body, given)
+    link, answer_format = body.linking, CompletionFormat(served.llm, body, given)
 
     def build() -> PreparedRequest:
         built = {}
@@ -178,17 +178,17 @@ async def create_completion(
             with blaming(field):
                 built[field] = served.llm.read_completion(
                     prompt,
-                    policy=body.policy,
-                    implicit=body.implicit,
+                    policy=link.policy,
+                    implicit=link.implicit,
                     special_tokens=body.add_special_tokens is not False,
                     salt=body.cache_salt,
-                    order=body.order,
+                    order=link.order or "given",
                     tenant=tenant,
                 )
         sampling = served.llm.sampling_params(**body.sampling_fields())
         keep = body.keep_request(served.llm, PlainReader)
         return PreparedRequest(
-            built, sampling, tenant, body.explains, body.shows_attention, keep, body.workflow_step
+            built, sampling, tenant, bool(link.explain), bool(link.attention), keep, link.step
         )
 
     return await respond(served, request, body, build, answer_format)

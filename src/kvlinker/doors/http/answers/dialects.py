@@ -183,7 +183,7 @@ async def respond_in_dialect(
     """Answer a conversation, whole or as a stream."""
     with translation.renaming():
         chat = await served.encoding.run(request, translation.request)
-        if chat.explains:
+        if chat.linking.explain:
             raise InvalidRequestError(
                 "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain"
                 " explains a prompt without answering it.",

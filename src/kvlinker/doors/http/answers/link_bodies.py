@@ -3,7 +3,8 @@ they have become."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import Any
 
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.context_cache import KeptAnswer
@@ -41,58 +42,38 @@ class LinkBody(ResponseBody):
     answer: KeptAnswerBody | None = None
 
 
-def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
-    """Describe how prompts were linked; None if they had no chunks. Each context cache is listed
-    once."""
+def link_body(
+    prompts: Collection[ReadPrompt],
+    kept: KeptAnswer | None = None,
+    explained: LinkExplanation | None = None,
+) -> LinkBody | None:
+    """Describe how prompts were linked, with the answer's context cache and the explanation if the
+    request asked for them; None if there is nothing of this. Each context cache is listed once."""
     linked = [prompt for prompt in prompts if prompt.linked]
+    if not (linked or kept or explained):
+        return None
     caches: dict[str, UsedCacheBody] = {}
     for cache in (each for prompt in linked for each in prompt.linked):
         body = UsedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
         caches.setdefault(cache.id, body)
-    return (
-        LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values()))
-        if linked
-        else None
-    )
-
-
-def with_kept(
-    link: LinkBody | None, prompts: Iterable[ReadPrompt], kept: KeptAnswer | None
-) -> LinkBody | None:
-    """Return how prompts were linked, None if they had no chunks, with the context cache of an
-    answer that was to be kept."""
-    if kept is None:
-        return link
-    if link is None:
-        policy = next(iter(prompts)).policy.name
-        link = LinkBody(policy=policy, context_caches=[])
-    why = {} if kept.reason is None else {"reason": kept.reason}
-    answer = KeptAnswerBody(id=kept.id, tokens=kept.tokens, **why)
-    return link.model_copy(update={"answer": answer})
-
-
-def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
-    """Describe and explain how the only prompt was linked; None if there is no explanation. It may
-    take a while."""
-    if explanation is None:
-        return None
-    (read,) = choices.prompts.values()
-    explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
-    caches = link_body([read])
-    return LinkBody(
-        policy=read.policy.name,
-        context_caches=[] if caches is None else caches.context_caches,
-        explanation=explained,
-    )
+    asked: dict[str, Any] = {} if explained is None else {"explanation": explained}
+    if kept is not None:
+        why = {} if kept.reason is None else {"reason": kept.reason}
+        asked["answer"] = KeptAnswerBody(id=kept.id, tokens=kept.tokens, **why)
+    policy = next(iter(linked or prompts)).policy.name
+    return LinkBody(policy=policy, context_caches=list(caches.values()), **asked)
 
 
 def ended_link(
     llm: LLM, choices: Choices, explanation: Explanation | None, kept: KeptAnswer | None
 ) -> LinkBody | None:
-    """Describe how prompts were linked, with the explanation and the answer's context cache if the
-    request asked for them; None if there is nothing of this. It may take a while."""
-    prompts = choices.prompts.values()
-    return with_kept(explained_body(llm, choices, explanation) or link_body(prompts), prompts, kept)
+    """Return the ``link_body`` of an answer's end. An ``explanation``, which is of the only prompt,
+    may take a while."""
+    explained = None
+    if explanation is not None:
+        (read,) = choices.prompts.values()
+        explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
+    return link_body(choices.prompts.values(), kept, explained)
 
 
 def created_tokens(read: ReadPrompt, usage: Usage) -> int:

@@ -108,6 +108,8 @@ class LinkOptions(RequestBody):
         return WorkflowStep(self.workflow, tuple(uses))
 
 
+NO_LINK_OPTIONS = LinkOptions()
+
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 """Reuse of earlier requests is limited to those with the same salt."""
 
@@ -203,7 +205,7 @@ class SamplingBody(DecodingFields):
 
     @model_validator(mode="after")
     def _check_explanation(self) -> SamplingBody:
-        if self.shows_attention and not self.explains:
+        if self.linking.attention and not self.linking.explain:
             raise InvalidRequestError(
                 "'link.attention' is a part of an explanation: it needs 'link.explain' to be true.",
                 param="link.attention",
@@ -213,51 +215,15 @@ class SamplingBody(DecodingFields):
     def keep_request(self, llm: LLM, reader: Callable[[], Reader]) -> KeepRequest | None:
         """Return the part of the first answer to keep, which ``reader`` makes readers for; None for
         nothing. Where the request does not say, the server's setting does."""
-        link = self.link or LinkOptions()
-        part = link.keep or llm.settings.keep_answers
-        return KeepRequest.of(part, None if link.ttl is None else ttl_seconds(link.ttl), reader)
+        part, ttl = self.linking.keep or llm.settings.keep_answers, self.linking.ttl
+        return KeepRequest.of(part, None if ttl is None else ttl_seconds(ttl), reader)
 
     @property
-    def workflow_step(self) -> WorkflowStep | None:
-        """The step of a workflow that the request is, if it is one. Raises InvalidRequestError."""
-        return self.link.step if self.link else None
+    def linking(self) -> LinkOptions:
+        """The options of linking, which are all None where there are none."""
+        return self.link or NO_LINK_OPTIONS
 
     @property
     def choices(self) -> int:
         """The number of choices that are asked for, of each prompt."""
         return self.n or 1
-
-    @property
-    def policy(self) -> str | None:
-        """The policy that is asked for; None for the server's own."""
-        return self.link.policy if self.link else None
-
-    @property
-    def implicit(self) -> str | None:
-        """The texts that are to become chunks without an id; None for the server's own setting."""
-        return self.link.implicit if self.link else None
-
-    @property
-    def order(self) -> Order:
-        """Whether documents, and neighbouring chunks, keep their order."""
-        return (self.link and self.link.order) or "given"
-
-    @property
-    def explains(self) -> bool:
-        """True if the answer is to explain how its prompt was linked."""
-        return bool(self.link and self.link.explain)
-
-    @property
-    def shows_attention(self) -> bool:
-        """True if the explanation is to have the question's attention."""
-        return bool(self.link and self.link.attention)
-
-    @property
-    def include_usage(self) -> bool:
-        """True if a stream is to end with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """True if all chunks of a stream are to have the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)

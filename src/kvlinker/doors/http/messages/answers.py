@@ -15,7 +15,7 @@ from starlette.types import Scope
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.context_cache import KeptAnswer
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body, with_kept
+from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body
 from kvlinker.doors.http.edge.errors import as_messages_error, error_body
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError
@@ -209,7 +209,8 @@ class MessageAnswer:
 
     def closing(self) -> Iterable[MessageDelta | MessageStop]:
         stop = StopDelta(stop_reason=self._reason(), stop_sequence=self._finished.stop_string)
-        link = {} if self._finished.kept is None else {"link": self._link(self._finished.kept)}
+        kept = self._finished.kept
+        link = {} if kept is None else {"link": link_body([self._read], kept)}
         return [
             MessageDelta(type="message_delta", delta=stop, usage=self._usage(), **link),
             MessageStop(type="message_stop"),
@@ -225,9 +226,6 @@ class MessageAnswer:
             blocks, self._reason(), self._finished.stop_string, self._usage(), kept
         )
 
-    def _link(self, kept: KeptAnswer | None) -> LinkBody | None:
-        return with_kept(link_body([self._read]), [self._read], kept)
-
     def _message(
         self,
         content: list[Any],
@@ -236,7 +234,7 @@ class MessageAnswer:
         usage: MessageUsage,
         kept: KeptAnswer | None = None,
     ) -> MessageObject:
-        link = self._link(kept)
+        link = link_body([self._read], kept)
         return MessageObject(
             id=self._id,
             type="message",

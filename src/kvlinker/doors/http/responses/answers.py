@@ -14,7 +14,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.doors.http.answers.link_bodies import created_tokens, link_body, with_kept
+from kvlinker.doors.http.answers.link_bodies import created_tokens, link_body
 from kvlinker.doors.http.answers.token_logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
 from kvlinker.doors.http.responses.events import (
@@ -208,7 +208,7 @@ class ResponseAnswer:
     def _response(self, status: Status) -> ResponseObject:
         body, params = self._body, self._llm.sampling_params(**self._body.told_sampling())
         kept = None if self._finished is None else self._finished.kept
-        link = with_kept(link_body([self._read]), [self._read], kept)
+        link = link_body([self._read], kept)
         return ResponseObject(
             id=self._id,
             object="response",
