@@ -34,9 +34,6 @@ from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.service.prompt_calls import PreparedRequest
 
-LEAST_LOGPROB = -9999.0
-"""OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
-
 
 class PromptTokensDetails(ResponseBody):
     """The prompt tokens whose KV was there and was kept, and those of chunks that were computed
@@ -292,11 +289,6 @@ def server_timing(timings: Sequence[Timing]) -> str:
     phases = ("queue", "load", "link", "decode")
     longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
     return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())
-
-
-def finite(logprob: float) -> float:
-    """Return the log probability as a number that JSON can represent."""
-    return max(logprob, LEAST_LOGPROB)
 
 
 def _encoded(body: BaseModel) -> str:

@@ -23,7 +23,12 @@ from kvlinker.doors.http.answers.answering import (
     respond,
 )
 from kvlinker.doors.http.answers.link_bodies import LinkBody
-from kvlinker.doors.http.answers.token_logprobs import ChatLogprob, logprob_bodies
+from kvlinker.doors.http.answers.logprobs import (
+    ChatLogprob,
+    PromptLogprobsBody,
+    logprob_bodies,
+    prompt_logprobs_body,
+)
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
@@ -31,7 +36,6 @@ from kvlinker.doors.http.fields.bodies import ResponseBody, has_entries, is_true
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
-from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.doors.http.fields.reasoning import ReasoningFields
 from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.fields.tools import (

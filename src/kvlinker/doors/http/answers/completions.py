@@ -25,22 +25,22 @@ from kvlinker.doors.http.answers.answering import (
     UsageBody,
     answer_head,
     completion_responses,
-    finite,
     respond,
 )
 from kvlinker.doors.http.answers.link_bodies import LinkBody
-from kvlinker.doors.http.answers.token_logprobs import token_name
+from kvlinker.doors.http.answers.logprobs import (
+    PromptLogprobsBody,
+    finite,
+    prompt_logprobs_body,
+    scored_tokens,
+    token_name,
+)
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.prompt import PromptBody, has_several, prompts_of
-from kvlinker.doors.http.fields.prompt_logprobs import (
-    PromptLogprobsBody,
-    prompt_logprobs_body,
-    scored_tokens,
-)
 from kvlinker.doors.http.fields.sampling import SamplingBody
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished

@@ -15,7 +15,7 @@ from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.doors.http.answers.link_bodies import created_tokens, link_body
-from kvlinker.doors.http.answers.token_logprobs import logprob_bodies
+from kvlinker.doors.http.answers.logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
 from kvlinker.doors.http.responses.events import (
     AnyEvent,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, RootModel
 
-from kvlinker.doors.http.answers.token_logprobs import ChatLogprob
+from kvlinker.doors.http.answers.logprobs import ChatLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.responses.objects import OutputItem, PartBody, ResponseObject
 

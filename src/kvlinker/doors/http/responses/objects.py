@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from kvlinker.doors.http.answers.link_bodies import LinkBody
-from kvlinker.doors.http.answers.token_logprobs import ChatLogprob
+from kvlinker.doors.http.answers.logprobs import ChatLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -1,13 +1,60 @@
-"""The log probabilities of a prompt's tokens, in the format of answers."""
+"""Log probabilities of tokens, an answer's and a prompt's, in the formats of OpenAI's routes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvlinker.base.types.answers import PromptLogprobs, TokenLogprob
-from kvlinker.doors.http.answers.answering import finite
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.llm import Prompt
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
+
+
+def finite(logprob: float) -> float:
+    """Return the log probability as a number that JSON can represent."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+class TopLogprob(ResponseBody):
+    """A token and its log probability, in nats; ``bytes`` are its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was sampled, and the most likely ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+def logprob_bodies(entries: Sequence[TokenLogprob], *, as_ids: bool = False) -> list[ChatLogprob]:
+    """Return log probabilities in the format of chat completions; ``as_ids``: with ids in place of
+    the tokens' texts."""
+    return [
+        ChatLogprob(
+            **_entry(entry, as_ids),
+            top_logprobs=[TopLogprob(**_entry(other, as_ids)) for other in entry.top],
+        )
+        for entry in entries
+    ]
+
+
+def token_name(entry: TokenLogprob, *, as_ids: bool) -> str:
+    """Return the token's text, or its id as vLLM writes it."""
+    return f"token_id:{entry.token_id}" if as_ids else entry.text
+
+
+def _entry(entry: TokenLogprob, as_ids: bool) -> dict[str, Any]:
+    return {
+        "token": token_name(entry, as_ids=as_ids),
+        "logprob": finite(entry.logprob),
+        "bytes": list(entry.text.encode()),
+    }
 
 
 class PromptLogprob(ResponseBody):
