@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Coroutine, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -18,6 +17,7 @@ from kvlinker.base.types.limits import MOST_EMBEDDED
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.leaving import while_there
 from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NonemptyText,
@@ -32,8 +32,6 @@ from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.service.embedding import Given, embedder_of
 
 router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=BodyRoute)
-
-T = TypeVar("T")
 
 _Tokens = Annotated[list[TokenId], Field(min_length=1)]
 _SEVERAL = Field(min_length=1, max_length=MOST_EMBEDDED)
@@ -105,9 +103,8 @@ async def create_embeddings(
     embedder.check_dimensions(body.dimensions)
     with served.embedding.request():
         asked = await served.encoding.run(request, lambda: embedder.prepare(_texts(body.input)))
-        vectors = await _unless_left(request, served.embedding.embed(embedder, asked, tenant))
-    if vectors is None:
-        return Response()  # which nobody reads
+        embedding = served.embedding.embed(embedder, asked, tenant)
+        vectors = await while_there(embedding, request.receive)
     note_tokens(request.scope, asked.tokens)
 
     def tell() -> str:
@@ -133,19 +130,3 @@ def _object(
             index=index, embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
         )
     return EmbeddingObject(index=index, embedding=vector.tolist())
-
-
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of ``work``; None if the client left before, and it was cancelled."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -140,7 +141,7 @@ async def explain_link(
     served.check_model(body.model)
     with blaming("prompt" if body.messages is None else "messages"):
         explaining, read = await served.encoding.run(request, lambda: _begin(served, body, tenant))
-        explanation = await while_there(explaining, request.receive)
+        explanation = await while_there(asyncio.wrap_future(explaining), request.receive)
 
     def tell() -> dict[str, Any]:
         return served.llm.described(explanation, read).to_json()

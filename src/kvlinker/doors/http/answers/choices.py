@@ -13,6 +13,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import Delta
 from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.edge.leaving import left
 from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
@@ -95,8 +96,7 @@ class Choices:
         """Cancel as soon as the client is gone; the request's body must have been read."""
 
         async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await left(receive)
             self.cancel()
 
         watcher = asyncio.create_task(watch())

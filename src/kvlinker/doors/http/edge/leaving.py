@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -12,12 +12,12 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 
-async def while_there(work: Future[T], receive: Receive) -> T:
+async def while_there(work: Awaitable[T], receive: Receive) -> T:
     """Return the result of ``work``, for which no thread waits, while the client is there; the
     request's body must have been read. Cancels it as soon as the client is gone, and raises
     ClientDisconnect."""
-    working = asyncio.wrap_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(left(receive))
     try:
         either: set[asyncio.Future[Any]] = {working, leaving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -29,6 +29,7 @@ async def while_there(work: Future[T], receive: Receive) -> T:
         working.cancel()
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
+    """Wait until the client is gone; the request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
