@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvlinker.doors.http.edge.slow_readers import ReadTimedProtocol
+from kvlinker.doors.http.edge.connections import TimedProtocol
 from tests.doors.http.serving import Served, listening, serving, tiny_settings
 
 PIECE = bytes(1 << 20)
@@ -47,15 +47,15 @@ class Answers:
 def lost(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Counts connections that had to wait for their client, and are gone."""
     semaphore = threading.Semaphore(0)
-    real: Callable[[ReadTimedProtocol, Exception | None], None] = ReadTimedProtocol.connection_lost
+    real: Callable[[TimedProtocol, Exception | None], None] = TimedProtocol.connection_lost
 
-    def connection_lost(self: ReadTimedProtocol, exc: Exception | None) -> None:
+    def connection_lost(self: TimedProtocol, exc: Exception | None) -> None:
         waited = self._cut_off is not None
         real(self, exc)
         if waited:
             semaphore.release()
 
-    monkeypatch.setattr(ReadTimedProtocol, "connection_lost", connection_lost)
+    monkeypatch.setattr(TimedProtocol, "connection_lost", connection_lost)
     return semaphore
 
 
@@ -89,7 +89,7 @@ def drips(client: socket.socket, until: threading.Semaphore) -> bool:
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kvlinker.doors.http.edge.slow_readers.LEAST_READ_BYTES_PER_SECOND", len(PIECE) * PIECES
+        "kvlinker.doors.http.edge.connections.LEAST_READ_BYTES_PER_SECOND", len(PIECE) * PIECES
     )
 
 
@@ -110,13 +110,13 @@ def test_what_waits_for_a_slow_client_is_one_piece(
     tmp_path: Path, lost: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = []
-    real = ReadTimedProtocol.pause_writing
+    real = TimedProtocol.pause_writing
 
-    def pause_writing(self: ReadTimedProtocol) -> None:
+    def pause_writing(self: TimedProtocol) -> None:
         real(self)
         waiting.append(self.transport.get_write_buffer_size())
 
-    monkeypatch.setattr(ReadTimedProtocol, "pause_writing", pause_writing)
+    monkeypatch.setattr(TimedProtocol, "pause_writing", pause_writing)
     app = Answers(at_once=False)
     with impatient(app, tmp_path) as url, connected(url) as client:
         client.sendall(REQUEST)

@@ -1,6 +1,6 @@
-"""Connections of clients that send slowly or not at all, which must not stay open for ever;
-uvicorn's settings; and the end of a server, drained at a signal, or closed when the engine has
-failed.
+"""Connections of clients that send or read slowly or not at all, which must not stay open or keep
+memory for ever; uvicorn's settings; and the end of a server, drained at a signal, or closed when
+the engine has failed.
 
 Headers are timed by uvicorn's protocol, which alone sees them; bodies by ``BodyLimits``, which
 works in any server.
@@ -15,19 +15,23 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvlinker.doors.http.edge.draining import LAST_SECONDS, Drain
-from kvlinker.doors.http.edge.slow_readers import ReadTimedProtocol
 
 SHUTDOWN_SECONDS = 10
 """The time that uvicorn gives to running requests when it stops without having drained."""
 
 FAILED_SECONDS = 1.0
 """The time that a server whose engine has failed goes on with the connections that are open."""
+
+LEAST_READ_BYTES_PER_SECOND = 10_000
+"""The rate below which a client reads too slowly, once the system's buffer for it is full."""
 
 _POLL_SECONDS = 0.05
 
@@ -41,7 +45,7 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
     Logging is left as it is: the caller sets it up.
     """
 
-    class Protocol(_TimedProtocol):
+    class Protocol(TimedProtocol):
         timeout = request_timeout
 
     return uvicorn.Config(
@@ -150,7 +154,7 @@ class EngineServer(uvicorn.Server):
         """Return whether there are connections whose first request is on its way, or not answered
         to its end."""
         connections = [
-            each for each in self.server_state.connections if isinstance(each, ReadTimedProtocol)
+            each for each in self.server_state.connections if isinstance(each, TimedProtocol)
         ]
         return any(each.cycle is None or not each.cycle.response_complete for each in connections)
 
@@ -163,14 +167,23 @@ def _end_at_once(number: int) -> None:
     signal.raise_signal(number)
 
 
-class _TimedProtocol(ReadTimedProtocol):
+class TimedProtocol(H11Protocol):
     """Closes connections on which a request's headers do not arrive in time, however many bytes of
-    them do, and those whose body goes on when the answer has been sent."""
+    them do, and those whose body goes on when the answer has been sent.
 
+    Cuts off clients that do not read data within ``timeout`` seconds, and one more for every
+    ``LEAST_READ_BYTES_PER_SECOND`` bytes of it. At most one message of an answer waits for the
+    system: the next one is taken when this one is sent. So the memory of a slow client is bounded,
+    and no other client waits for it.
+    """
+
+    timeout: float
     _deadline: asyncio.TimerHandle | None = None
+    _cut_off: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # pause whenever the system does not take all
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -181,9 +194,25 @@ class _TimedProtocol(ReadTimedProtocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        unread = cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
+        seconds = self.timeout + unread / LEAST_READ_BYTES_PER_SECOND
+        self._cut_off = self.loop.call_later(seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._stop_timing()
         self._stop_watching()
+
+    def _stop_timing(self) -> None:
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+            self._cut_off = None
 
     def _watch(self) -> None:
         """Begin to wait for the client where it owes the rest of a request, and end where it does
