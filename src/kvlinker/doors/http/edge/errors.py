@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import (
@@ -33,7 +34,6 @@ from kvlinker.base.errors import (
     shortened,
 )
 from kvlinker.base.types.limits import MAX_MESSAGE_CHARACTERS
-from kvlinker.doors.http.edge.routing import allowed_methods
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError, messages_error, speaks_messages
 
@@ -47,6 +47,8 @@ _HTTP_CODES = {
     408: "request_timeout",
     413: "body_too_large",
 }
+
+_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 _JSON_KINDS = frozenset({"list", "dict", "str", "bool", "int", "float", "NoneType"})
 """The names by which pydantic tells kinds of values apart in JSON of any kind."""
@@ -255,7 +257,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     path = request.url.path
     headers = error.headers
     if code == "method_not_allowed":
-        headers = {"Allow": ", ".join(allowed_methods(request.app, request.scope["path"]))}
+        headers = {"Allow": ", ".join(_allowed_methods(request.app, request.scope["path"]))}
     slash = " Leave the slash at its end out." if path.endswith("/") else ""
     messages = {
         "not_found": f"No such route: {request.method} {path}.{slash}",
@@ -268,6 +270,20 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     return _invalid_request(
         error.status_code, messages[code], request.scope, param=None, code=code, headers=headers
     )
+
+
+def _allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
+    """Return the methods that the routes of ``path`` take together, sorted."""
+    asked: Scope = {"type": "http", "path": path, "root_path": "", "headers": []}
+    found = {
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**asked, "method": method})[0] is Match.FULL
+            for route in app.router.routes
+        )
+    }
+    return tuple(sorted(found | {"HEAD"} if "GET" in found else found))
 
 
 def _invalid_request(

@@ -17,8 +17,7 @@ from kvlinker.doors.http.edge.errors import (
     UnexpectedErrors,
     add_error_handlers,
 )
-from kvlinker.doors.http.edge.framing import Framing
-from kvlinker.doors.http.edge.routing import HeadRequests, ShortPaths
+from kvlinker.doors.http.edge.routing import Framing, HeadRequests, ShortPaths
 from kvlinker.settings import Settings
 
 IGNORED_HEADER = "X-Ignored-Fields"

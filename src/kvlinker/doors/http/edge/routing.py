@@ -1,17 +1,19 @@
-"""Handles the common parts of all routes: HEAD requests, the methods that a path takes, and unknown
-query parameters."""
+"""Handles the common parts of all routes: how requests are framed and addressed, HEAD requests, and
+unknown query parameters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
-from fastapi import FastAPI, Request
-from starlette.routing import Match
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
+from kvlinker.doors.http.edge.errors import error_response
 
 VERSION = "/v1"
 """Stands before the paths of other APIs."""
@@ -25,7 +27,39 @@ _SHORT = re.compile(
 TAKEN_QUERY = frozenset({"api-version"})
 """The query parameters of others that mean nothing on any route."""
 
-_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+_SCHEMES = (b"http://", b"https://")
+
+
+class Framing:
+    """ASGI middleware: reads targets in absolute form as RFC 9112 wants it (3.2.2), and refuses
+    requests that say their body's length in two ways, which a proxy in front may read as two
+    requests (6.1)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if "transfer-encoding" in headers and "content-length" in headers:
+                error = InvalidRequestError(
+                    "The request has both 'Transfer-Encoding' and 'Content-Length'. Send one of"
+                    " them."
+                )
+                refusal = error_response(error, scope)
+                refusal.headers["Connection"] = "close"
+                return await refusal(scope, receive, send)
+            if scope["raw_path"].lower().startswith(_SCHEMES):
+                _read_absolute_target(scope)
+        return await self._app(scope, receive, send)
+
+
+def _read_absolute_target(scope: Scope) -> None:
+    """Set the path, and the host that counts instead of the header's."""
+    authority, slash, path = scope["raw_path"].partition(b"://")[2].partition(b"/")
+    scope["raw_path"] = slash + path or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    MutableHeaders(scope=scope)["host"] = authority.decode("ascii")
 
 
 class ShortPaths:
@@ -67,20 +101,6 @@ class HeadRequests:
             await self._app(read, receive, bodiless)
         finally:
             scope["route"] = read.get("route")
-
-
-def allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
-    """Return the methods that the routes of ``path`` take together, sorted."""
-    asked: Scope = {"type": "http", "path": path, "root_path": "", "headers": []}
-    found = {
-        method
-        for method in _METHODS
-        if any(
-            route.matches({**asked, "method": method})[0] is Match.FULL
-            for route in app.router.routes
-        )
-    }
-    return tuple(sorted(found | {"HEAD"} if "GET" in found else found))
 
 
 async def refuse_unknown_query(request: Request) -> None:
