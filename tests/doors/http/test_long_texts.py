@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.doors.http.encoding_threads import LONG_AT_ONCE, LONG_TEXT_BYTES
+from kvlinker.doors.http.models import LONG_AT_ONCE, LONG_TEXT_BYTES
 from kvlinker.prompting.encoding import TextEncoder
 from tests.doors.http.serving import Served
 
