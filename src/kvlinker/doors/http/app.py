@@ -18,7 +18,6 @@ from pydantic.json_schema import models_json_schema
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.doors.http import (
     audit,
-    building,
     context_caches,
     embeddings,
     link,
@@ -128,7 +127,6 @@ def create_app(
     add_guards(app, settings, drain, body_limits=limits)
     resources = (
         audit,
-        building,
         chat,
         completions,
         messages,

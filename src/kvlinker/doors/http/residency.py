@@ -1,7 +1,10 @@
-"""``/v1/residency``: which chunks this server has, and how busy it is, for routers."""
+"""What servers ask of each other: ``/v1/residency``, which chunks this server has, and how busy it
+is, for routers; ``/v1/chunks/build``, to compute chunks for servers that share the catalog and a
+tier."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Annotated, Literal
 
@@ -24,7 +27,7 @@ MOST_SECONDS = 600.0
 
 ChunkKey = Annotated[str, StringConstraints(pattern=f"^{CHUNK_KEY.pattern}$")]
 
-router = APIRouter(prefix="/v1/residency", tags=["status"])
+router = APIRouter(prefix="/v1", tags=["status"])
 
 
 class ChunkPlaces(ResponseBody):
@@ -73,7 +76,7 @@ class ResidencyBody(ResponseBody):
     body_limits: dict[str, int]
 
 
-@router.get("", responses=error_responses(403))
+@router.get("/residency", responses=error_responses(403))
 def residency(
     served: ServedModelParam,
     caller: CallerParam,
@@ -126,7 +129,7 @@ class PreloadAnswer(ResponseBody):
     pending: int
 
 
-@router.post("/preload", status_code=202, responses=error_responses(403))
+@router.post("/residency/preload", status_code=202, responses=error_responses(403))
 def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) -> PreloadAnswer:
     """Begin to load chunks from slower tiers, or to compute them again, as long as memory has room;
     those of which nothing is known are left out. For admins: chunks of all tenants are meant."""
@@ -134,3 +137,28 @@ def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) ->
         raise PermissionDeniedError("Only admin keys may preload chunks.")
     begin = served.llm.preloading.begin
     return PreloadAnswer(pending=begin(body.chunks, body.seconds, tenant=caller.tenant))
+
+
+class BuildRequest(RequestBody):
+    """Names a chunk of the catalog by its key."""
+
+    key: ChunkKey
+
+
+class BuiltChunk(ResponseBody):
+    """A chunk whose KV, of so many ``bytes``, is in all tiers that take it."""
+
+    key: str
+    bytes: int
+
+
+@router.post("/chunks/build", responses=error_responses(400, 403, 404))
+async def build(body: BuildRequest, served: ServedModelParam, caller: CallerParam) -> BuiltChunk:
+    """Compute a chunk's KV, where no tier has it, and answer once the shared tiers have it. For
+    admins, on servers whose ``role`` is not ``serve``."""
+    if not caller.admin:
+        raise PermissionDeniedError("Only admin keys may have chunks built.")
+    if served.settings.role == "serve":
+        raise PermissionDeniedError("This server builds no chunks for others: its role is serve.")
+    nbytes = await asyncio.wrap_future(await asyncio.to_thread(served.llm.building.build, body.key))
+    return BuiltChunk(key=body.key, bytes=nbytes)
