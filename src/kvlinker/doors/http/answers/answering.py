@@ -1,8 +1,7 @@
-"""Answers of both completion routes: from prompts to a response, whole or as server-sent events.
+"""Answers of all routes that generate: from prompts to a response, whole or as server-sent events.
 
-An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The
-routes of other APIs (``kvlinker.doors.http.answers.dialects``) share how choices begin and how
-events are sent.
+An ``AnswerFormat`` has an API's words: ``CompletionAnswer`` those of completions, ``DialectAnswer``
+(``kvlinker.doors.http.answers.dialects``) those of other APIs.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.answers import Delta, Timing, Usage
-from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
@@ -56,43 +56,19 @@ class UsageBody(ResponseBody):
 
 
 class AnswerFormat(Protocol):
-    """The bodies of one route; one instance serves one request. Fields that are not set in a chunk
-    are not sent."""
+    """The answer to one request in the words of its API."""
 
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """Take note of the prompts, before any other call."""
+    def events(
+        self, choices: Choices, scope: Scope
+    ) -> AsyncIterator[str] | AsyncIterator[dict[str, str]]:
+        """Yield the events of a stream: texts, or names (``event``) with texts (``data``). One
+        that fails half way ends with an event that says so; ``scope`` is the request's."""
         ...
 
-    def opening(self, index: int) -> BaseModel | None:
-        """The choice that a stream begins with, if there is one."""
+    def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        """Return the body of the whole answer. It takes long for long answers: call it in a
+        thread."""
         ...
-
-    def delta(self, index: int, delta: Delta) -> BaseModel | None:
-        """A choice with new output; None if there is nothing to send yet."""
-        ...
-
-    def closing(self, index: int, finished: Finished) -> BaseModel:
-        """A choice that is finished."""
-        ...
-
-    def chunk(self, choices: Sequence[Any]) -> BaseModel:
-        """A chunk of a stream with these choices, and a field ``usage`` that is not set."""
-        ...
-
-    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> BaseModel:
-        """The whole answer."""
-        ...
-
-
-def answer_head(llm: LLM, kind: str, request_id: str | None) -> dict[str, Any]:
-    """Return the fields that name an answer: its id, of this ``kind`` and with the caller's own in
-    it, its time, and its model."""
-    return {
-        "id": f"{kind}-{request_id or secrets.token_hex(12)}",
-        "created": int(time.time()),
-        "model": llm.model_name,
-        "system_fingerprint": llm.system_fingerprint,
-    }
 
 
 def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -124,56 +100,19 @@ def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str
 async def respond(
     served: ServedModel,
     request: Request,
-    body: SamplingBody,
     build: Callable[[], PreparedRequest],
-    answer_format: AnswerFormat,
-    *,
-    ignored: Sequence[str] = (),
-) -> Response:
-    """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the
-    paths of fields that have no effect.
-
-    ``build`` makes the prompts; like all that takes long, it runs in a thread.
-    """
-
-    def begin() -> PreparedRequest:
-        asked = build()
-        answer_format.begin([read.prompt for read in asked.prompts.values()])
-        return asked
-
-    choices = await begin_choices(served, request, begin, n=body.choices)
-    if body.stream:
-        events = _chunks(
-            served.llm,
-            choices,
-            answer_format,
-            request.scope,
-            body.stream_options or StreamOptions(),
-        )
-        return EventStream(choices, events, ignored_header(ignored))
-    async with choices.cancelled_on_disconnect(request.receive):
-        answers = await choices.answers()
-    usage = usage_body([answer.usage for answer in answers], choices.n)
-    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
-
-    def tell() -> dict[str, Any]:
-        link = ended_link(served.llm, choices, answers[0].explanation, answers[0].kept)
-        answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
-        return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
-
-    content = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
-    timing = server_timing([answer.timing for answer in answers])
-    return JSONResponse(content, headers={"Server-Timing": timing, **ignored_header(ignored)})
-
-
-async def begin_choices(
-    served: ServedModel,
-    request: Request,
-    build: Callable[[], PreparedRequest],
+    answer: AnswerFormat,
     *,
     n: int,
-) -> Choices:
-    """Build the prompts and queue their choices, in a thread. Raises the errors of both."""
+    stream: bool,
+    ignored: Sequence[str],
+) -> Response:
+    """Generate ``n`` choices for each prompt, and respond. A client that goes away has them
+    cancelled. ``ignored`` are the paths of fields that have no effect.
+
+    ``build`` makes the prompts; like all that takes long, it runs in a thread. Raises its errors,
+    and those of ``Choices``.
+    """
     loop = asyncio.get_running_loop()
     trace = None if served.tracing is None else served.tracing.begin(request.headers)
 
@@ -182,7 +121,15 @@ async def begin_choices(
 
     choices = await served.encoding.run(request, begin)
     served.drain.add(choices)
-    return choices
+    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    if stream:
+        return EventStream(choices, answer.events(choices, request.scope), headers)
+    async with choices.cancelled_on_disconnect(request.receive):
+        outputs = await choices.outputs()
+    note_tokens(request.scope, *_tokens([output.finished.usage for output in outputs], n))
+    content = await run_in_threadpool(answer.whole, choices, outputs)
+    timing = server_timing([output.finished.timing for output in outputs])
+    return JSONResponse(content, headers={"Server-Timing": timing, **headers})
 
 
 class EventStream(EventSourceResponse):
@@ -196,7 +143,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         choices: Choices,
-        events: AsyncIterator[str | dict[str, str]],
+        events: AsyncIterator[str] | AsyncIterator[dict[str, str]],
         headers: Mapping[str, str],
     ) -> None:
         """``events`` are texts, or have a name (``event``) and a text (``data``)."""
@@ -210,62 +157,100 @@ class EventStream(EventSourceResponse):
             self._choices.cancel()  # also where the client left before the first event
 
 
-async def _chunks(
-    llm: LLM,
-    choices: Choices,
-    answer_format: AnswerFormat,
-    scope: Scope,
-    options: StreamOptions,
-) -> AsyncIterator[str]:
-    """Yield the chunks of a completion's stream, and its end."""
-    link = link_body(choices.prompts.values())
-    lengths = [len(read.prompt) for read in choices.prompts.values()]
-    generated = [0] * len(choices)
+class CompletionAnswer(ABC):
+    """The answer of a route of completions, whole or in chunks; one instance serves one request.
+    Fields that are not set in a chunk are not sent."""
 
-    def chunk(index: int, choice: BaseModel) -> str:
-        nonlocal link
-        added: dict[str, Any] = {"usage": None} if options.include_usage else {}
-        if options.continuous_usage_stats:
-            prompt, tokens = lengths[index // choices.n], generated[index]
-            added["usage"] = UsageBody(
-                prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
-            )
-        if link is not None:  # the first chunk has it, and once more one with an explanation
-            added["link"], link = link, None
-        return _encoded(answer_format.chunk([choice]).model_copy(update=added))
+    _prompts: Sequence[Prompt]
 
-    finished: dict[int, Usage] = {}
-    try:
-        for index in range(len(choices)):
-            if opening := answer_format.opening(index):
-                yield chunk(index, opening)
-        async for index, event in choices.events():
-            if isinstance(event, Finished):
-                finished[index] = event.usage
-                if event.explanation or event.kept:
-                    link = await run_in_threadpool(
-                        ended_link, llm, choices, event.explanation, event.kept
-                    )
-                yield chunk(index, answer_format.closing(index, event))
-            else:
-                generated[index] += len(event.token_ids)
-                if choice := answer_format.delta(index, event):
-                    yield chunk(index, choice)
-        usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
-        note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
-        if options.include_usage:
-            yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
-    except Exception as error:
-        yield _encoded(error_body(failure_of(error, scope), scope))
-    yield "[DONE]"
+    def __init__(self, llm: LLM, body: SamplingBody, kind: str) -> None:
+        """``kind`` is what the answer's id begins with; the caller's own is in it, too."""
+        self._llm = llm
+        self._body = body
+        self._head: dict[str, Any] = {
+            "id": f"{kind}-{body.request_id or secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": llm.model_name,
+            "system_fingerprint": llm.system_fingerprint,
+        }
+
+    @abstractmethod
+    def opening(self, index: int) -> BaseModel | None:
+        """The choice that a stream begins with, if there is one."""
+
+    @abstractmethod
+    def delta(self, index: int, delta: Delta) -> BaseModel | None:
+        """A choice with new output; None if there is nothing to send yet."""
+
+    @abstractmethod
+    def closing(self, index: int, finished: Finished) -> BaseModel:
+        """A choice that is finished."""
+
+    @abstractmethod
+    def chunk(self, choices: Sequence[Any]) -> BaseModel:
+        """A chunk of a stream with these choices, and a field ``usage`` that is not set."""
+
+    @abstractmethod
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> BaseModel:
+        """The whole answer."""
+
+    def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        self._prompts = [read.prompt for read in choices.prompts.values()]
+        answers = [Answer.from_events(*output) for output in outputs]
+        usage = usage_body([answer.usage for answer in answers], choices.n)
+        link = ended_link(self._llm, choices, answers[0].explanation, answers[0].kept)
+        content = self.answer(answers, usage).model_dump(exclude={"link"})
+        return content if link is None else content | {"link": link.model_dump(exclude_unset=True)}
+
+    async def events(self, choices: Choices, scope: Scope) -> AsyncIterator[str]:
+        self._prompts = [read.prompt for read in choices.prompts.values()]
+        options = self._body.stream_options or StreamOptions()
+        link = link_body(choices.prompts.values())
+        generated = [0] * len(choices)
+
+        def chunk(index: int, choice: BaseModel) -> str:
+            nonlocal link
+            added: dict[str, Any] = {"usage": None} if options.include_usage else {}
+            if options.continuous_usage_stats:
+                prompt, tokens = len(self._prompts[index // choices.n]), generated[index]
+                added["usage"] = UsageBody(
+                    prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
+                )
+            if link is not None:  # the first chunk has it, and once more one with an explanation
+                added["link"], link = link, None
+            return _encoded(self.chunk([choice]).model_copy(update=added))
+
+        finished: dict[int, Usage] = {}
+        try:
+            for index in range(len(choices)):
+                if opening := self.opening(index):
+                    yield chunk(index, opening)
+            async for index, event in choices.events():
+                if isinstance(event, Finished):
+                    finished[index] = event.usage
+                    if event.explanation or event.kept:
+                        link = await run_in_threadpool(
+                            ended_link, self._llm, choices, event.explanation, event.kept
+                        )
+                    yield chunk(index, self.closing(index, event))
+                else:
+                    generated[index] += len(event.token_ids)
+                    if choice := self.delta(index, event):
+                        yield chunk(index, choice)
+            usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
+            note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
+            if options.include_usage:
+                yield _encoded(self.chunk([]).model_copy(update={"usage": usage}))
+        except Exception as error:
+            yield _encoded(error_body(failure_of(error, scope), scope))
+        yield "[DONE]"
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
     """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its
     first choice."""
     prompts = usages[::n]
-    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-    output_tokens = sum(usage.output_tokens for usage in usages)
+    prompt_tokens, output_tokens = _tokens(usages, n)
     return UsageBody(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,
@@ -278,9 +263,12 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
     )
 
 
-def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header that names fields without effect; none where there are none."""
-    return {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+def _tokens(usages: Sequence[Usage], n: int) -> tuple[int, int]:
+    """Return the tokens of all prompts, which have ``n`` choices each, and of all choices."""
+    return (
+        sum(usage.prompt_tokens for usage in usages[::n]),
+        sum(usage.output_tokens for usage in usages),
+    )
 
 
 def server_timing(timings: Sequence[Timing]) -> str:

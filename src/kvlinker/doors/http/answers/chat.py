@@ -17,8 +17,8 @@ from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.base.types.tools import Tool
 from kvlinker.doors.http.answers.answering import (
+    CompletionAnswer,
     UsageBody,
-    answer_head,
     completion_responses,
     respond,
 )
@@ -50,7 +50,7 @@ from kvlinker.doors.http.fields.tools import (
 )
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Answer, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.request_tools import RequestTools
 from kvlinker.service.answer import finish_reason
@@ -267,31 +267,30 @@ async def create_chat_completion(
     """Answer a conversation; message content mixes text and context caches, in any order."""
     served.check_model(body.model)
     request_tools = body.request_tools(served.llm)
-    answer_format = ChatFormat(served.llm, request_tools, body)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
-        build = partial(body.asked, served.llm, request_tools, tenant=tenant)
-        ignored = body.reasoning_effect(served.llm).ignored
-        return await respond(served, request, body, build, answer_format, ignored=ignored)
+        return await respond(
+            served,
+            request,
+            partial(body.asked, served.llm, request_tools, tenant=tenant),
+            ChatAnswer(served.llm, request_tools, body),
+            n=body.choices,
+            stream=bool(body.stream),
+            ignored=body.reasoning_effect(served.llm).ignored,
+        )
 
 
-class ChatFormat:
-    """An ``AnswerFormat``."""
+class ChatAnswer(CompletionAnswer):
+    """An answer to a conversation."""
+
+    _body: ChatCompletionRequest
 
     def __init__(self, llm: LLM, request_tools: RequestTools, body: ChatCompletionRequest) -> None:
-        self._head = answer_head(llm, "chatcmpl", body.request_id)
-        self._llm = llm
+        super().__init__(llm, body, "chatcmpl")
         self._request_tools = request_tools
-        self._body = body
-        self._tells_reasoning = body.tells_reasoning
-        self._prompt_ids: list[int] | None = None
+        self._tells_prompt = bool(body.return_token_ids)
         self._readers: dict[int, Reader] = {}
         self._calls: defaultdict[int, CallDeltas] = defaultdict(CallDeltas)
-
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        (self._prompt,) = prompts
-        if self._body.return_token_ids:
-            self._prompt_ids = self._prompt.tokens.tolist()
 
     def opening(self, index: int) -> ChatChunkChoice:
         content = None if self._request_tools.enforces_calls else ""
@@ -311,8 +310,10 @@ class ChatFormat:
         return _choice(index, told, finish_reason=reason)
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
-        prompt_ids, self._prompt_ids = self._prompt_ids, None
-        told: dict[str, Any] = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
+        told: dict[str, Any] = {}
+        if self._tells_prompt:
+            told["prompt_token_ids"] = self._prompts[0].tokens.tolist()
+            self._tells_prompt = False
         return ChatCompletionChunk(
             **self._head, object="chat.completion.chunk", choices=list(choices), **told
         )
@@ -320,21 +321,21 @@ class ChatFormat:
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
         choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
         scored = prompt_logprobs_body(
-            self._prompt, answers[0].prompt_logprobs, self._llm.token_text
+            self._prompts[0], answers[0].prompt_logprobs, self._llm.token_text
         )
         return ChatCompletion(
             **self._head,
             choices=choices,
             usage=usage,
             prompt_logprobs=scored,
-            prompt_token_ids=self._prompt_ids,
+            prompt_token_ids=self._prompts[0].tokens.tolist() if self._tells_prompt else None,
         )
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
         answered = answer.read_by(self._reader(index))
         message = AssistantMessage(
             content=None if answered.tool_calls and not answered.text else answered.text,
-            reasoning_content=(answered.reasoning or None) if self._tells_reasoning else None,
+            reasoning_content=(answered.reasoning or None) if self._body.tells_reasoning else None,
             tool_calls=call_objects(answered.tool_calls) or None,
         )
         return ChatChoice(
@@ -348,7 +349,7 @@ class ChatFormat:
     def _reader(self, index: int) -> Reader:
         """Return the reader of a choice."""
         if index not in self._readers:
-            self._readers[index] = self._request_tools.reader(self._prompt)
+            self._readers[index] = self._request_tools.reader(self._prompts[0])
         return self._readers[index]
 
     def _told(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
@@ -358,7 +359,7 @@ class ChatFormat:
             "reasoning_content": "".join(
                 piece.text
                 for piece in pieces
-                if piece.kind == "reasoning" and self._tells_reasoning
+                if piece.kind == "reasoning" and self._body.tells_reasoning
             ),
             "tool_calls": self._calls[index].of(pieces),
         }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 from starlette.types import Receive
 
@@ -16,8 +17,15 @@ from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.leaving import left
 from kvlinker.doors.http.tracing import RequestTrace
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
-from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
+from kvlinker.llm import LLM, ChoiceSink, ReadPrompt
 from kvlinker.service.prompt_calls import PreparedRequest
+
+
+class ChoiceOutput(NamedTuple):
+    """The whole output of one choice."""
+
+    deltas: list[Delta]
+    finished: Finished
 
 
 class Choices:
@@ -78,7 +86,7 @@ class Choices:
                 missing -= isinstance(event, Finished)
                 yield index, event
 
-    async def answers(self) -> tuple[Answer, ...]:
+    async def outputs(self) -> list[ChoiceOutput]:
         """Return all choices, once they are finished. Raises the error of one that failed."""
         deltas: list[list[Delta]] = [[] for _ in range(self._count)]
         finished: dict[int, Finished] = {}
@@ -87,9 +95,7 @@ class Choices:
                 finished[index] = event
             else:
                 deltas[index].append(event)
-        return tuple(
-            Answer.from_events(deltas[index], finished[index]) for index in range(self._count)
-        )
+        return [ChoiceOutput(deltas[index], finished[index]) for index in range(self._count)]
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:

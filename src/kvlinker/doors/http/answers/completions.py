@@ -22,8 +22,8 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.doors.http.answers.answering import (
+    CompletionAnswer,
     UsageBody,
-    answer_head,
     completion_responses,
     respond,
 )
@@ -169,7 +169,7 @@ async def create_completion(
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     served.check_model(body.model)
     given = prompts_of(body.prompt)
-    link, answer_format = body.linking, CompletionFormat(served.llm, body, given)
+    link = body.linking
 
     def build() -> PreparedRequest:
         built = {}
@@ -191,25 +191,30 @@ async def create_completion(
             built, sampling, tenant, bool(link.explain), bool(link.attention), keep, link.step
         )
 
-    return await respond(served, request, body, build, answer_format)
+    return await respond(
+        served,
+        request,
+        build,
+        TextAnswer(served.llm, body, given),
+        n=body.choices,
+        stream=bool(body.stream),
+        ignored=(),
+    )
 
 
-class CompletionFormat:
-    """Is the ``AnswerFormat`` of this route."""
+class TextAnswer(CompletionAnswer):
+    """Continuations of prompts."""
+
+    _body: CompletionRequest
 
     def __init__(
         self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]
     ) -> None:
-        self._head = answer_head(llm, "cmpl", body.request_id) | {"object": "text_completion"}
+        super().__init__(llm, body, "cmpl")
+        self._head["object"] = "text_completion"
         self._untold = set(range(MAX_CHOICES))  # choices whose prompts were not sent yet
-        self._llm = llm
-        self._body = body
         self._given = prompts
-        self._prompts: Sequence[Prompt] = ()
         self._offsets: defaultdict[int, int] = defaultdict(int)
-
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
 
     def opening(self, index: int) -> CompletionChoice | None:
         return self._choice(index, self._echo(index), (), None) if self._body.echo else None

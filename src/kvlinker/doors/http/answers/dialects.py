@@ -4,6 +4,7 @@ events."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,26 +12,21 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.types import Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
-from kvlinker.doors.http.answers.answer_blocks import BlockReader, BlockStep
-from kvlinker.doors.http.answers.answering import (
-    EventStream,
-    begin_choices,
-    ignored_header,
-    server_timing,
-)
+from kvlinker.base.types.answers import Delta
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
+from kvlinker.doors.http.answers.answering import respond
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
-from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
 from kvlinker.doors.http.fields.parts import Part, TextPart
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import ReadPrompt
+from kvlinker.llm import LLM, ReadPrompt
 from kvlinker.service.prompt_calls import PreparedRequest
 
 
@@ -141,35 +137,75 @@ class EventBody(Protocol):
     def model_dump_json(self, *, exclude_unset: bool) -> str: ...
 
 
-class DialectAnswer(Protocol):
-    """One answer in the words of an API; fields that are not set in its bodies are not sent."""
+class DialectAnswer(ABC):
+    """The one answer to a conversation in the words of an API; fields that are not set in its
+    bodies are not sent."""
 
-    def opening(self, read: ReadPrompt) -> Iterable[EventBody]:
-        """Take note of the prompt, and return the events with which a stream begins."""
-        ...
+    _read: ReadPrompt
+    _reader: BlockReader
 
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._blocks: Sequence[AnswerBlock] = ()
+        """All blocks, once the answer has ended."""
+
+        self._finished: Finished | None = None
+
+    def begin(self, read: ReadPrompt, reader: BlockReader) -> None:
+        """Take note of the prompt, and of what reads the answer, before any other call."""
+        self._read, self._reader = read, reader
+
+    @abstractmethod
+    def opening(self) -> Iterable[EventBody]:
+        """Return the events with which a stream begins."""
+
+    @abstractmethod
     def events_of(self, step: BlockStep) -> Iterable[EventBody]:
         """Return the events of a step."""
-        ...
 
-    def ended(self, reader: BlockReader, finished: Finished) -> None:
-        """Take note of the end, with all that was read; ``events_of`` the last steps may yet be
-        asked for."""
-        ...
-
+    @abstractmethod
     def closing(self) -> Iterable[EventBody]:
         """Return the events with which a stream ends. It takes long for long answers: call it in a
         thread."""
-        ...
 
+    @abstractmethod
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[EventBody]:
         """Return the events of a stream that fails half way; ``scope`` is its request's."""
-        ...
 
-    def whole(self) -> BaseModel:
+    @abstractmethod
+    def body(self) -> BaseModel:
         """Return the whole answer, which has ended. It takes long for long answers: call it in a
         thread."""
-        ...
+
+    def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        ((deltas, finished),) = outputs
+        for event in (*deltas, finished):
+            self._steps(event)
+        return self.body().model_dump(mode="json", exclude_unset=True, by_alias=True)
+
+    async def events(self, choices: Choices, scope: Scope) -> AsyncIterator[dict[str, str]]:
+        try:
+            for event in self.opening():
+                yield _named(event)
+            async for _, output in choices.events():
+                if isinstance(output, Finished):
+                    note_tokens(scope, output.usage.prompt_tokens, output.usage.output_tokens)
+                for step in self._steps(output):
+                    for event in self.events_of(step):
+                        yield _named(event)
+            for event in await run_in_threadpool(lambda: list(self.closing())):
+                yield _named(event)
+        except Exception as error:
+            for event in self.failure(failure_of(error, scope), scope):
+                yield _named(event)
+
+    def _steps(self, output: Delta | Finished) -> list[BlockStep]:
+        """Read new output, or the end, and return the changes to the blocks."""
+        if isinstance(output, Delta):
+            return list(self._reader.feed(output.text, output.logprobs))
+        steps = list(self._reader.finish(cut=output.reason != "stop"))
+        self._blocks, self._finished = self._reader.blocks, output
+        return steps
 
 
 async def respond_in_dialect(
@@ -191,73 +227,27 @@ async def respond_in_dialect(
             )
         served.check_model(chat.model)
         request_tools = chat.request_tools(served.llm)
-        reader: BlockReader
 
         def build() -> PreparedRequest:
-            nonlocal reader
             asked = chat.asked(served.llm, request_tools, tenant=tenant)
             (read,) = asked.prompts.values()
+            reader = request_tools.reader(read.prompt)
+            answer.begin(read, BlockReader(reader, tells_reasoning=chat.tells_reasoning))
             if translation.cuts_max_tokens:
                 asked = asked._replace(sampling=served.llm.fitting(asked.sampling, read.prompt))
-            reader = BlockReader(
-                request_tools.reader(read.prompt),
-                tells_reasoning=chat.tells_reasoning,
-            )
             return asked
 
-        headers = ignored_header(
-            [translation.own_path(path) for path in chat.reasoning_effect(served.llm).ignored]
+        ignored = chat.reasoning_effect(served.llm).ignored
+        return await respond(
+            served,
+            request,
+            build,
+            answer,
+            n=1,
+            stream=bool(chat.stream),
+            ignored=[translation.own_path(path) for path in ignored],
         )
-        choices = await begin_choices(served, request, build, n=1)
-    (read,) = choices.prompts.values()
-    if chat.stream:
-        return EventStream(choices, _events(choices, reader, answer, read, request), headers)
-    answer.opening(read)
-    async with choices.cancelled_on_disconnect(request.receive):
-        async for _, event in choices.events():
-            if isinstance(event, Finished):
-                finished = event
-            else:
-                _drain(reader.feed(event.text, event.logprobs))
-    _drain(reader.finish(cut=finished.reason != "stop"))
-    answer.ended(reader, finished)
-    note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
-    content = await run_in_threadpool(
-        lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
-    )
-    return JSONResponse(
-        content, headers={"Server-Timing": server_timing([finished.timing]), **headers}
-    )
-
-
-async def _events(
-    choices: Choices, reader: BlockReader, answer: DialectAnswer, read: ReadPrompt, request: Request
-) -> AsyncIterator[dict[str, str]]:
-    """Yield the events of a stream, each with its name."""
-    try:
-        for event in answer.opening(read):
-            yield _named(event)
-        async for _, output in choices.events():
-            if isinstance(output, Finished):
-                note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
-                steps = list(reader.finish(cut=output.reason != "stop"))
-                answer.ended(reader, output)
-            else:
-                steps = list(reader.feed(output.text, output.logprobs))
-            for step in steps:
-                for event in answer.events_of(step):
-                    yield _named(event)
-        for event in await run_in_threadpool(lambda: list(answer.closing())):
-            yield _named(event)
-    except Exception as error:
-        for event in answer.failure(failure_of(error, request.scope), request.scope):
-            yield _named(event)
 
 
 def _named(event: EventBody) -> dict[str, str]:
     return {"event": event.type, "data": event.model_dump_json(exclude_unset=True)}
-
-
-def _drain(steps: Iterable[Any]) -> None:
-    for _ in steps:
-        pass

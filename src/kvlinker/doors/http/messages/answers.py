@@ -13,14 +13,15 @@ from pydantic_core import from_json
 from starlette.types import Scope
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.types.context_cache import KeptAnswer
-from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
+from kvlinker.base.types.answers import Usage
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.dialects import DialectAnswer
 from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body
 from kvlinker.doors.http.edge.errors import as_messages_error, error_body
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.errors import MessagesError
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, ReadPrompt
+from kvlinker.llm import LLM
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -172,22 +173,21 @@ class MessageStreamEvent(
     """An event of a stream, which has the name of its ``type``."""
 
 
-class MessageAnswer:
-    """A ``DialectAnswer``."""
+class MessageAnswer(DialectAnswer):
+    """An answer in the words of Anthropic's API."""
 
     def __init__(self, llm: LLM, request_id: str | None = None) -> None:
+        super().__init__(llm)
         self._id = f"msg_{request_id or secrets.token_hex(12)}"
-        self._model = llm.model_name
 
-    def opening(self, read: ReadPrompt) -> Iterable[MessageStart]:
-        self._read = read
+    def opening(self) -> Iterable[MessageStart]:
         usage = MessageUsage(
-            input_tokens=len(read.prompt),
+            input_tokens=len(self._read.prompt),
             cache_creation_input_tokens=0,
             cache_read_input_tokens=0,
             output_tokens=0,
         )
-        return [MessageStart(type="message_start", message=self._message([], None, None, usage))]
+        return [MessageStart(type="message_start", message=self._message(None, usage))]
 
     def events_of(
         self, step: BlockStep
@@ -203,60 +203,49 @@ class MessageAnswer:
             case "end":
                 yield ContentBlockStop(type="content_block_stop", index=index)
 
-    def ended(self, reader: BlockReader, finished: Finished) -> None:
-        self._blocks = reader.blocks
-        self._finished = finished
-
     def closing(self) -> Iterable[MessageDelta | MessageStop]:
-        stop = StopDelta(stop_reason=self._reason(), stop_sequence=self._finished.stop_string)
-        kept = self._finished.kept
-        link = {} if kept is None else {"link": link_body([self._read], kept)}
+        end = self._end()
+        stop = StopDelta(stop_reason=self._reason(end), stop_sequence=end.stop_string)
+        link = {} if end.kept is None else {"link": link_body([self._read], end.kept)}
         return [
-            MessageDelta(type="message_delta", delta=stop, usage=self._usage(), **link),
+            MessageDelta(type="message_delta", delta=stop, usage=self._usage(end.usage), **link),
             MessageStop(type="message_stop"),
         ]
 
     def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[MessagesError]:
         return [as_messages_error(error_body(error, scope), error.status, scope)]
 
-    def whole(self) -> MessageObject:
-        blocks = [_body(block) for block in self._blocks]
-        kept = self._finished.kept
-        return self._message(
-            blocks, self._reason(), self._finished.stop_string, self._usage(), kept
-        )
+    def body(self) -> MessageObject:
+        return self._message(self._end(), self._usage(self._end().usage))
 
-    def _message(
-        self,
-        content: list[Any],
-        reason: StopReason | None,
-        stop: str | None,
-        usage: MessageUsage,
-        kept: KeptAnswer | None = None,
-    ) -> MessageObject:
-        link = link_body([self._read], kept)
+    def _end(self) -> Finished:
+        assert self._finished is not None
+        return self._finished
+
+    def _message(self, end: Finished | None, usage: MessageUsage) -> MessageObject:
+        """Return the message as it ended; None for one that begins, which is empty."""
+        link = link_body([self._read], None if end is None else end.kept)
         return MessageObject(
             id=self._id,
             type="message",
             role="assistant",
-            model=self._model,
-            content=content,
-            stop_reason=reason,
-            stop_sequence=stop,
+            model=self._llm.model_name,
+            content=[_body(block) for block in self._blocks],
+            stop_reason=None if end is None else self._reason(end),
+            stop_sequence=None if end is None else end.stop_string,
             usage=usage,
             **({} if link is None else {"link": link}),
         )
 
-    def _reason(self) -> StopReason:
-        if self._finished.stop_string is not None:
+    def _reason(self, end: Finished) -> StopReason:
+        if end.stop_string is not None:
             return "stop_sequence"
-        if self._finished.reason != "stop":
+        if end.reason != "stop":
             return "max_tokens"
         called = any(block.kind == "call" and block.is_whole for block in self._blocks)
         return "tool_use" if called else "end_turn"
 
-    def _usage(self) -> MessageUsage:
-        usage = self._finished.usage
+    def _usage(self, usage: Usage) -> MessageUsage:
         created = created_tokens(self._read, usage)
         return MessageUsage(
             input_tokens=usage.prompt_tokens - usage.cached_tokens - created,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from starlette.types import Scope
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.messages import MARKS
-from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.dialects import DialectAnswer
 from kvlinker.doors.http.answers.link_bodies import created_tokens, link_body
 from kvlinker.doors.http.answers.logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
@@ -44,30 +45,25 @@ from kvlinker.doors.http.responses.objects import (
     Status,
 )
 from kvlinker.doors.http.responses.requests import ResponsesRequest
-from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, ReadPrompt
+from kvlinker.llm import LLM
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 
 
-class ResponseAnswer:
-    """A ``DialectAnswer``."""
+class ResponseAnswer(DialectAnswer):
+    """An answer in the words of OpenAI's newer API."""
 
     def __init__(self, llm: LLM, body: ResponsesRequest) -> None:
-        self._llm = llm
+        super().__init__(llm)
         self._body = body
         self._id = f"resp_{body.request_id or secrets.token_hex(12)}"
         self._created_at = int(time.time())
         self._ids: dict[int, str] = {}
         self._numbers = 0
-        self._blocks: Sequence[AnswerBlock] = ()
-        self._thoughts = ""
-        self._finished: Finished | None = None
 
-    def opening(self, read: ReadPrompt) -> Iterable[AnyEvent]:
-        self._read = read
+    def opening(self) -> Iterable[AnyEvent]:
         return [
             ResponseEvent(type=kind, response=self._response("in_progress"), **self._number())
             for kind in ("response.created", "response.in_progress")
@@ -100,12 +96,8 @@ class ResponseAnswer:
                     **self._number(),
                 )
 
-    def ended(self, reader: BlockReader, finished: Finished) -> None:
-        self._blocks, self._thoughts = reader.blocks, reader.thoughts
-        self._finished = finished
-
     def closing(self) -> Iterable[AnyEvent]:
-        whole = self.whole()
+        whole = self.body()
         kind: Any = f"response.{whole.status}"
         return [ResponseEvent(type=kind, response=whole, **self._number())]
 
@@ -117,7 +109,7 @@ class ResponseAnswer:
         failed = self._response("failed").model_copy(update={"error": failure})
         return [ResponseEvent(type="response.failed", response=failed, **self._number())]
 
-    def whole(self) -> ResponseObject:
+    def body(self) -> ResponseObject:
         assert self._finished is not None
         return self._response("completed" if self._finished.reason == "stop" else "incomplete")
 
@@ -241,7 +233,8 @@ class ResponseAnswer:
         )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
-        thought = len(self._llm.token_ids(self._thoughts)) if self._thoughts else 0
+        thoughts = self._reader.thoughts
+        thought = len(self._llm.token_ids(thoughts)) if thoughts else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(
