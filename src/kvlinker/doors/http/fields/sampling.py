@@ -18,13 +18,9 @@ from kvlinker.doors.http.fields.bodies import (
     is_true,
     where,
 )
-from kvlinker.doors.http.fields.decoding import DecodingFields
+from kvlinker.doors.http.fields.decoding import DecodingFields, ResponseFormatBody, answer_grammar
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkTtl
-from kvlinker.doors.http.fields.structured import (
-    ResponseFormatBody,
-    answer_grammar,
-)
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
