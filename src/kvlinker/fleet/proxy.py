@@ -23,6 +23,7 @@ from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinke
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.access import key_of
 from kvlinker.doors.http.edge.access_log import note_replica, note_route
+from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.draining import REFUSED_HEADER
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
@@ -31,7 +32,6 @@ from kvlinker.doors.http.edge.errors import (
     error_response,
     take_request_id,
 )
-from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
 from kvlinker.fleet.backends import Backend, Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES
-from kvlinker.doors.http.edge.body_limits import (
+from kvlinker.doors.http.edge.bodies import (
     LEAST_BYTES_PER_SECOND,
     BodyLimits,
     prompt_body_bytes,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types import limits
-from kvlinker.doors.http.edge import long_bodies
-from kvlinker.doors.http.edge.long_bodies import LONG_BODY_BYTES, check_json
+from kvlinker.doors.http.edge import bodies
+from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from tests.doors.http.serving import Served
 
 CHAT = "/v1/chat/completions"
@@ -42,16 +42,16 @@ def counted(value: Any) -> tuple[int, int]:
 @given(value=JSON, piece=st.integers(2, 9))
 def test_what_a_body_holds_is_counted_without_parsing(value: Any, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_bodies, "_PIECE_BYTES", piece)
-        patch.setattr(long_bodies, "MOST_JSON_VALUES", counted(value)[0])
-        patch.setattr(long_bodies, "MOST_JSON_NODES", counted(value)[1])
+        patch.setattr(bodies, "_PIECE_BYTES", piece)
+        patch.setattr(bodies, "MOST_JSON_VALUES", counted(value)[0])
+        patch.setattr(bodies, "MOST_JSON_NODES", counted(value)[1])
         check_json(json.dumps(value).encode())
         for name, count in zip(
             ("MOST_JSON_VALUES", "MOST_JSON_NODES"), counted(value), strict=True
         ):
             if count:
                 with patch.context() as lower:
-                    lower.setattr(long_bodies, name, count - 1)
+                    lower.setattr(bodies, name, count - 1)
                     with pytest.raises(InvalidRequestError):
                         check_json(json.dumps(value).encode())
 
@@ -71,7 +71,7 @@ def test_what_a_body_holds_is_counted_without_parsing(value: Any, piece: int) ->
 def test_a_body_with_far_too_much_is_not_parsed(
     served: Served, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
 ) -> None:
-    monkeypatch.setattr(long_bodies, "json", None)  # whoever parses it fails
+    monkeypatch.setattr(bodies, "json", None)  # whoever parses it fails
     answer = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "body_too_complex")
     assert told in answer.json()["error"]["message"]
@@ -81,13 +81,13 @@ def test_long_bodies_are_read_in_another_thread(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    original = long_bodies.check_json
+    original = bodies.check_json
 
     def noting(body: bytes) -> None:
         threads.append(threading.current_thread().name)
         original(body)
 
-    monkeypatch.setattr(long_bodies, "check_json", noting)
+    monkeypatch.setattr(bodies, "check_json", noting)
     for prompt in ("a", "a" + PADDING):
         served.post("/tokenize", {"text": prompt})
     assert len(threads) == 1

@@ -29,7 +29,7 @@ from kvlinker.doors.http import (
 )
 from kvlinker.doors.http.answers import chat, completions
 from kvlinker.doors.http.edge.access import OPEN_PATHS
-from kvlinker.doors.http.edge.body_limits import prompt_body_bytes
+from kvlinker.doors.http.edge.bodies import prompt_body_bytes
 from kvlinker.doors.http.edge.draining import PROBES, Drain
 from kvlinker.doors.http.edge.errors import error_model, error_responses
 from kvlinker.doors.http.edge.guards import add_guards

@@ -16,9 +16,9 @@ from kvlinker.base.errors import ModelNotFoundError
 from kvlinker.base.types.limits import MOST_EMBEDDED
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.leaving import while_there
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NonemptyText,
     RequestBody,

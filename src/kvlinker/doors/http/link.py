@@ -15,9 +15,9 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming, error_responses
 from kvlinker.doors.http.edge.leaving import while_there
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     NONEMPTY_LIST,
     RequestBody,

@@ -30,8 +30,8 @@ from kvlinker.doors.http.answers.logprobs import (
     prompt_logprobs_body,
 )
 from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody, has_entries, is_true, where
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody

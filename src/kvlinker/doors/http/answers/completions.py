@@ -36,8 +36,8 @@ from kvlinker.doors.http.answers.logprobs import (
     token_name,
 )
 from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.prompt import PromptBody, has_several, prompts_of

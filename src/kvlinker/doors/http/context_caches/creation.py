@@ -20,8 +20,8 @@ from kvlinker.doors.http.context_caches.objects import ContextCacheList, Lifetim
 from kvlinker.doors.http.context_caches.splitting import SplitOptions, check_input, pieces_of
 from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     GIVEN,
     Metadata,

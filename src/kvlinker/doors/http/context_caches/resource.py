@@ -24,8 +24,8 @@ from kvlinker.doors.http.context_caches.objects import (
     described,
 )
 from kvlinker.doors.http.edge.access import CallerParam, TenantParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import (
     Metadata,
     MetadataParam,

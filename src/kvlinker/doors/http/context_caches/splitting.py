@@ -12,8 +12,8 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS
 from kvlinker.base.types.texts import Piece
 from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, ResponseBody, Text
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.prompting.splitting import MAX_PIECE_TOKENS, splitters

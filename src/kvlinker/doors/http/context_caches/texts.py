@@ -11,8 +11,8 @@ from kvlinker.base.types.limits import MAX_QUERY_CHARACTERS
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.context_caches.objects import CACHE_ID
 from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import Metadata, RequestBody, ResponseBody, Text
 from kvlinker.doors.http.models import ServedModelParam
 

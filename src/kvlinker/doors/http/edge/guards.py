@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from kvlinker.doors.http.edge.access import HostCheck, KeyCheck, hosts_to_check
 from kvlinker.doors.http.edge.access_log import AccessLog
-from kvlinker.doors.http.edge.body_limits import BodyLimits
+from kvlinker.doors.http.edge.bodies import BodyLimits
 from kvlinker.doors.http.edge.draining import Drain, Draining
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,

@@ -10,8 +10,8 @@ from kvlinker.doors.http.answers.answering import completion_responses
 from kvlinker.doors.http.answers.dialects import respond_in_dialect
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.doors.http.messages.errors import MessagesError

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from kvlinker.doors.http.answers.answering import completion_responses
 from kvlinker.doors.http.answers.dialects import respond_in_dialect
 from kvlinker.doors.http.edge.access import TenantParam
-from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.http.responses.answers import ResponseAnswer
 from kvlinker.doors.http.responses.events import ResponseStreamEvent
