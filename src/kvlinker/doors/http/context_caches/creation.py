@@ -79,11 +79,6 @@ class CreateContextCachesRequest(Lifetime):
             )
         return self
 
-    @property
-    def generation_context(self) -> GenerationContext | None:
-        """The context that the chunks' KV is computed in; None for the server's default."""
-        return None if self.context is None else GenerationContext(self.context)
-
 
 @router.post("", responses=error_responses(400, 403, 404, 503))
 async def create_context_caches(
@@ -107,7 +102,7 @@ async def create_context_caches(
                     ttl=body.ttl,
                     name=body.name,
                     metadata=body.metadata,
-                    context=body.generation_context,
+                    context=GenerationContext(body.context) if body.context else None,
                     pinned=bool(body.pinned),
                     scope=Scope(body.scope or Scope.PRIVATE),
                 ),

@@ -33,10 +33,6 @@ class SplitOptions(RequestBody):
     method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_PIECE_TOKENS)] | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that are given, as arguments for ``LLM.split_pieces``."""
-        return self.model_dump(exclude_none=True)
-
 
 _NAMES = {"text": "input", "method": "split.method", "max_tokens": "split.max_tokens"}
 """The fields of bodies by the arguments of ``LLM.split_pieces``."""
@@ -45,7 +41,7 @@ _NAMES = {"text": "input", "method": "split.method", "max_tokens": "split.max_to
 def pieces_of(served: ServedModel, text: str, split: SplitOptions | None) -> tuple[Piece, ...]:
     """Cut the text of a body as its ``split`` says. Raises InvalidRequestError, which names the
     body's field."""
-    options = (split or SplitOptions()).given()
+    options = {} if split is None else split.model_dump(exclude_none=True)
     try:
         return served.llm.split_pieces(text, most_pieces=MAX_CHUNKS, **options)
     except InvalidRequestError as error:

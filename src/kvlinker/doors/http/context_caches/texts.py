@@ -76,16 +76,7 @@ def search_context_caches(
         scope=Scope(body.scope or Scope.PRIVATE),
     )
     return SearchHitList(
-        data=[
-            SearchHitObject(
-                id=hit.id,
-                score=hit.score,
-                text=hit.text,
-                tokens=hit.tokens,
-                metadata=dict(hit.metadata),
-            )
-            for hit in found
-        ]
+        data=[SearchHitObject.model_validate(hit, from_attributes=True) for hit in found]
     )
 
 
@@ -95,9 +86,4 @@ def read_content(
 ) -> ContextCacheContent:
     """Read the text and the token ids of one: the caller's own, or a shared one."""
     content = served.llm.caches.content(cache_id, tenant=tenant)
-    return ContextCacheContent(
-        id=content.id,
-        text=content.text,
-        token_ids=list(content.token_ids),
-        metadata=dict(content.metadata),
-    )
+    return ContextCacheContent.model_validate(content, from_attributes=True)

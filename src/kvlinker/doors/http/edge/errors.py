@@ -247,7 +247,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     complaint = error.errors()[0]
     place = _within(error.body, complaint)
     message, param, code = _describe({**complaint, "loc": place})
-    return _invalid_request(400, message, request.scope, param=param, code=code)
+    return _response(_body(message, InvalidRequestError.type, param, code), 400, request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -267,9 +267,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         "invalid_json": "The body is not JSON in UTF-8, or is nested too deeply, or has a number of"
         " thousands of digits.",
     }
-    return _invalid_request(
-        error.status_code, messages[code], request.scope, param=None, code=code, headers=headers
-    )
+    body = _body(messages[code], InvalidRequestError.type, None, code)
+    return _response(body, error.status_code, request.scope, headers)
 
 
 def _allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
@@ -284,18 +283,6 @@ def _allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
         )
     }
     return tuple(sorted(found | {"HEAD"} if "GET" in found else found))
-
-
-def _invalid_request(
-    status: int,
-    message: str,
-    scope: Scope,
-    *,
-    param: str | None,
-    code: str,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    return _response(_body(message, "invalid_request_error", param, code), status, scope, headers)
 
 
 def _response(

@@ -103,15 +103,18 @@ class RequestBody(BaseModel):
         own, foreign = cls._fields()
         for name, value in data.items():
             if value is not None and name not in own and (kind := cls._complaint(name, value)):
-                error = InitErrorDetails(type=kind, loc=(name,), input=value)
-                raise ValidationError.from_exception_data(
-                    cls.__name__, [error]
-                )  # with the field's whole path
+                raise cls._refusal(name, value, kind)
         return {
             name: value
             for name, value in data.items()
             if name in own or (value is not None and name not in foreign)
         }
+
+    @classmethod
+    def _refusal(cls, name: str, value: Any, kind: str | PydanticCustomError) -> ValidationError:
+        """Return the error of a field's value, which tells the field's whole path."""
+        error: InitErrorDetails = {"type": kind, "loc": (name,), "input": value}
+        return ValidationError.from_exception_data(cls.__name__, [error])
 
     @classmethod
     def _complaint(cls, name: str, value: Any) -> PydanticCustomError | None:

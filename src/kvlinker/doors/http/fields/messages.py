@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvlinker.base.types.limits import MOST_CALLS
 from kvlinker.base.types.messages import CachedPart, ChatMessage
@@ -54,33 +54,21 @@ class MessageBody(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _check_roles(cls, data: Any) -> Any:
-        """Refuse fields of another role, and a result without the id of its call."""
+        """Refuse a message without content that needs some, fields of another role, and a result
+        without the id of its call."""
         if not isinstance(data, dict):
             return data
+        if data.get("content") is None and data.get("role", "assistant") != "assistant":
+            if "content" not in data:
+                raise cls._refusal("content", data, "missing")
+            kind = PydanticCustomError("content_type", "Input should be text or a list of parts")
+            raise cls._refusal("content", None, kind)
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if data.get(name) and data.get("role", role) != role:
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
-                error: InitErrorDetails = {"type": kind, "loc": (name,), "input": data[name]}
-                raise ValidationError.from_exception_data(cls.__name__, [error])
+                raise cls._refusal(name, data[name], kind)
         if data.get("role") == "tool" and not data.get("tool_call_id"):
-            missing: InitErrorDetails = {"type": "missing", "loc": ("tool_call_id",), "input": data}
-            raise ValidationError.from_exception_data(cls.__name__, [missing])
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_content(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and data.get("content") is None
-            and data.get("role", "assistant") != "assistant"
-        ):
-            kind = PydanticCustomError("content_type", "Input should be text or a list of parts")
-            missing: InitErrorDetails = {"type": "missing", "loc": ("content",), "input": data}
-            null: InitErrorDetails = {"type": kind, "loc": ("content",), "input": None}
-            raise ValidationError.from_exception_data(
-                cls.__name__, [null if "content" in data else missing]
-            )
+            raise cls._refusal("tool_call_id", data, "missing")
         return data
 
     def message(self) -> ChatMessage[CachedPart]:
