@@ -130,19 +130,6 @@ class CompletionChoice(ResponseBody):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(ResponseBody):
-    """The whole answer; ``link`` is there where chunks took part."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: UsageBody
-    link: LinkBody | None = None
-
-
 class CompletionChunk(ResponseBody):
     """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
     but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
@@ -156,6 +143,12 @@ class CompletionChunk(ResponseBody):
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
     link: LinkBody | None = None
+
+
+class Completion(CompletionChunk):
+    """The whole answer; ``link`` is there where chunks took part."""
+
+    usage: UsageBody
 
 
 @router.post(

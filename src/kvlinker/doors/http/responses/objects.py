@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
+from kvlinker.doors.http.answers.answering import PromptTokensDetails
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.logprobs import ChatLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
@@ -69,15 +70,12 @@ OutputItem = Annotated[
 ]
 
 
-class InputTokensDetails(ResponseBody):
+class InputTokensDetails(PromptTokensDetails):
     """The prompt tokens whose KV was there and was kept, those of chunks that were computed again,
     and those that this request cached as chunks of their own; all others were fresh.
     ``exact_cached_tokens`` are those of the first that an earlier request computed in just this
     sequence."""
 
-    cached_tokens: int
-    exact_cached_tokens: int
-    recomputed_tokens: int
     cache_write_tokens: int
 
 
