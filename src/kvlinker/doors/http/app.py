@@ -122,7 +122,7 @@ def create_app(
         drain,
         EmbeddingTurns(settings.max_waiting),
         limits,
-        tracing=Tracing.if_installed(tracer_provider),
+        Tracing.if_installed(tracer_provider),
     )
     add_guards(app, settings, drain, body_limits=limits)
     resources = (

@@ -57,10 +57,10 @@ class ServedModel:
     metrics: Metrics
     drain: Drain
     embedding: EmbeddingTurns
-    body_limits: Mapping[str, int] = field(default_factory=dict)
+    body_limits: Mapping[str, int]
     """The most bytes of bodies, by path, where these are fewer than ``MAX_BODY_BYTES``."""
+    tracing: Tracing | None
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
-    tracing: Tracing | None = None
 
     @property
     def embedding_name(self) -> str | None:

@@ -126,7 +126,8 @@ async def respond(
         return EventStream(choices, answer.events(choices, request.scope), headers)
     async with choices.cancelled_on_disconnect(request.receive):
         outputs = await choices.outputs()
-    note_tokens(request.scope, *_tokens([output.finished.usage for output in outputs], n))
+    usage = usage_body([output.finished.usage for output in outputs], n)
+    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
     content = await run_in_threadpool(answer.whole, choices, outputs)
     timing = server_timing([output.finished.timing for output in outputs])
     return JSONResponse(content, headers={"Server-Timing": timing, **headers})
@@ -250,7 +251,8 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
     """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its
     first choice."""
     prompts = usages[::n]
-    prompt_tokens, output_tokens = _tokens(usages, n)
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    output_tokens = sum(usage.output_tokens for usage in usages)
     return UsageBody(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,
@@ -260,14 +262,6 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
             exact_cached_tokens=sum(usage.exact_cached_tokens for usage in prompts),
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
         ),
-    )
-
-
-def _tokens(usages: Sequence[Usage], n: int) -> tuple[int, int]:
-    """Return the tokens of all prompts, which have ``n`` choices each, and of all choices."""
-    return (
-        sum(usage.prompt_tokens for usage in usages[::n]),
-        sum(usage.output_tokens for usage in usages),
     )
 
 

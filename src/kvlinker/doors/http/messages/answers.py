@@ -176,7 +176,7 @@ class MessageStreamEvent(
 class MessageAnswer(DialectAnswer):
     """An answer in the words of Anthropic's API."""
 
-    def __init__(self, llm: LLM, request_id: str | None = None) -> None:
+    def __init__(self, llm: LLM, request_id: str | None) -> None:
         super().__init__(llm)
         self._id = f"msg_{request_id or secrets.token_hex(12)}"
 
