@@ -43,8 +43,8 @@ from kvlinker.doors.http.messages.blocks import UnknownBlock
 from kvlinker.doors.http.metrics import Metrics
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.doors.http.responses import routes as responses
-from kvlinker.doors.http.responses.events import ResponseStreamEvent
 from kvlinker.doors.http.responses.items import UnknownItem
+from kvlinker.doors.http.responses.objects import ResponseStreamEvent
 from kvlinker.doors.http.tracing import Tracing
 from kvlinker.llm import LLM
 from kvlinker.service.context_caches import ContextCaches

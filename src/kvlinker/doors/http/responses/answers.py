@@ -18,27 +18,25 @@ from kvlinker.doors.http.answers.dialects import DialectAnswer
 from kvlinker.doors.http.answers.link_bodies import created_tokens, link_body
 from kvlinker.doors.http.answers.logprobs import logprob_bodies
 from kvlinker.doors.http.edge.errors import error_body
-from kvlinker.doors.http.responses.events import (
+from kvlinker.doors.http.responses.objects import (
     AnyEvent,
     ArgumentsDelta,
     ArgumentsDone,
-    ContentPartEvent,
-    OutputItemEvent,
-    OutputTextDelta,
-    OutputTextDone,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    ResponseEvent,
-)
-from kvlinker.doors.http.responses.objects import (
     CalledFunctionItem,
+    ContentPartEvent,
     IncompleteDetails,
     InputTokensDetails,
     MessageOutput,
+    OutputItemEvent,
     OutputText,
+    OutputTextDelta,
+    OutputTextDone,
     OutputTokensDetails,
     ReasoningOutput,
     ReasoningTextBody,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseEvent,
     ResponseFailure,
     ResponseObject,
     ResponseUsage,

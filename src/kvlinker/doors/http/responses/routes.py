@@ -12,8 +12,7 @@ from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.doors.http.responses.answers import ResponseAnswer
-from kvlinker.doors.http.responses.events import ResponseStreamEvent
-from kvlinker.doors.http.responses.objects import ResponseObject
+from kvlinker.doors.http.responses.objects import ResponseObject, ResponseStreamEvent
 from kvlinker.doors.http.responses.requests import ResponsesRequest
 
 router = APIRouter(tags=["responses"], route_class=BodyRoute)
