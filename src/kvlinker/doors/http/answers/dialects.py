@@ -179,8 +179,9 @@ class DialectAnswer(ABC):
 
     def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
         ((deltas, finished),) = outputs
-        for event in (*deltas, finished):
-            self._steps(event)
+        for delta in deltas:
+            self._steps(delta)
+        self._steps(finished)
         return self.body().model_dump(mode="json", exclude_unset=True, by_alias=True)
 
     async def events(self, choices: Choices, scope: Scope) -> AsyncIterator[dict[str, str]]:
