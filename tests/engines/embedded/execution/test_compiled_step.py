@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from kvlinker.engines.contract.observation import QuestionProbe
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.compiled_step import (
     FEWEST_ROWS,
@@ -27,7 +28,9 @@ from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
     Calculation,
     Kind,
+    ModuleCall,
     Place,
+    Product,
     Program,
 )
 from kvlinker.engines.embedded.model.weights import arrangement
@@ -145,6 +148,28 @@ def test_weights_that_onednn_packs_are_recorded(monkeypatch):
     loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
     assert any(isinstance(module, PackedMatrix) for module in loaded.model.modules())
     assert isinstance(loaded.program, Program), loaded.program
+
+
+@pytest.mark.skipif(not packs(torch.bfloat16, torch.device("cpu")), reason="oneDNN packs no bf16")
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2"])
+def test_with_amx_native_steps_call_onednn_and_the_modules_pytorchs_attention(family, monkeypatch):
+    monkeypatch.setattr(BlockedMatrix, "takes", lambda weight, native: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    assert isinstance(loaded.program, Program), loaded.program
+    kinds = {each.weights.form for each in loaded.program.operations if isinstance(each, Product)}
+    assert kinds <= {"plain"}  # such as small ones
+    assert any(isinstance(each, ModuleCall) for each in loaded.program.operations)
+    runner = runner_of(loaded)
+    assert isinstance(runner.kernel, TorchAttention)
+    assert runner._compiled is not None
+    assert runner._compiled.takes(prompt_batch(40, 7))
+    compiled, modules = (
+        each.step(prompt_batch(40, 7)).logits
+        for each in (runner, runner_of(loaded, compiled=False))
+    )
+    for ours, expected in zip(compiled.values(), modules.values(), strict=True):
+        assert (ours - expected).norm() <= 5e-3 * expected.norm()
 
 
 def test_logits_are_near_the_models_own_in_fp32(llama):

@@ -27,16 +27,28 @@ def choose_kernel(
     """Return the quickest kernel for a model with these layers. Native code is compiled when it is
     first wanted."""
     kernel: AttentionKernel | None = None
-    if use_native and layers and all(_fits(layer) for layer in layers):
+    if use_native:
         if has_kernels(device):
-            kernel = triton_attention(dtype, device)
-        elif device.type == "cpu" and dtype == torch.bfloat16:
-            kernel = native_attention()
+            kernel = triton_attention(dtype, device) if _fit(layers) else None
+        elif not torch.cpu._is_amx_tile_supported():  # which PyTorch's use for many queries
+            kernel = step_kernel(layers, dtype=dtype, device=device)
     return kernel or TorchAttention()
 
 
-def _fits(layer: LayerShape) -> bool:
-    return layer.key_dim % 2 == 0 and (layer.rotary is None or layer.rotary.pairing is not None)
+def step_kernel(
+    layers: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device
+) -> NativeAttention | None:
+    """Return the kernel of steps that native code computes, which are of few queries; None if it
+    does not attend for a model with these layers."""
+    fits = device.type == "cpu" and dtype == torch.bfloat16 and _fit(layers)
+    return native_attention() if fits else None
+
+
+def _fit(layers: Sequence[LayerShape]) -> bool:
+    return bool(layers) and all(
+        layer.key_dim % 2 == 0 and (layer.rotary is None or layer.rotary.pairing is not None)
+        for layer in layers
+    )
 
 
 @cache

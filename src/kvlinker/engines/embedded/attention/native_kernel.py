@@ -28,7 +28,6 @@ from kvlinker.engines.embedded.attention.views import (
     farthest,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.native import NativeUnavailableError
 
 
 class NativeAttention:
@@ -41,8 +40,6 @@ class NativeAttention:
 
     def __init__(self) -> None:
         """Raises NativeUnavailableError."""
-        if torch.cpu._is_amx_tile_supported():
-            raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
         functions = native.functions(
             "attention.cpp", {"kvlinker_attention": NativeCall, "kvlinker_write": Write}
         )

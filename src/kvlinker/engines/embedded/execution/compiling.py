@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.attention.kernels import choose_kernel
-from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.kernels import step_kernel
 from kvlinker.engines.embedded.execution.batch import (
     Batch,
     OwnTokens,
@@ -87,8 +86,7 @@ def _checked_program(model: Any, anatomy: Anatomy) -> Program:
         raise UnrecordableError("indexers pick the tokens that are seen")
     if len({layer.latents is None for layer in anatomy.layers}) > 1:
         raise UnrecordableError("some layers keep latents, and others do not")
-    kernel = choose_kernel(anatomy.layers, dtype=parameter.dtype, device=parameter.device)
-    if not isinstance(kernel, NativeAttention):
+    if step_kernel(anatomy.layers, dtype=parameter.dtype, device=parameter.device) is None:
         raise UnrecordableError("native code does not attend for it here")
     step_function()
     program = record_program(model, anatomy)

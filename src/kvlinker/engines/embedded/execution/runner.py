@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base.profiling import Profile
-from kvlinker.engines.embedded.attention.kernels import choose_kernel
-from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.kernels import choose_kernel, step_kernel
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
@@ -75,8 +74,10 @@ class Runner:
         self.graphed: GraphedSteps | None = None
         if isinstance(program, Capturable):
             self.graphed = self._graphs(program.windows)
-        elif program is not None and isinstance(self.kernel, NativeAttention):
-            self._compiled = CompiledStep(program, anatomy, pool, self.kernel, self._ahead)
+        elif program is not None and native_attention:
+            kernel = step_kernel(anatomy.layers, dtype=pool.dtype, device=self.device)
+            if kernel is not None:
+                self._compiled = CompiledStep(program, anatomy, pool, kernel, self._ahead)
 
     @cached_property
     def head(self) -> Head:

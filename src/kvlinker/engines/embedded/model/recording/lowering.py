@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -308,16 +309,18 @@ class _Lowering:
         output = self._output(one, other)
         if source.wide or output.wide:
             raise UnrecordableError("its linear layers are not in bf16")
-        weights, bias = _weights(module)
-        later = None
-        if weights.rounds_before_bias:
-            later, bias = bias, None
-        given = self._dense(source).place
-        self._operations.append(Product(output.wanted, given, output.place, weights, bias))
+        assert module is not None
+        weights, bias, compute = _weights(module)
+        given, later = self._dense(source).place, None
+        if weights is None:
+            self._operations.append(ModuleCall(output.wanted, given, output.place, compute))
+        else:
+            if weights.rounds_before_bias:
+                later, bias = bias, None
+            self._operations.append(Product(output.wanted, given, output.place, weights, bias))
         if later is not None:
             added = self._layouts.of(later, later)
             self._add(Kind.ADD, output, output, added)
-        assert module is not None
         self._held.append(module)
 
     def _module(self, one: Node, other: Node) -> None:
@@ -357,8 +360,11 @@ def _short(name: str) -> str:
     return name.removeprefix("aten.").split(".")[0].removesuffix("_")
 
 
-def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:
-    """Return what a linear layer multiplies by, and its bias."""
+def _weights(
+    module: nn.Module,
+) -> tuple[NativeWeights | None, Tensor | None, Callable[[Tensor], Tensor]]:
+    """Return what native code multiplies by in a linear layer's place, None where oneDNN is faster;
+    the layer's bias; and what computes both."""
     if isinstance(module, SharedLinear):
         matrix, bias = module.shared.matrix, module.shared.bias
     elif isinstance(module, MatrixLinear):
@@ -369,11 +375,8 @@ def _weights(module: nn.Module | None) -> tuple[NativeWeights, Tensor | None]:
             raise UnrecordableError("no native code multiplies by a plain weight that it has")
         outputs, width = module.weight.shape
         address = module.weight.data_ptr()
-        return NativeWeights("plain", address, outputs, width, width, False), module.bias
-    weights = matrix.native()
-    if weights is None:
-        raise UnrecordableError(f"no native code multiplies by a {type(matrix).__name__}")
-    return weights, bias
+        return NativeWeights("plain", address, outputs, width, width, False), module.bias, module
+    return matrix.native(), bias, partial(matrix.multiply, bias=bias)
 
 
 def _require(node: Node, expected: Mapping[str, Any]) -> None:

@@ -113,7 +113,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """A module of the model, which computes all rows between operations of native code."""
+    """A module of the model, or oneDNN's product with a weight, which computes all rows between
+    operations of native code."""
 
     wanted: bool
     input: Place
