@@ -3,10 +3,9 @@ pinned keys stay, and so do held ones, which are in use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
+from collections.abc import Iterable, MutableMapping, Set
 from dataclasses import dataclass
-from itertools import islice
-from typing import Protocol
+from itertools import chain, islice
 
 from sortedcontainers import SortedDict
 
@@ -36,52 +35,6 @@ def use_weight(recomputed: float) -> float:
     return 1 / min(1.0, max(recomputed, LEAST_SHARE))
 
 
-class EvictionOrder(Protocol):
-    """Orders keys for eviction: those of the lowest priority go first, of equal ones the least
-    recently used."""
-
-    def priority(self, reuse: float) -> float:
-        """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
-
-    def evicted(self, priority: float) -> None:
-        """Note that a key of this priority, the lowest, made room."""
-
-
-class LeastRecentlyUsed:
-    """Orders keys by recency alone."""
-
-    def priority(self, reuse: float) -> float:
-        return 0.0
-
-    def evicted(self, priority: float) -> None:
-        """Do nothing: all priorities are equal."""
-
-
-class LeastReused:
-    """Orders keys by Cache-Craft's reuse frequency f_r, with LFU's dynamic ageing (Arlitt et al.,
-    "Evaluating content management techniques for Web proxy caches", 2000).
-
-    A key's priority is f_r plus the age at its last use, and the age is the priority of the last
-    evicted key. Without ageing, newcomers would evict each other while unused keys stayed. f_r is
-    not divided by the size: both the savings of a use and the size grow with the chunk's tokens.
-    """
-
-    def __init__(self) -> None:
-        self._age = 0.0
-
-    def priority(self, reuse: float) -> float:
-        return self._age + reuse
-
-    def evicted(self, priority: float) -> None:
-        self._age = max(self._age, priority)
-
-
-_ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {
-    "lru": LeastRecentlyUsed,
-    "reuse": LeastReused,
-}
-
-
 @dataclass(slots=True)
 class _Entry:
     """A key's size and uses."""
@@ -93,9 +46,25 @@ class _Entry:
     """The priority and the time of the last use; the lowest is evicted first."""
 
 
+class _Group:
+    """Keys that are evicted alike, by rank, and the sum of their bytes."""
+
+    def __init__(self) -> None:
+        self.keys: MutableMapping[tuple[float, int], str] = SortedDict()
+        self.nbytes = 0
+
+
 class EvictionIndex:
-    """Keeps keys and their sizes in bytes in the order of their eviction. Not thread safe: the
-    tier's lock guards it.
+    """Keeps keys and their sizes in bytes in the order of their eviction: those of the lowest
+    priority go first, of equal ones the least recently used. Not thread safe: the tier's lock
+    guards it.
+
+    Under ``lru`` all priorities are equal. Under ``reuse`` they are Cache-Craft's reuse frequency
+    f_r, with LFU's dynamic ageing (Arlitt et al., "Evaluating content management techniques for Web
+    proxy caches", 2000): a key's priority is f_r plus the age at its last use, and the age is the
+    priority of the last evicted key. Without ageing, newcomers would evict each other while unused
+    keys stayed. f_r is not divided by the size: both the savings of a use and the size grow with
+    the chunk's tokens.
 
     A key enters as if it had been used once by a request that computed all of it. Each step takes
     O(log n). Held keys are never evicted, and may take more than the budget.
@@ -112,23 +81,25 @@ class EvictionIndex:
         if budget_bytes < 0:
             raise ValueError(f"A tier's budget must not be negative, got {budget_bytes} bytes.")
         self.set_budget(budget_bytes)
-        self.used_bytes = 0
-        self._order = _ORDERS[eviction]()
+        self._by_reuse = eviction == "reuse"
+        self._age = 0.0
         self._next_uses = next_uses
         self._uses = 0
-        self._pinned_bytes = 0
         self._pinned_keys = frozenset(pinned)
         self._held_keys: set[str] = set()
-        self._held_bytes = 0
         self._entries: dict[str, _Entry] = {}
-        self._evictable: MutableMapping[tuple[float, int], str] = SortedDict()
-        self._pinned: MutableMapping[tuple[float, int], str] = SortedDict()
+        self._evictable, self._pinned, self._held = _Group(), _Group(), _Group()
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all keys."""
+        return self._evictable.nbytes + self._pinned.nbytes + self._held.nbytes
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. Call ``make_room(0)`` then: what is there may take more than it."""
@@ -138,10 +109,8 @@ class EvictionIndex:
     def keys(self) -> tuple[str, ...]:
         """Return all keys, the next to be evicted first, but pinned ones last, and held ones after
         these."""
-        held = sorted(
-            self._held_keys & self._entries.keys(), key=lambda key: self._entries[key].rank
-        )
-        return (*self._evictable.values(), *self._pinned.values(), *held)
+        groups = self._evictable, self._pinned, self._held
+        return tuple(chain.from_iterable(group.keys.values() for group in groups))
 
     def nbytes(self, key: str) -> int | None:
         entry = self._entries.get(key)
@@ -191,20 +160,22 @@ class EvictionIndex:
     def fill(self, sizes: Iterable[tuple[str, int]]) -> None:
         """Add all of these, in this order, to an index that is empty; quicker than one by one."""
         assert not self._entries
+        assert not self._held_keys
         once = use_weight(1.0)
-        priority = self._order.priority(once)
+        priority = self._priority(once)
         self._entries = {
             key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)
         }
         self._uses = len(self._entries)
-        assert not self._held_keys
         pinned = {self._entries[key].rank: key for key in self._pinned_keys & self._entries.keys()}
-        self._pinned.update(pinned)
-        self._evictable.update(
+        self._pinned.keys.update(pinned)
+        self._pinned.nbytes = sum(self._entries[key].nbytes for key in pinned.values())
+        self._evictable.keys.update(
             (entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned
         )
-        self.used_bytes = sum(entry.nbytes for entry in self._entries.values())
-        self._pinned_bytes = sum(self._entries[key].nbytes for key in pinned.values())
+        self._evictable.nbytes = (
+            sum(entry.nbytes for entry in self._entries.values()) - self._pinned.nbytes
+        )
 
     def remove(self, key: str) -> bool:
         """Forget the key; returns False if it was absent."""
@@ -215,7 +186,7 @@ class EvictionIndex:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether ``make_room`` can make room for so many bytes."""
-        kept = self._held_bytes + min(self._pinned_bytes, self._most_pinned_bytes)
+        kept = self._held.nbytes + min(self._pinned.nbytes, self._most_pinned_bytes)
         return nbytes <= self.budget_bytes - kept
 
     def make_room(self, nbytes: int) -> list[tuple[str, int]]:
@@ -227,13 +198,13 @@ class EvictionIndex:
         """
         removed: list[tuple[str, int]] = []
         while self.used_bytes + nbytes > self.budget_bytes:
-            if self._evictable and self._pinned_bytes <= self._most_pinned_bytes:
-                (priority, _), key = next(iter(self._evictable.items()))
-                self._order.evicted(priority)
+            if self._evictable.keys and self._pinned.nbytes <= self._most_pinned_bytes:
+                (priority, _), key = next(iter(self._evictable.keys.items()))
+                self._age = max(self._age, priority)
                 if self._next_uses is not None:
                     key = self._next_uses.needed_last(self._next())
-            elif self._pinned:
-                key = next(iter(self._pinned.values()))
+            elif self._pinned.keys:
+                key = next(iter(self._pinned.keys.values()))
             else:
                 break
             removed.append((key, self._taken(key).nbytes))
@@ -255,7 +226,7 @@ class EvictionIndex:
 
     def _next(self) -> Iterable[str]:
         """Return the keys that are evicted next."""
-        return islice(self._evictable.values(), MOST_COMPARED)
+        return islice(self._evictable.keys.values(), MOST_COMPARED)
 
     def _set_held(self, key: str, *, held: bool) -> None:
         entry = self._taken(key) if key in self._entries else None
@@ -266,31 +237,30 @@ class EvictionIndex:
         if entry is not None:
             self._enter(key, entry)
 
+    def _priority(self, reuse: float) -> float:
+        """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
+        return self._age + reuse if self._by_reuse else 0.0
+
     def _used(self, nbytes: int, reuse: float) -> _Entry:
         """Return the entry of a key that is used now."""
         self._uses += 1
-        return _Entry(nbytes, reuse, (self._order.priority(reuse), self._uses))
+        return _Entry(nbytes, reuse, (self._priority(reuse), self._uses))
+
+    def _group(self, key: str) -> _Group:
+        if key in self._held_keys:
+            return self._held
+        return self._pinned if key in self._pinned_keys else self._evictable
 
     def _enter(self, key: str, entry: _Entry) -> None:
         self._entries[key] = entry
-        self.used_bytes += entry.nbytes
-        if key in self._held_keys:
-            self._held_bytes += entry.nbytes
-        elif key in self._pinned_keys:
-            self._pinned[entry.rank] = key
-            self._pinned_bytes += entry.nbytes
-        else:
-            self._evictable[entry.rank] = key
+        group = self._group(key)
+        group.keys[entry.rank] = key
+        group.nbytes += entry.nbytes
 
     def _taken(self, key: str) -> _Entry:
         """Remove a present key; returns its entry."""
         entry = self._entries.pop(key)
-        self.used_bytes -= entry.nbytes
-        if key in self._held_keys:
-            self._held_bytes -= entry.nbytes
-        elif key in self._pinned_keys:
-            del self._pinned[entry.rank]
-            self._pinned_bytes -= entry.nbytes
-        else:
-            del self._evictable[entry.rank]
+        group = self._group(key)
+        del group.keys[entry.rank]
+        group.nbytes -= entry.nbytes
         return entry

@@ -67,7 +67,7 @@ class VariantIndex:
         may not stay, as ``Catalog.delete`` does.
 
         Of more than ``limit`` variants in all, those with the lowest f_r make room for the new
-        ones, which begin one above them: f_r ages as tiers' priorities do (``LeastReused``).
+        ones, which begin one above them: f_r ages as tiers' priorities do (``EvictionIndex``).
         """
         with self._lock:
             uses, self._uses = self._uses, defaultdict(float)
