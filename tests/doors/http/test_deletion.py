@@ -130,7 +130,7 @@ def test_a_running_server_follows_what_another_process_deletes_and_pins(
     llm.caches.sweep()
     assert llm.store.keys() == {second.chunk_key}
     host, disk = llm.store._tiers
-    assert host._index._pinned_keys == disk._files._index._pinned_keys == {second.chunk_key}  # type: ignore[attr-defined]
+    assert host._index._pinned_keys == disk._index._pinned_keys == {second.chunk_key}  # type: ignore[attr-defined]
 
 
 def test_pins_last_through_a_restart(state: Path) -> None:

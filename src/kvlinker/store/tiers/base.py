@@ -1,7 +1,9 @@
-"""The interface of a tier: one place that keeps chunks within a budget of bytes."""
+"""The interface of a tier: one place that keeps chunks within a budget of bytes; and what the tiers
+of one server alone have in common."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Set
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Protocol
 from kvlinker.base.events import ChunkDamaged
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.throttle import Rest, no_rest
 
 
@@ -151,6 +154,47 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release memory and handles; a persistent tier's chunks stay. Idempotent."""
+
+
+class LocalTier:
+    """Counts the chunks of a tier that other servers do not use, in the order of their eviction."""
+
+    shared = False
+
+    def __init__(self, name: str, index: EvictionIndex) -> None:
+        self.name = name
+        self._lock = threading.RLock()  # guards the index
+        self._index = index
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._index.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
+
+    def keys(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._index.keys()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def nbytes(self, key: str) -> int | None:
+        return self._index.nbytes(key)
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
 
 
 def checked_key(key: str) -> str:

@@ -7,16 +7,17 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.base.events import ChunkDamaged, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.byte_source import FileSource
 from kvlinker.store.format.chunk_file import (
     TierReader,
@@ -34,7 +35,6 @@ from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
-from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.indexed_folder import IndexedFolder
 
@@ -48,7 +48,7 @@ _STALE_SCRATCH_SECONDS = 3600.0
 """The age in seconds from which a scratch folder counts as left by a process that was killed."""
 
 
-class DiskTier:
+class DiskTier(IndexedFolder):
     """A tier of files in a ``ChunkFolder``; a chunk's size is its file's, and every read verifies
     it.
 
@@ -59,8 +59,6 @@ class DiskTier:
     deletes vanishes for the others. Anything else at a file's place, such as a folder or a link, is
     a miss, and is replaced by the next file.
     """
-
-    shared = False
 
     def __init__(
         self,
@@ -83,25 +81,14 @@ class DiskTier:
         process does that. Without ``adopts``, no other process writes to the folder. Raises
         StoreError if the folder cannot be created or listed.
         """
-        self.name = name
         self.speed_name = speed_name(
             name, place=str(directory.absolute()), codec=codec, sealing=sealing
         )
-        self._events = events
         self._sealing = sealing
         self._codec = codec
         try:
-            self._folder = ChunkFolder(directory)
-            self._files = IndexedFolder(
-                self._folder,
-                budget_bytes,
-                lambda nbytes: events.publish(ChunkEvicted(name, nbytes)),
-                pinned=pinned,
-                eviction=eviction,
-                next_uses=next_uses,
-                yields=yields,
-                adopts=adopts,
-            )
+            index = EvictionIndex(budget_bytes, pinned, eviction, next_uses)
+            super().__init__(name, index, directory, events, yields=yields, adopts=adopts)
         except OSError as error:
             raise StoreError(
                 f"The chunk cache folder {directory} cannot be used: {error}. "
@@ -122,20 +109,14 @@ class DiskTier:
             codec=lossless,
             adopts=False,
         )
-        self._files.lend_to(guest._files)
+        with self._lock:
+            self._guest = guest
+            self._limit_guest()
         return guest
 
     @property
     def directory(self) -> Path:
         return self._folder.directory
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._files.budget_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._files.used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
         if not self.contains(key):
@@ -143,7 +124,7 @@ class DiskTier:
         kv = self._read(key)
         if not isinstance(kv, ChunkKV):
             return None
-        self._files.touch(key)
+        self.touch(key)
         return kv
 
     def open(self, key: str) -> ChunkReader | None:
@@ -156,19 +137,19 @@ class DiskTier:
             except (ChunkFileError, UnreadableHereError, OSError) as error:
                 self._failed(key, error)
                 return None
-            self._files.touch(key)
+            self.touch(key)
             close = stack.pop_all().close
         return TierReader(chunk, failed=partial(self._failed, key), close=close)
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that the file format does not
         hold: a caller's mistake."""
-        if self._files.touch(key):
+        if self.touch(key):
             return True
         encoded = encode_chunk(key, kv, self._codec, rest)
         nbytes = self._sealing.nbytes(encoded.nbytes)
         seal = partial(self._sealing.pieces, key, encoded.nbytes)
-        with self._files.reserved(key, nbytes) as has_room:
+        with self.reserved(key, nbytes) as has_room:
             if not has_room:
                 return False
             try:
@@ -176,46 +157,17 @@ class DiskTier:
                     key, lambda file: write_chunk_file(file, encoded, seal, rest)
                 )
             except OSError as error:
-                self._files.refuse(key, nbytes, error)
+                self.refuse(key, nbytes, error)
                 return False
-        return self._files.commit(key, temporary, nbytes)
-
-    def make_room(self, key: str, nbytes: int) -> bool:
-        """Evict for a chunk's file of so many bytes that another process will write; returns
-        whether it has room."""
-        return self._files.make_room(key, nbytes)
-
-    def note_use(self, key: str, weight: float) -> None:
-        self._files.note_use(key, weight)
-
-    def contains(self, key: str) -> bool:
-        return self._files.contains(key)
-
-    def delete(self, key: str) -> bool:
-        return self._files.delete(key)
-
-    def set_pinned(self, keys: Set[str]) -> None:
-        self._files.set_pinned(keys)
-
-    def keys(self) -> tuple[str, ...]:
-        return self._files.keys()
-
-    def __len__(self) -> int:
-        return len(self._files)
+        return self.commit(key, temporary, nbytes)
 
     def unused_for(self, seconds: float) -> frozenset[str]:
         """Return the keys of all files that no process has written or read for so long."""
         latest = time.time() - seconds
         return frozenset(key for key, status in self._folder.files() if status.st_mtime < latest)
 
-    def nbytes(self, key: str) -> int | None:
-        return self._files.nbytes(key)
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        return self._files.sizes(keys)
-
     def check(self) -> TierCheck:
-        folders, misplaced = self._files.clear_places()
+        folders, misplaced = self.clear_places()
         displaced = (
             *(
                 ChunkDamaged(self.name, name, "what lay in its place is not a folder")
@@ -247,14 +199,14 @@ class DiskTier:
         """Handle a chunk that was not read: if it is damaged, it is removed, published and
         returned."""
         if isinstance(error, FileNotFoundError):
-            self._files.forget(key)  # another process evicted or deleted it
+            self.forget(key)  # another process evicted or deleted it
             return None
         if isinstance(error, UnreadableHereError) or (
             isinstance(error, OSError) and error.errno not in _UNREADABLE
         ):
             logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
-        if not self._files.drop(key):
+        if not self.drop(key):
             return None
         damage = ChunkDamaged(self.name, key, str(error))
         self._events.publish(damage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Set
 
 from kvlinker.base.events import ChunkEvicted, Events
@@ -11,18 +10,16 @@ from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.store.tiers.base import Tier, TierCheck
+from kvlinker.store.tiers.base import LocalTier, Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
 
 
-class HostTier:
+class HostTier(LocalTier):
     """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its
     ``ChunkKV.nbytes``.
 
     Chunks that are held stay, whatever the budget: their holders make sure that they fit.
     """
-
-    shared = False
 
     def __init__(
         self,
@@ -34,19 +31,10 @@ class HostTier:
         eviction: Eviction = "lru",
         next_uses: NextUses | None = None,
     ) -> None:
-        self.name = self.speed_name = name
+        super().__init__(name, EvictionIndex(budget_bytes, pinned, eviction, next_uses))
+        self.speed_name = name
         self._events = events
-        self._lock = threading.RLock()
-        self._index = EvictionIndex(budget_bytes, pinned, eviction, next_uses)
         self._kv: dict[str, ChunkKV] = {}
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._index.budget_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._index.used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
         with self._lock:
@@ -68,10 +56,6 @@ class HostTier:
             self._index.add(key, nbytes)
             self._kv[key] = kv
             return True
-
-    def note_use(self, key: str, weight: float) -> None:
-        with self._lock:
-            self._index.touch(key, weight)
 
     def hold(self, key: str) -> None:
         """Keep the key, present or not, from eviction until it is released; ``put`` never refuses
@@ -101,24 +85,6 @@ class HostTier:
             if self._index.remove(key):
                 del self._kv[key]
         return True
-
-    def set_pinned(self, keys: Set[str]) -> None:
-        with self._lock:
-            self._index.set_pinned(keys)
-
-    def keys(self) -> tuple[str, ...]:
-        with self._lock:
-            return self._index.keys()
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def nbytes(self, key: str) -> int | None:
-        return self._index.nbytes(key)
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        with self._lock:
-            return self._index.sizes(keys)
 
     def check(self) -> TierCheck:
         return TierCheck(self.name, checked=len(self), damaged=())

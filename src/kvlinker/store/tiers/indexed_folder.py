@@ -1,5 +1,5 @@
-"""Indexes the chunk files of a folder and evicts them. The disk tier, its only caller, reads and
-writes their content."""
+"""Indexes the chunk files of a folder and evicts them. The disk tier reads and writes their
+content."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import errno
 import gc
 import logging
 import stat
-import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvlinker.base.types.chunks import Eviction
+from kvlinker.base.events import ChunkEvicted, Events
 from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.next_uses import NextUses
+from kvlinker.store.tiers.base import LocalTier
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
 from kvlinker.store.tiers.other_processes import OtherProcesses
 
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 _STALE_SECONDS = 600.0
 
 
-class IndexedFolder:
+class IndexedFolder(LocalTier):
     """Keeps the files of a ``ChunkFolder`` in the order of their eviction, within a budget of bytes
     and within what the disk has free.
 
@@ -40,76 +39,49 @@ class IndexedFolder:
 
     def __init__(
         self,
-        folder: ChunkFolder,
-        budget_bytes: int,
-        evicted: Callable[[int], None],
+        name: str,
+        index: EvictionIndex,
+        directory: Path,
+        events: Events,
         *,
-        pinned: Set[str] = frozenset(),
-        eviction: Eviction = "lru",
-        next_uses: NextUses | None = None,
-        yields: bool = True,
-        adopts: bool = True,
+        yields: bool,
+        adopts: bool,
     ) -> None:
-        """List the folder, and evict down to the budget; ``evicted`` is called with the bytes of
-        each evicted chunk.
+        """Create the folder where it is missing, list it into the empty ``index``, and evict down
+        to the budget.
 
         With ``yields``, chunks are evicted where the disk itself has no room, too. Without
         ``adopts``, no other process writes to the folder: what is not in the index is absent, and
         the disk is not asked. Raises OSError.
         """
-        self._folder = folder
-        self._evicted = evicted
+        super().__init__(name, index)
+        self._folder = ChunkFolder(directory)
+        self._events = events
         self._yields = yields
-        self._adopts = adopts
         self._others = OtherProcesses() if adopts else None
-        self._lock = threading.RLock()
-        self._index = EvictionIndex(budget_bytes, pinned, eviction, next_uses)
         self._reserved_bytes = 0
         self._refusing = False
         self._tombstoned: set[str] = set()
         self._guest: IndexedFolder | None = None
-        folder.remove_temporary_files(older_than=_STALE_SECONDS)
+        """Keeps its files in what this folder leaves of its budget. When this one needs the room,
+        the guest's files go, and none of this one's."""
+
+        self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
         with _collector_paused():
             found = sorted(
-                (status.st_mtime_ns, key, status.st_size) for key, status in folder.files()
+                (status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files()
             )
             self._index.fill((key, nbytes) for _, key, nbytes in found)
         self._evict_for(0)
 
-    @property
-    def budget_bytes(self) -> int:
-        return self._index.budget_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._index.used_bytes
-
-    def __len__(self) -> int:
-        return len(self._index)
-
     def contains(self, key: str) -> bool:
         """Return whether the chunk's file is known, or, where files are adopted, lies there now."""
         with self._lock:
-            return key in self._index or (self._adopts and self._adopt(key))
-
-    def keys(self) -> tuple[str, ...]:
-        with self._lock:
-            return self._index.keys()
+            return key in self._index or (self._others is not None and self._adopt(key))
 
     def nbytes(self, key: str) -> int | None:
         with self._lock:
             return self._index.nbytes(key) if self.contains(key) else None
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        with self._lock:
-            return self._index.sizes(keys)
-
-    def lend_to(self, guest: IndexedFolder) -> None:
-        """Have another folder of the same disk keep its files in what this one leaves of its
-        budget. When this one needs the room, the guest's files go, and none of this one's."""
-        with self._lock:
-            self._guest = guest
-            self._limit_guest()
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget, and evict down to it."""
@@ -123,10 +95,6 @@ class IndexedFolder:
             before = self.used_bytes
             self._give_up(nbytes)
             return before - self.used_bytes
-
-    def set_pinned(self, keys: Set[str]) -> None:
-        with self._lock:
-            self._index.set_pinned(keys)
 
     def touch(self, key: str) -> bool:
         """Note a use, in the file's modification time, too; returns False if the chunk is
@@ -147,13 +115,9 @@ class IndexedFolder:
                 )
             return self._index.touch(key)
 
-    def note_use(self, key: str, weight: float) -> None:
-        """Add ``weight`` to what the chunk's uses add up to, in the index alone."""
-        with self._lock:
-            self._index.touch(key, weight)
-
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Evict for a chunk's file of so many bytes; returns whether it has room now."""
+        """Evict for a chunk's file of so many bytes that another process will write; returns
+        whether it has room."""
         self._follow_others()
         with self._lock:
             return self._make_room(key, nbytes)
@@ -309,7 +273,7 @@ class IndexedFolder:
         """Evict until so many bytes of the budget are unused; the lock is held."""
         for key, size in self._index.make_room(nbytes):
             self._remove(key)
-            self._evicted(size)
+            self._events.publish(ChunkEvicted(self.name, size))
 
     def _leave_room(self, nbytes: int) -> bool:
         """Evict until the disk itself has room for so many bytes; returns whether it has. The lock
