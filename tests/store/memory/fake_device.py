@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvlinker.store.memory.lane import Arrival, CopyLane
 
-class FakeDevice:
+
+class FakeDevice(CopyLane):
     """A lane to a device whose memory holds nothing (NaN) until the event of a copy is waited for.
 
     Whoever reads too early reads NaN; a copy whose source has been written to meanwhile brings
@@ -51,14 +53,14 @@ class FakeDevice:
             self._pending.pop(0).work()
 
 
-class FakeArrival:
+class FakeArrival(Arrival):
     def __init__(self, device: FakeDevice, number: int, work: Callable[[], object]) -> None:
         self.number = number
         self.work = work
-        self._device = device
+        self._lane = device
 
     def wait(self) -> None:
-        self._device.reach(self)
+        self._lane.reach(self)
 
     def finish(self) -> None:
-        self._device.reach(self)
+        self._lane.reach(self)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from kvlinker.store.chunk_kv import LayerKV
-from kvlinker.store.memory.lane import StreamLane, lane_to
-from kvlinker.store.memory.layer_copies import begin_copies
+from kvlinker.store.memory.lane import CopyLane, lane_to
 from tests.store.memory.fake_device import FakeDevice
 
 CUDA = torch.device("cuda", 0)
@@ -79,7 +78,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 def test_copies_come_behind_what_was_computed_and_before_what_waits_for_them(
     streams: Streams,
 ) -> None:
-    arrival = StreamLane(CUDA).launch(streams.copy, keeping=())
+    arrival = CopyLane(CUDA).launch(streams.copy, keeping=())
     assert streams.copying.given == ["wait for computing", "copy", "event"]
     assert streams.computing.given == []
     arrival.wait()
@@ -87,7 +86,7 @@ def test_copies_come_behind_what_was_computed_and_before_what_waits_for_them(
 
 
 def test_what_copies_read_and_write_is_kept_until_they_are_made(streams: Streams) -> None:
-    lane, source = StreamLane(CUDA), torch.zeros(3)
+    lane, source = CopyLane(CUDA), torch.zeros(3)
     kept = weakref.ref(source)
     lane.launch(streams.copy, keeping=[source])
     del source
@@ -101,7 +100,7 @@ def test_what_copies_read_and_write_is_kept_until_they_are_made(streams: Streams
 
 
 def test_what_was_launched_before_an_error_is_kept_too(streams: Streams) -> None:
-    lane, source = StreamLane(CUDA), torch.zeros(3)
+    lane, source = CopyLane(CUDA), torch.zeros(3)
     kept = weakref.ref(source)
 
     def fail() -> None:
@@ -117,7 +116,7 @@ def test_what_was_launched_before_an_error_is_kept_too(streams: Streams) -> None
 
 def test_only_devices_with_memory_of_their_own_have_lanes(streams: Streams) -> None:
     assert lane_to(torch.device("cpu")) is None
-    assert isinstance(lane_to(CUDA), StreamLane)
+    assert isinstance(lane_to(CUDA), CopyLane)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -127,7 +126,7 @@ def test_layers_are_on_the_device_once_somebody_has_waited(joined: bool) -> None
     if joined:
         layer = LayerKV.of_joined(torch.cat(tensors, dim=-1), 4)
     device = FakeDevice()
-    (copy,), arrival = begin_copies(device, [layer])
+    (copy,), arrival = device.copies([layer])
     assert copy.key.isnan().all()
     arrival.wait()
     assert torch.equal(copy.key, tensors[0])

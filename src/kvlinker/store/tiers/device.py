@@ -14,7 +14,6 @@ from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.memory.lane import CopyLane, lane_to
-from kvlinker.store.memory.layer_copies import begin_copies
 from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
@@ -73,7 +72,7 @@ class DeviceTier(HostTier):
         """Return the layers on the device, once they are there."""
         if self._lane is None or all(self._lane.holds(layer.key) for layer in layers):
             return tuple(layer.to(self._device) for layer in layers)
-        copies, arrival = begin_copies(self._lane, layers)
+        copies, arrival = self._lane.copies(layers)
         arrival.finish()
         return copies
 

@@ -11,7 +11,6 @@ import torch
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.memory.lane import Arrival, CopyLane
-from kvlinker.store.memory.layer_copies import begin_copies
 
 AHEAD = 2
 """The layers that are copied while one is computed."""
@@ -97,7 +96,7 @@ class LayersAhead:
         self.begin_pass()
         if lane is not None and missing:
             try:
-                copies, arrival = begin_copies(lane, [layer for _, layer in missing.values()])
+                copies, arrival = lane.copies([layer for _, layer in missing.values()])
             except torch.OutOfMemoryError:
                 return None
             for (name, (index, layer)), copy in zip(missing.items(), copies, strict=True):
@@ -141,7 +140,7 @@ class LayersAhead:
             self._begun.add(index)
         if not missing:
             return
-        copies, arrival = begin_copies(lane, tuple(missing.values()))
+        copies, arrival = lane.copies(tuple(missing.values()))
         for source, copy in zip(missing.values(), copies, strict=True):
             each = _Copy(source, copy, index, arrival)
             if self._kept_bytes + each.nbytes <= self._room_bytes:
