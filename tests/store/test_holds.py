@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlinker.base.events import Events
+from kvlinker.store import HostTier
 from kvlinker.store.holds import Hold, Holds
 
 SIZES = {"a": 3, "b": 4, "c": 5, "d": 20}
 
 
-class Memory:
+class Memory(HostTier):
     """Notes which keys are held."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+        super().__init__(budget_bytes, Events())
         self.held: set[str] = set()
 
     def hold(self, key: str) -> None:

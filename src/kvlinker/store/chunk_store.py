@@ -80,7 +80,7 @@ class ChunkStore(Inventory):
             tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle)
             for tier in tiers[1:]
         }
-        super().__init__(tiers, writers, device)
+        super().__init__(tiers[0], tiers[1:], writers, device)
         self._events = events
         self.next_uses = next_uses or NextUses(events)
         # makes queueing and the first tier's put one step; guards the two counts
@@ -117,7 +117,7 @@ class ChunkStore(Inventory):
         kv = self.get_resident(key)
         if kv is not None:
             return kv
-        for tier in self._tiers[1:]:
+        for tier in self._slower:
             kv = tier.get(key)
             if kv is not None:
                 loaded = LoadedChunk(
@@ -147,16 +147,16 @@ class ChunkStore(Inventory):
         if self._device is not None and (kv := self._device.get(key)) is not None:
             self._publish_loaded(self._device.name, kv, time.perf_counter() - started)
             return kv
-        kv = self._tiers[0].get(key)
+        kv = self._host.get(key)
         if kv is None:
             stored = self._waiting(key)
             if stored is None:
                 return None
             kv = self._residence.resident(stored)
-            self._promote(key, kv, None, self._tiers[:1], epoch)
+            self._promote(key, kv, None, [self._host], epoch)
         if self._device is not None:
             kv = self._copied_up(self._device, key, kv, epoch)
-        self._publish_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
+        self._publish_loaded(self._host.name, kv, time.perf_counter() - started)
         return kv
 
     def load(
@@ -184,7 +184,7 @@ class ChunkStore(Inventory):
         reads: list[tuple[str, int]] = []
         for key in set(keys):
             if not self.is_resident(key):
-                sizes = ((tier.name, tier.nbytes(key)) for tier in self._tiers[1:])
+                sizes = ((tier.name, tier.nbytes(key)) for tier in self._slower)
                 reads += islice(((tier, nbytes) for tier, nbytes in sizes if nbytes is not None), 1)
         return self.bandwidths.time(reads)
 
@@ -232,7 +232,7 @@ class ChunkStore(Inventory):
         kept = self._residence.resident(kv)
         with self._lock:
             if kv.scores is not None:
-                for tier in (self._tiers[0], *([] if self._device is None else [self._device])):
+                for tier in self._in_memory:
                     if lacks_scores(tier, key):
                         tier.delete(key)
             self._place(key, kept, kv, self._tiers, adds_scores=kv.scores is not None)
@@ -251,7 +251,7 @@ class ChunkStore(Inventory):
         kv = self._disk.get(key) if lacking and self._disk is not None else None
         if kv is not None:
             resident = self._residence.resident(kv)
-            self._promote(key, resident, kv, (self._tiers[0], *lacking), epoch)
+            self._promote(key, resident, kv, (self._host, *lacking), epoch)
 
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see
@@ -264,10 +264,10 @@ class ChunkStore(Inventory):
         try:
             if self._device is not None:
                 self._device.delete(key)
-            gone = [self._tiers[0].delete(key)]
+            gone = [self._host.delete(key)]
             for writer in self._writers.values():
                 writer.cancel(key)
-            gone += [tier.delete(key) for tier in self._tiers[1:]]
+            gone += [tier.delete(key) for tier in self._slower]
             return all(gone)
         finally:
             with self._lock:
@@ -287,7 +287,7 @@ class ChunkStore(Inventory):
         if self._prefixes is not None:
             self._prefixes.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
-        for tier in self._tiers[1:]:
+        for tier in self._slower:
             self._writers[tier.name].close(deadline if tier.shared else None)
         for tier in self._all_tiers:
             tier.close()
@@ -335,7 +335,7 @@ class ChunkStore(Inventory):
             return found
         tiers = [
             tier
-            for tier in self._tiers[1:]
+            for tier in self._slower
             if (nbytes := tier.nbytes(key)) is not None
             and self.bandwidths.worth_loading(tier.name, nbytes, prefill_seconds)
         ]
@@ -350,9 +350,9 @@ class ChunkStore(Inventory):
     ) -> OpenedChunk | LoadedChunk | None:
         """Open a copy in the first of the tiers that has one and was not tried, or find it in
         memory meanwhile."""
-        kv = self._tiers[0].get(key)
+        kv = self._host.get(key)
         if kv is not None:
-            return LoadedChunk(self._tiers[0].name, kv, 0.0)
+            return LoadedChunk(self._host.name, kv, 0.0)
         for tier in tiers:
             reader = None if tier.name in tried else tier.open(key)
             if reader is not None:
@@ -364,7 +364,7 @@ class ChunkStore(Inventory):
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
-        if loaded.tier != self._tiers[0].name:
+        if loaded.tier != self._host.name:
             others = [tier for tier in self._tiers if tier.name != loaded.tier]
             self._promote(key, loaded.kv, loaded.stored, others, epoch)
         self._publish_loaded(loaded.tier, loaded.kv, loaded.seconds)

@@ -29,32 +29,35 @@ class Inventory:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        host: HostTier,
+        slower: Sequence[Tier],
         writers: Mapping[str, BackgroundWriter],
         device: DeviceTier | None,
     ) -> None:
-        """``writers`` has one for each tier but the first, by name; ``device`` stands before
-        them."""
-        self._tiers = tuple(tiers)
+        """``writers`` has one for each of the ``slower`` tiers, by name; ``device`` stands before
+        the host's."""
+        self._host = host
+        self._slower = tuple(slower)
+        self._tiers = (host, *self._slower)
         self._device = device
-        self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
+        self._in_memory: tuple[HostTier, ...] = (host,) if device is None else (device, host)
+        self._all_tiers: tuple[Tier, ...] = (*self._in_memory, *self._slower)
         self._writers = dict(writers)
-        in_memory = (device, tiers[0])
-        self._holds = Holds([each for each in in_memory if isinstance(each, HostTier | DeviceTier)])
+        self._holds = Holds(self._in_memory)
 
     def is_resident(self, key: str) -> bool:
         """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
-        if self._device is not None and self._device.contains(key):
-            return True
-        return self._tiers[0].contains(key) or self._waiting(key) is not None
+        return any(tier.contains(key) for tier in self._in_memory) or (
+            self._waiting(key) is not None
+        )
 
     def tier_of(self, key: str) -> str | None:
         """Return the name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
         if self.is_resident(key):
-            return self._tiers[0].name
-        return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
+            return self._host.name
+        return next((tier.name for tier in self._slower if tier.contains(key)), None)
 
     def nbytes(self, key: str) -> int | None:
         """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as
@@ -91,10 +94,8 @@ class Inventory:
         """Make room in memory for a chunk that is expected, where others of its owner are needed
         later and their room suffices; returns whether there is room, in addition to held chunks
         that have not arrived."""
-        memory = self._tiers[0]
-        return isinstance(memory, HostTier) and memory.make_room_for(
-            key, nbytes + self._holds.awaited_bytes(memory.contains)
-        )
+        awaited = self._holds.awaited_bytes(self._host.contains)
+        return self._host.make_room_for(key, nbytes + awaited)
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Have the tiers evict none of these keys, and all others as usual; see
@@ -111,15 +112,14 @@ class Inventory:
         for everything in memory or waiting to be written; of each slower tier, the ``limit`` chunks
         that it evicts last."""
         places: dict[str, str] = {}
-        for tier in reversed(self._tiers[1:]):
+        for tier in reversed(self._slower):
             if not tier.shared:
                 places |= dict.fromkeys(tier.keys()[-limit:], tier.name)
-        memory = [self._tiers[0], *([] if self._device is None else [self._device])]
-        return places | dict.fromkeys(self._keys(memory), MEMORY)
+        return places | dict.fromkeys(self._keys(self._in_memory), MEMORY)
 
     def slower_tiers(self) -> tuple[Tier, ...]:
         """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
-        return self._tiers[1:]
+        return self._slower
 
     def left_keys(self) -> frozenset[str]:
         """Return the keys of all chunks on disks of this store alone that no process has written or
@@ -181,7 +181,7 @@ class Inventory:
             tier.name: sha256(
                 f"{'' if tier.shared else gethostname()} {tier.speed_name}".encode()
             ).hexdigest()[:16]
-            for tier in self._tiers[1:]
+            for tier in self._slower
         }
 
     def check(self) -> tuple[TierCheck, ...]:
