@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from kvlinker.base.errors import ContextCacheNotFoundError
-from kvlinker.base.types.chunks import Chunk, Origin
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.databases.interface import Database
-from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted, prefix_of
+from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
@@ -43,6 +43,7 @@ from kvlinker.store.catalog.rows import (
     insert_rows,
     matching,
     pack_metadata,
+    read_chunk,
     read_row,
     read_tokens,
 )
@@ -312,22 +313,15 @@ class Catalog:
         rows = self._database.query(
             f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key = :key", {"key": chunk_key}
         )
-        for _, fingerprint, owner, _, prefix, origin in rows:
-            for tokens in read_tokens(rows, self._blobs).values():
-                named = self._database.query(
-                    "SELECT 1 FROM context_caches WHERE chunk_key = :key AND implicit_ttl IS NULL"
-                    " LIMIT 1",
-                    {"key": chunk_key},
-                )
-                chunk = Chunk(
-                    tokens,
-                    self._blobs.unpack(prefix, prefix_of(chunk_key)),
-                    shared=owner == SHARED_TENANT,
-                    origin=Origin(origin),
-                    scored=bool(named),
-                )
-                return chunk, owner, fingerprint
-        return None
+        if not rows:
+            return None
+        named = self._database.query(
+            "SELECT 1 FROM context_caches WHERE chunk_key = :key AND implicit_ttl IS NULL LIMIT 1",
+            {"key": chunk_key},
+        )
+        chunk = read_chunk(rows[0], self._blobs, scored=bool(named))
+        _, fingerprint, owner, *_ = rows[0]
+        return None if chunk is None else (chunk, owner, fingerprint)
 
     def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
         """Return the token ids of up to ``limit`` of the model's chunks that are not in the search

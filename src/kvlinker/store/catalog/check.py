@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
-from kvlinker.store.catalog.rows import is_genuine
+from kvlinker.store.catalog.rows import CHUNK_COLUMNS, read_chunk
 
 ROWS_AT_ONCE = 500
 """The chunks whose token ids are read with one question: all may be more than memory holds, and
@@ -68,12 +68,11 @@ def _changed_chunks(database: Database, blobs: TokenBlobs) -> Iterator[str]:
     """Yield the keys of chunks whose token ids were changed from outside."""
     last = ""
     while rows := database.query(
-        "SELECT key, fingerprint, tenant, tokens, prefix, origin FROM chunks WHERE key > :last"
-        " ORDER BY key LIMIT :limit",
+        f"SELECT {CHUNK_COLUMNS} FROM chunks k WHERE k.key > :last ORDER BY k.key LIMIT :limit",
         {"last": last, "limit": ROWS_AT_ONCE},
     ):
         last = rows[-1][0]
-        yield from (row[0] for row in rows if not is_genuine(blobs, *row))
+        yield from (row[0] for row in rows if read_chunk(row, blobs) is None)
 
 
 def _unheld_chunks(connection: Connection) -> list[str]:

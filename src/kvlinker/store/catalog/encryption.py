@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class TokenBlobs:
         packed = self.open(blob, place)
         if len(packed) % _TOKEN_BYTES:
             raise changed_entry(place, "it does not hold whole token ids")
-        return tuple(np.frombuffer(packed, dtype=_TYPE).tolist())
+        return token_ids(packed)
 
     def seal(self, packed: bytes, place: str) -> bytes:
         """Return the blob of token ids that are packed already."""
@@ -53,6 +52,11 @@ class TokenBlobs:
             return self._cipher.open(blob, place.encode())
         except SealedDataError as error:
             raise changed_entry(place, str(error)) from error
+
+
+def token_ids(packed: bytes) -> tuple[int, ...]:
+    """Return token ids that are packed. Raises ValueError if they are not whole."""
+    return tuple(np.frombuffer(packed, dtype=_TYPE).tolist())
 
 
 def changed_entry(place: str, reason: str) -> StoreError:
@@ -78,21 +82,12 @@ def variant_of(chunk_key: str) -> str:
     return f"variants.prefix.{chunk_key}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """Names a column of encrypted token ids."""
-
-    table: str
-    name: str
-    place: Callable[[str], str]
-    """Names the place of the blob in the row of a chunk key."""
-
-
 _COLUMNS = (
-    _Column("chunks", "tokens", tokens_of),
-    _Column("chunks", "prefix", prefix_of),
-    _Column("variants", "prefix", variant_of),
+    ("chunks", "tokens", tokens_of),
+    ("chunks", "prefix", prefix_of),
+    ("variants", "prefix", variant_of),
 )
+"""The tables and columns of encrypted token ids, and what names a blob's place by its row's key."""
 
 
 def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -> None:
@@ -137,7 +132,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
             # both are plain; who wants them searched has them indexed again
             connection.texts.remove_all(connection)
             connection.execute("DELETE FROM vectors")
-        changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
+        changed = [_reseal(connection, *column, before, after) for column in _COLUMNS]
     return any(changed)
 
 
@@ -172,19 +167,22 @@ def _check(sealed: bytes | None, cipher: Cipher | None, place: str) -> None:
     )
 
 
-def _reseal(connection: Connection, column: _Column, before: TokenBlobs, after: TokenBlobs) -> bool:
+def _reseal(
+    connection: Connection,
+    table: str,
+    column: str,
+    place: Callable[[str], str],
+    before: TokenBlobs,
+    after: TokenBlobs,
+) -> bool:
     """Encrypt all blobs of a column anew; returns whether there were any."""
-    select = (
-        f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT"
-        f" {_ROWS_AT_ONCE}"
-    )
-    update = f"UPDATE {column.table} SET {column.name} = ? WHERE key = ?"
+    select = f"SELECT key, {column} FROM {table} WHERE key > ? ORDER BY key LIMIT {_ROWS_AT_ONCE}"
+    update = f"UPDATE {table} SET {column} = ? WHERE key = ?"
     last = ""
     while rows := connection.execute(select, (last,)).fetchall():
         last = rows[-1][0]
         resealed = [
-            (after.seal(before.open(blob, column.place(key)), column.place(key)), key)
-            for key, blob in rows
+            (after.seal(before.open(blob, place(key)), place(key)), key) for key, blob in rows
         ]
         connection.executemany(update, resealed)
     return bool(last)

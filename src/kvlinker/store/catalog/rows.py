@@ -12,17 +12,23 @@ from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_sa
 from kvlinker.base.types.context_cache import END_OF_TIME, ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection
-from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
+from kvlinker.store.catalog.encryption import (
+    TokenBlobs,
+    changed_entry,
+    prefix_of,
+    token_ids,
+    tokens_of,
+)
 
-COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
-    c.chunk_key, c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.origin, k.nbytes"""
+COLUMNS = """c.id, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
+    c.implicit_ttl, k.nbytes, c.chunk_key, k.fingerprint, c.tenant, k.tokens, k.prefix, k.origin"""
 """Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with
-``CHUNK``."""
+``CHUNK``; the last ones are those of ``CHUNK_COLUMNS``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
 
 CHUNK_COLUMNS = "k.key, k.fingerprint, k.tenant, k.tokens, k.prefix, k.origin"
-"""Names the columns that ``read_tokens`` takes, of chunks ``k``."""
+"""Names the columns that ``read_chunk`` takes, of chunks ``k``."""
 
 BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
 """Selects context caches ``c`` by owner and id in one index: another tenant's id takes exactly the
@@ -133,35 +139,17 @@ def index_metadata(connection: Connection, added: Mapping[str, Mapping[str, str]
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
     """Return the context cache of a row of ``COLUMNS``. Raises StoreError if its token ids were
     changed from outside."""
-    (
-        cache_id,
-        tenant,
-        model,
-        name,
-        metadata,
-        created_at,
-        expires_at,
-        pinned,
-        chunk_key,
-        implicit_ttl,
-        *chunk,
-    ) = row
-    fingerprint, tokens, prefix, origin, nbytes = chunk
-    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix, origin):
+    cache_id, model, name, metadata, created_at, expires_at, pinned, ttl, nbytes, *own = row
+    chunk_key, fingerprint, tenant, *_ = own
+    chunk = read_chunk(own, blobs, scored=ttl is None)
+    if chunk is None:
         raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
     return ContextCache(
         id=cache_id,
         tenant=tenant,
         model=model,
         fingerprint=fingerprint,
-        chunk=Chunk(
-            blobs.unpack(tokens, tokens_of(chunk_key)),
-            blobs.unpack(prefix, prefix_of(chunk_key)),
-            shared=tenant == SHARED_TENANT,
-            salt=split_salt(fingerprint)[1],
-            origin=Origin(origin),
-            scored=implicit_ttl is None,
-        ),
+        chunk=chunk,
         chunk_key=chunk_key,
         created_at=created_at,
         # an earlier kvlinker took times that no calendar has
@@ -170,7 +158,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
         metadata=json.loads(metadata),
         pinned=bool(pinned),
         kv_bytes=nbytes,
-        implicit_ttl=implicit_ttl,
+        implicit_ttl=ttl,
     )
 
 
@@ -185,32 +173,29 @@ def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
 def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, ...]]:
     """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``,
     without those that were changed from outside."""
-    return {
-        key: blobs.unpack(tokens, tokens_of(key))
-        for key, owner, tenant, tokens, prefix, origin in rows
-        if is_genuine(blobs, key, owner, tenant, tokens, prefix, origin)
-    }
+    return {row[0]: chunk.tokens for row in rows if (chunk := read_chunk(row, blobs)) is not None}
 
 
-def is_genuine(
-    blobs: TokenBlobs,
-    key: str,
-    fingerprint: str,
-    tenant: str,
-    tokens: bytes,
-    prefix: bytes,
-    origin: str,
-) -> bool:
-    """Return whether a chunk's token ids, as its row has them, are those that its key names: SQLite
-    has no checksums."""
+def read_chunk(row: Any, blobs: TokenBlobs, *, scored: bool = True) -> Chunk | None:
+    """Return the chunk of a row of ``CHUNK_COLUMNS``; None if its token ids are not those that its
+    key names: SQLite has no checksums."""
+    key, fingerprint, tenant, tokens, prefix, origin = row
     try:
         packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
         known = packed_chunk_key(
             *packed, fingerprint=fingerprint, owner=tenant, origin=Origin(origin)
         )
+        if known != key:
+            return None
+        return Chunk(
+            *map(token_ids, packed),
+            shared=tenant == SHARED_TENANT,
+            salt=split_salt(fingerprint)[1],
+            origin=Origin(origin),
+            scored=scored,
+        )
     except (StoreError, ValueError):
-        return False
-    return known == key
+        return None
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:
