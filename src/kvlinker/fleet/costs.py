@@ -3,6 +3,7 @@ chunks that are not in memory there. Replicas are numbers here."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.types.residency import MEMORY, ResidencyReport, TierCost
-from kvlinker.fleet.hot_chunks import HotChunks
 from kvlinker.fleet.naming import PromptOutline, WantedChunk
 from kvlinker.fleet.replicas import MEMORY_TIER, ResidencyIndex
 
@@ -25,6 +25,10 @@ be like the others."""
 STALE_SECONDS = 10.0
 """The seconds without a request after which a replica's measurements do not count any more: one
 that was slow when it was measured would get no request that could show otherwise."""
+
+HALVED_AFTER = 100_000
+"""The uses after which all counts are halved: chunks that were hot long ago count less, and those
+that were wanted once no longer count."""
 
 Seconds = NDArray[np.float64]
 
@@ -44,7 +48,9 @@ class PromptCosts:
     """Knows which replica has which chunk where, and its costs of loading and computing."""
 
     def __init__(self) -> None:
-        self._index = ResidencyIndex()
+        self.index = ResidencyIndex()
+        """Where chunks and beginnings are."""
+
         self._hot = HotChunks()
         self._per_token = np.zeros(0)  # seconds of computing, by replica
         self._measured = np.zeros(0, dtype=bool)
@@ -66,22 +72,12 @@ class PromptCosts:
 
     def forget(self, replica: int) -> None:
         """Forget everything that a replica loses when it ends."""
-        self._index.forget(replica)
+        self.index.forget(replica)
         self._measured[replica] = False
-
-    def resident(self, replica: int) -> int:
-        """Return how many chunks a replica has reported in its memory."""
-        return self._index.count(replica)
 
     def hottest(self, most: int) -> list[str]:
         """Return the keys of the chunks that are wanted most often, those first."""
         return [f"{key:064x}" for key in self._hot.hottest(most)]
-
-    def holders(self, name: str, now: float) -> set[int]:
-        """Return the replicas that have a chunk in memory, or are about to, by its name."""
-        copies = self._index.copies(name, now)
-        in_memory = copies.replicas[copies.tiers == MEMORY_TIER].tolist()
-        return {*in_memory, *copies.believed}
 
     def report(
         self,
@@ -97,7 +93,7 @@ class PromptCosts:
             key: (sum(bits[tier] for tier in chunk.tiers), chunk.names)
             for key, chunk in report.chunks.items()
         }
-        self._index.report(replica, chunks, report.gone, whole=report.whole)
+        self.index.report(replica, chunks, report.gone, whole=report.whole)
         self._compute(replica, seconds_per_token)
         self._load[MEMORY_TIER + 1 :, replica] = np.inf
         for tier, cost in tiers.items():
@@ -130,11 +126,11 @@ class PromptCosts:
         length = prompt.beginnings[-1][1] if prompt.beginnings else 0
         missing = np.full(replicas, length)
         for name, beginning in prompt.beginnings:  # the longest comes last
-            if beginners := self._index.beginners(name):
+            if beginners := self.index.beginners(name):
                 missing[list(beginners)] = length - beginning
         missing += sum(line.tokens for line in lines)
         for line in lines:
-            if beginners := self._index.beginners(line.name):
+            if beginners := self.index.beginners(line.name):
                 missing[list(beginners)] -= line.tokens
         seconds += missing * computing
         whole = length + sum(each.tokens for each in (*chunks, *lines))
@@ -147,19 +143,10 @@ class PromptCosts:
         of its text."""
         self._used[replica] = now
         names = [chunk.name for chunk in chunks]
-        self._hot.note(key for name in names if (key := self._index.key(name)) is not None)
-        self._index.believe(replica, names, now)
-        self._index.begin(replica, [name for name, _ in prompt.beginnings])
-        self._index.begin(replica, [line.name for line in prompt.lines])
-
-    def believe(self, replica: int, names: Sequence[str], now: float) -> None:
-        """Believe that a replica has chunks in memory, by their names."""
-        self._index.believe(replica, names, now)
-
-    def note_beginnings(self, replica: int, stored: Iterable[str], removed: Iterable[str]) -> None:
-        """Note which beginnings a replica has now, and which it has no more."""
-        self._index.begin(replica, stored)
-        self._index.end(replica, removed)
+        self._hot.note(key for name in names if (key := self.index.key(name)) is not None)
+        self.index.believe(replica, names, now)
+        self.index.begin(replica, [name for name, _ in prompt.beginnings])
+        self.index.begin(replica, [line.name for line in prompt.lines])
 
     def _recognised(
         self, prompt: PromptOutline
@@ -169,7 +156,7 @@ class PromptCosts:
         unknown: list[WantedChunk] = []
         found: dict[int, WantedChunk] = {}
         for line in prompt.lines:
-            key = self._index.key(line.name)
+            key = self.index.key(line.name)
             if key is None:
                 unknown.append(line)
             elif key in found:
@@ -187,7 +174,7 @@ class PromptCosts:
 
     def _of_token(self, name: str, now: float, computing: Seconds) -> Seconds:
         """Return the seconds for each token of a chunk, on each replica."""
-        copies = self._index.copies(name, now)
+        copies = self.index.copies(name, now)
         per_token = computing
         for tier in copies.shared:
             per_token = np.minimum(per_token, self._load[tier])
@@ -204,6 +191,29 @@ class PromptCosts:
                 number = self._tiers[name, cost.place] = len(self._tiers)
                 self._load = np.vstack([self._load, np.full(self._load.shape[1], np.inf)])
                 if cost.place is not None:
-                    self._index.share(number)
+                    self.index.share(number)
         places = {MEMORY: None} | {name: cost.place for name, cost in tiers.items()}
         return {name: 1 << self._tiers[name, place] for name, place in places.items()}
+
+
+class HotChunks:
+    """Counts which chunks requests want, so that a server that joins can read the hottest ones into
+    memory. Chunks are numbers here."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[int] = Counter()
+        self._counted = 0
+
+    def note(self, chunks: Iterable[int]) -> None:
+        """Count a use of each chunk."""
+        for chunk in chunks:
+            self._uses[chunk] += 1
+            self._counted += 1
+        if self._counted >= HALVED_AFTER:
+            self._counted = 0
+            self._uses = Counter({chunk: n // 2 for chunk, n in self._uses.items() if n > 1})
+
+    def hottest(self, most: int) -> list[int]:
+        """Return the chunks that are wanted most often, those first, but none that was wanted only
+        once."""
+        return [chunk for chunk, uses in self._uses.most_common(most) if uses > 1]

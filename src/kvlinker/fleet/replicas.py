@@ -91,6 +91,11 @@ class ResidencyIndex:
             ],
         )
 
+    def holders(self, name: str, now: float) -> set[int]:
+        """Return the replicas that have a chunk in memory, or are about to."""
+        copies = self.copies(name, now)
+        return {*copies.replicas[copies.tiers == MEMORY_TIER].tolist(), *copies.believed}
+
     def key(self, name: str) -> int | None:
         """Return the number of the chunk that some replica knows by this name."""
         return self._keys.get(name)

@@ -13,7 +13,6 @@ import numpy as np
 from kvlinker.base.types.residency import ResidencyReport, TierCost
 from kvlinker.fleet.costs import PromptCosts
 from kvlinker.fleet.naming import PromptOutline
-from kvlinker.fleet.slowdown import Slowdown
 
 MISS_WEIGHT = 2.5
 """The weight of a second of loading or computing a chunk against a second of waiting: a chunk that
@@ -32,6 +31,17 @@ LEAST_SECONDS = 1e-3
 
 SMOOTHING = 0.1
 """The share of the last request in the mean time of requests."""
+
+MOST_SHARE = 0.1
+"""The share of itself by which a request's time to the first byte may grow with each answer under
+way, and does until something else is measured: so it is where two processors compute a small
+model. On a GPU, a step takes hardly longer for one more answer."""
+
+SLOWDOWN_SMOOTHING = 0.01
+"""The share of the last request in the mean of slowdowns."""
+
+MOST_ERROR = 3.0
+"""An error of more times the expected seconds has another reason."""
 
 _CHANCE_SECONDS = 1e-9
 """By so much may costs differ that are equal: chance decides, or a burst would go to one."""
@@ -165,13 +175,13 @@ class Router:
         self._costs.report(number, report, seconds_per_token, tiers)
         view.epoch, view.report_number = report.epoch, report.number
         view.running, view.waiting = running, waiting
-        view.chunks = self._costs.resident(number)
+        view.chunks = self._costs.index.count(number)
         self._others[number] = max(0, running + waiting - view.counted)
         return True
 
     def holders(self, name: str, now: float) -> list[str]:
         """Return the replicas that have a chunk in memory, or are about to, by its name."""
-        return sorted(self._ids[number] for number in self._costs.holders(name, now))
+        return sorted(self._ids[number] for number in self._costs.index.holders(name, now))
 
     def hottest(self, most: int) -> list[str]:
         """Return the keys of the chunks that requests want most often, those first."""
@@ -181,13 +191,14 @@ class Router:
         """Assume that a replica has the chunks of a request in memory, by its names, until a report
         confirms it."""
         if replica in self._numbers:
-            self._costs.believe(self._numbers[replica], names, now)
+            self._costs.index.believe(self._numbers[replica], names, now)
 
     def note_beginnings(self, replica: str, stored: Iterable[str], removed: Iterable[str]) -> None:
         """Note which beginnings of prompts a replica has now, and which it has no more, from its
         events; events of unknown replicas are ignored."""
         if replica in self._numbers:
-            self._costs.note_beginnings(self._numbers[replica], stored, removed)
+            self._costs.index.begin(self._numbers[replica], stored)
+            self._costs.index.end(self._numbers[replica], removed)
 
     def choose(
         self, prompt: PromptOutline, now: float, *, without: Collection[str] = ()
@@ -269,3 +280,31 @@ class Router:
             self._own_wait[number] -= pending.seconds
             self._waiting[number] -= 1
         return pending
+
+
+class Slowdown:
+    """Learns how much answers under way slow down a request for its first byte: compares requests
+    among many answers with requests among few, by a regression that forgets. ``MOST_SHARE`` is
+    taken to have been found before, at a variance of one answer."""
+
+    def __init__(self) -> None:
+        self.share = MOST_SHARE
+        """The share by which a request's time to the first byte grows with each answer."""
+        self._requests = 0
+        self._answers = self._error = 0.0  # in the mean
+        self._variance = 0.0
+        self._covariance = 0.0
+
+    def note(self, answers: int, expected: float, seconds: float) -> None:
+        """Note that a request had its first byte after so many seconds of so many expected, while
+        so many answers were under way."""
+        self._requests += 1
+        more = answers - self._answers
+        late = min(MOST_ERROR, seconds / expected - 1) - self._error
+        newest = max(SLOWDOWN_SMOOTHING, 1 / self._requests)
+        self._answers += newest * more
+        self._error += newest * late
+        self._variance += SLOWDOWN_SMOOTHING * (more**2 - self._variance)
+        self._covariance += SLOWDOWN_SMOOTHING * (more * late - self._covariance)
+        learnt = (self._covariance + MOST_SHARE) / (self._variance + 1)
+        self.share = min(MOST_SHARE, max(0.0, learnt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker.fleet.hot_chunks import HALVED_AFTER, HotChunks
+from kvlinker.fleet.costs import HALVED_AFTER, HotChunks
 
 
 def test_the_hottest_come_first_and_none_that_was_wanted_once() -> None:
