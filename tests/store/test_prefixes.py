@@ -17,8 +17,7 @@ from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.prefixes import NAME, SpilledPrefixes
-from kvlinker.store.process_folder import ProcessFolder, remove_left
+from kvlinker.store.prefixes import NAME, ProcessFolder, SpilledPrefixes, remove_left
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv

@@ -23,7 +23,7 @@ from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.memory.resident import Residence
 from kvlinker.store.next_uses import NextUses
-from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
+from kvlinker.store.prefixes import SpilledPrefixes, remove_left
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, lacks_scores
@@ -97,7 +97,7 @@ class ChunkStore(Inventory):
         self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
         self._prefixes: SpilledPrefixes | None = None
         if self._disk is not None:
-            remove_spilled(self._disk)
+            remove_left(self._disk.directory)
         atexit.register(self.close)
 
     def keep_resident_as(self, residence: Residence) -> None:

@@ -3,9 +3,14 @@ again."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +21,6 @@ from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
-from kvlinker.store.process_folder import ProcessFolder, remove_left
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.disk import DiskTier
@@ -47,7 +51,7 @@ class SpilledPrefixes:
     ) -> None:
         """``speeds`` remembers how fast files are read. Raises StoreError if the folder cannot be
         made."""
-        root = folder_of(disk)
+        root = disk.directory / NAME
         try:
             self._folder = ProcessFolder(root)
         except OSError as error:
@@ -117,11 +121,43 @@ class SpilledPrefixes:
         self._events.publish(PrefixSpilled(kv.tokens, kv.nbytes))
 
 
-def folder_of(disk: DiskTier) -> Path:
-    """Return the folder with those of all processes."""
-    return disk.directory / NAME
+class ProcessFolder:
+    """Keeps a folder for this process alone. It is locked as long as the process lives; the kernel
+    unlocks it then, and the next process removes what a killed one has left."""
+
+    def __init__(self, root: Path) -> None:
+        """Make a folder in ``root``, which is made where it is missing. Raises OSError."""
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(root):
+            self.path = Path(tempfile.mkdtemp(dir=root))
+            self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the folder with all that is in it. Idempotent."""
+        if self._descriptor is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def remove_spilled(disk: DiskTier) -> None:
-    """Remove files of killed processes next to the disk tier's chunks."""
-    remove_left(folder_of(disk))
+def remove_left(chunks: Path) -> None:
+    """Remove the files of processes that have ended, in the folder of a disk tier's chunks. Raises
+    nothing."""
+    root = chunks / NAME
+    with suppress(OSError), _locked(root):
+        for folder in root.iterdir():
+            with suppress(OSError), _locked(folder, wait=False):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Lock the folder for the time of the block. Raises OSError if it is missing, or locked and not
+    waited for."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)

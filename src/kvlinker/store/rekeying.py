@@ -16,8 +16,7 @@ from kvlinker.store.format.chunk_file import open_chunk, open_regular
 from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import Cipher, SealedDataError, Sealing
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.prefixes import NAME
-from kvlinker.store.process_folder import remove_left
+from kvlinker.store.prefixes import remove_left
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 
@@ -52,7 +51,7 @@ def rekey(
         lock.take_alone()
         change_key(database, old, new)
         database.compact()  # also if a run before this one was broken off in between
-        remove_left(chunks / NAME)
+        remove_left(chunks)
         try:
             return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
         except OSError as error:
