@@ -28,41 +28,6 @@ _LONGEST_PAUSE = 60.0
 _MOST_CALLS = 32
 
 
-class Deadline:
-    """Runs calls in threads of their own, so that one that hangs blocks no other, nor the end of
-    the process."""
-
-    def __init__(self) -> None:
-        self._places = threading.Semaphore(_MOST_CALLS)
-
-    def call(self, function: Callable[[], T], seconds: float) -> T:
-        """Return the function's result. Raises the errors of the function, and TimeoutError if it
-        does not return in time.
-
-        A call that is late goes on unattended, and takes one of a limited number of places until it
-        ends.
-        """
-        started = time.monotonic()
-        if not self._places.acquire(timeout=seconds):
-            raise TimeoutError
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-            finally:
-                self._places.release()
-
-        try:
-            threading.Thread(target=run, name="kvlinker-remote", daemon=True).start()
-        except BaseException:
-            self._places.release()
-            raise
-        return result.result(timeout=max(0.0, started + seconds - time.monotonic()))
-
-
 class GuardedMedium:
     """Calls a medium as long as it answers.
 
@@ -95,7 +60,7 @@ class GuardedMedium:
         self._answer_seconds = answer_seconds
         self._first_pause = self._pause = pause_seconds
         self._conceal = conceal
-        self._deadline = Deadline()
+        self._places = threading.Semaphore(_MOST_CALLS)
         self._lock = threading.Lock()
         self._up = True
         self._refusing = False
@@ -135,10 +100,34 @@ class GuardedMedium:
         return otherwise
 
     def call(self, call: Callable[[], T], *, nbytes: int = 0, seconds: float | None = None) -> T:
-        """Return the call's result, whether the medium is up or not. Raises TimeoutError, and what
-        the call raises."""
-        limit = self._answer_seconds if seconds is None else seconds
-        return self._deadline.call(call, limit + nbytes / _SLOWEST_BYTES_PER_SECOND)
+        """Return the call's result, whether the medium is up or not. Raises what the call raises,
+        and TimeoutError if it does not return in time.
+
+        Each call has a thread of its own, so that one that hangs blocks no other, nor the end of
+        the process. One that is late goes on unattended, and takes one of a limited number of
+        places until it ends.
+        """
+        seconds = self._answer_seconds if seconds is None else seconds
+        seconds += nbytes / _SLOWEST_BYTES_PER_SECOND
+        started = time.monotonic()
+        if not self._places.acquire(timeout=seconds):
+            raise TimeoutError
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+            finally:
+                self._places.release()
+
+        try:
+            threading.Thread(target=run, name="kvlinker-remote", daemon=True).start()
+        except BaseException:
+            self._places.release()
+            raise
+        return result.result(timeout=max(0.0, started + seconds - time.monotonic()))
 
     def note_transfer(self, *, written: bool = False) -> None:
         """Note that a chunk was read or written: the next outage begins with a short pause

@@ -100,15 +100,11 @@ class BlobTier:
         return self._usage().used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
-        if self._is_tombstoned(key):
-            return None
         nbytes = self._size(self._medium.touch, key)
         kv = None if nbytes is None else self._read(key, nbytes)
         return kv if isinstance(kv, ChunkKV) else None
 
     def open(self, key: str) -> ChunkReader | None:
-        if self._is_tombstoned(key):
-            return None
         nbytes = self._size(self._medium.touch, key)
         if nbytes is None:
             return None
@@ -133,11 +129,11 @@ class BlobTier:
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that chunk files do not hold:
         a caller's mistake."""
-        if not self._is_tombstoned(key) and self._size(self._medium.touch, key) is not None:
+        if self._size(self._medium.touch, key) is not None:
             return True
         if not self._guard.up:
             return False
-        encoded = encode_chunk(checked_key(key), kv, self._codec, rest)
+        encoded = encode_chunk(key, kv, self._codec, rest)
         nbytes = self._sealing.nbytes(encoded.nbytes)
         if nbytes > self.budget_bytes:
             return False
@@ -178,7 +174,7 @@ class BlobTier:
         return self._usage().blobs
 
     def nbytes(self, key: str) -> int | None:
-        return None if self._is_tombstoned(key) else self._size(self._medium.stat, key)
+        return self._size(self._medium.stat, key)
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
         if not self._guard.up:
@@ -216,7 +212,10 @@ class BlobTier:
         return self._last_usage
 
     def _size(self, question: Callable[[str], int | None], key: str) -> int | None:
-        """Return the result of ``stat`` or ``touch``; a copy that they find damaged is dropped."""
+        """Return the result of ``stat`` or ``touch``, None for what is tombstoned; a copy that they
+        find damaged is dropped."""
+        if self._is_tombstoned(key):
+            return None
         try:
             return self._guard.ask(partial(question, key), None)
         except BlobDamaged as damage:
