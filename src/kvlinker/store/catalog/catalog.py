@@ -7,6 +7,7 @@ be computed again.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from kvlinker.store.catalog.limits import (
     TenantUsage,
     check_pinned,
 )
-from kvlinker.store.catalog.releases import forget_released, release, released
+from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.room import Room, make_room, remove_expired
 from kvlinker.store.catalog.rows import (
     BY_OWNER,
@@ -57,8 +58,6 @@ POSITION_SECONDS = 3600
 
 ALL = 2**62
 """The limit of unlimited figures."""
-
-_IDS_PER_QUERY = 500
 
 
 class Catalog:
@@ -125,19 +124,17 @@ class Catalog:
         self, cache_ids: Sequence[str], tenant: str, now: float
     ) -> dict[str, ContextCache]:
         """Return those of the ids that exist, the tenant's own and shared ones, by id."""
-        wanted = list(dict.fromkeys(cache_ids))
-        found = {}
-        for start in range(0, len(wanted), _IDS_PER_QUERY):
-            batch = wanted[start : start + _IDS_PER_QUERY]
-            ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
-            places = ", ".join(f":{name}" for name in ids)
-            rows = self._database.query(
-                f"SELECT {COLUMNS} FROM {BY_OWNER} {CHUNK}"
-                f" WHERE c.tenant IN (:tenant, :shared) AND c.id IN ({places}) AND {LIVE}",
-                {**ids, "tenant": tenant, "shared": SHARED_TENANT, "now": now},
-            )
-            found.update({row[0]: read_row(row, self._blobs) for row in rows})
-        return found
+        rows = self._database.query(
+            f"SELECT {COLUMNS} FROM {BY_OWNER} {CHUNK} WHERE c.tenant IN (:tenant, :shared) AND"
+            f" c.id IN (SELECT value FROM json_each(:ids)) AND {LIVE}",
+            {
+                "ids": json.dumps(list(cache_ids)),
+                "tenant": tenant,
+                "shared": SHARED_TENANT,
+                "now": now,
+            },
+        )
+        return {row[0]: read_row(row, self._blobs) for row in rows}
 
     def list(
         self,
@@ -269,12 +266,24 @@ class Catalog:
     def released(self, after: float, until: float, *, limit: int = ALL) -> dict[str, float]:
         """Return chunk keys that were released in this time and are held by nothing now, and when:
         any ``limit`` of them, or all."""
-        return released(self._database, after, until, limit=limit)
+        rows = self._database.query(
+            "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <="
+            " :until AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key) AND NOT EXISTS (SELECT"
+            " 1 FROM variants WHERE key = r.key) LIMIT :limit",
+            {"after": after, "until": until, "limit": limit},
+        )
+        return dict(rows)
 
     def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
         """Forget that these were released, for no tier holds their KV; and what was released until
         then and is held again."""
-        forget_released(self._database, chunk_keys, until)
+        with self._database.transaction() as connection:
+            connection.execute(
+                "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value"
+                " FROM json_each(:gone)) OR EXISTS (SELECT 1 FROM chunks WHERE key = r.key) OR"
+                " EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
+                {"until": until, "gone": json.dumps(list(chunk_keys))},
+            )
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
         """Return those of the keys that no context cache holds, directly or as a variant of its

@@ -30,7 +30,14 @@ class SearchIndex:
         already are passed over."""
         with self._database.transaction() as connection:
             for key, text in texts.items():
-                connection.texts.insert(connection, key, text)
+                row = connection.execute(
+                    "SELECT tenant FROM chunks WHERE key = ? AND text_number IS NULL", (key,)
+                ).fetchone()
+                if row is not None:
+                    connection.execute(
+                        "UPDATE chunks SET text_number = ? WHERE key = ?",
+                        (connection.texts.insert(connection, row[0], key, text), key),
+                    )
 
     def search(
         self,

@@ -3,6 +3,7 @@ catalog has one such index."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -74,14 +75,13 @@ class VectorIndex:
         found: list[str] = []
         for start in range(0, len(order), KEYS_PER_QUERY):
             keys = [compared[place] for place in order[start : start + KEYS_PER_QUERY]]
-            named = {f"chunk{number}": key for number, key in enumerate(keys)}
             ids = dict(
                 self._database.query(
                     "SELECT k.key, h.id FROM chunks k JOIN context_caches h ON h.number = (SELECT"
                     " max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND"
                     f" {' AND '.join([SEARCHED, *conditions])}) WHERE k.fingerprint = :fingerprint"
-                    f" AND k.key IN ({', '.join(f':{name}' for name in named)})",
-                    {**values, **named, "now": now, "fingerprint": fingerprint},
+                    " AND k.key IN (SELECT value FROM json_each(:keys))",
+                    {**values, "keys": json.dumps(keys), "now": now, "fingerprint": fingerprint},
                 )
             )
             found += [ids[key] for key in keys if key in ids]

@@ -36,8 +36,8 @@ class Texts(Protocol):
     """Keeps the texts of chunks, each tenant's apart, and finds them by their words: BM25 weighs a
     word by the number of texts that have it, and must not reveal those of others to a tenant."""
 
-    def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
-        """Keep the text of a chunk, unless the chunk is gone or has its text here already."""
+    def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
+        """Keep the text of a tenant's chunk, which has none here; return its number."""
 
     def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
         """Remove the text with this number of a tenant's chunk, which is gone; None for a chunk

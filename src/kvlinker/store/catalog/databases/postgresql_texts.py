@@ -69,13 +69,8 @@ class PostgresTexts:
     def __init__(self) -> None:
         self._words = Words()
 
-    def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
-        row = connection.execute(
-            "SELECT tenant FROM chunks WHERE key = ? AND text_number IS NULL", (chunk_key,)
-        ).fetchone()
-        if row is None:
-            return
-        tenant, times = row[0], self._words.count(text)
+    def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
+        times = self._words.count(text)
         (number,) = connection.execute(
             "INSERT INTO texts (tenant, key, text, length) VALUES (?, ?, ?, ?) RETURNING number",
             (tenant, chunk_key, text.replace("\0", " "), sum(times.values())),
@@ -84,7 +79,7 @@ class PostgresTexts:
             "INSERT INTO words VALUES (?, ?, ?, ?)",
             [(tenant, word, number, count) for word, count in times.items()],
         )
-        connection.execute("UPDATE chunks SET text_number = ? WHERE key = ?", (number, chunk_key))
+        return int(number)
 
     def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
         """Do nothing: the text went with its chunk."""

@@ -19,18 +19,12 @@ TOKENIZE = "porter unicode61"
 class FTS5Texts:
     """Is the ``Texts`` of an SQLite database."""
 
-    def insert(self, connection: Connection, chunk_key: str, text: str) -> None:
-        row = connection.execute(
-            "SELECT tenant FROM chunks WHERE key = ? AND text_number IS NULL", (chunk_key,)
-        ).fetchone()
-        if row is not None:
-            connection.execute(
-                f"INSERT INTO {_table_of(connection, row[0])} (text) VALUES (?)", (text,)
-            )
-            (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
-            connection.execute(
-                "UPDATE chunks SET text_number = ? WHERE key = ?", (number, chunk_key)
-            )
+    def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
+        connection.execute(
+            f"INSERT INTO {_table_of(connection, tenant)} (text) VALUES (?)", (text,)
+        )
+        (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
+        return int(number)
 
     def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
         if number is not None:
