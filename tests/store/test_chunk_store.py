@@ -31,7 +31,7 @@ from kvlinker.store import (
     TierUsage,
     open_store,
 )
-from kvlinker.store.chunk_kv import changed
+from kvlinker.store.chunk_kv import ResidentForm, changed
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.memory.resident import Residence
@@ -74,7 +74,7 @@ def holds(store: ChunkStore, number: int) -> bool:
     return kv is not None
 
 
-class Negated:
+class Negated(ResidentForm):
     """A resident form in which keys have the opposite sign."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:

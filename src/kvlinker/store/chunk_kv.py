@@ -196,25 +196,17 @@ class ChunkReader(Protocol):
         """Close the copy. Idempotent."""
 
 
-class ResidentForm(Protocol):
-    """The form of chunks in memory: the form that an engine attends to."""
+class ResidentForm:
+    """The form of chunks in memory: the form that an engine attends to. By default it is the KV as
+    it was computed, for an engine that attends to no chunk in place."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         """Return a layer, given as it was computed, in the form in which the engine attends to
         it."""
-
-    def computed(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return a layer, given in its resident form, as it was computed, but for rounding."""
-
-
-class AsComputed:
-    """The resident form for an engine that attends to no chunk in place: the KV as it was
-    computed."""
-
-    def resident(self, index: int, layer: LayerKV) -> LayerKV:
         return layer
 
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
+        """Return a layer, given in its resident form, as it was computed, but for rounding."""
         return layer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvlinker.store.chunk_kv import AsComputed, ChunkKV, LayerKV, ResidentForm, changed
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV, ResidentForm, changed
 from kvlinker.store.memory.pinned import PinnedChunk
 
 
@@ -15,7 +15,7 @@ class Residence:
         self, form: ResidentForm | None = None, pins: Callable[[int], PinnedChunk] | None = None
     ) -> None:
         """``pins`` makes the memory of a chunk of so many layers, where a device copies from it."""
-        self._form = form or AsComputed()
+        self._form = form or ResidentForm()
         self._pins = pins
 
     def resident(self, kv: ChunkKV) -> ChunkKV:

@@ -20,14 +20,14 @@ from kvlinker.engines.embedded.model.states.kept_states import (
 )
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
-from kvlinker.store.chunk_kv import ChunkState, LayerKV
+from kvlinker.store.chunk_kv import ChunkState, LayerKV, ResidentForm
 
 SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)
 """The evidence that policies may use in a model without attention. It has no variants."""
 
 
 @dataclass(frozen=True, slots=True)
-class RotatedKeys:
+class RotatedKeys(ResidentForm):
     """The resident form of chunks: keys rotated for the chunk's own positions 0, 1, …, in layers
     with rotary embedding; latents and the shared key."""
 
