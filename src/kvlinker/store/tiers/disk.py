@@ -167,17 +167,7 @@ class DiskTier(IndexedFolder):
         return frozenset(key for key, status in self._folder.files() if status.st_mtime < latest)
 
     def check(self) -> TierCheck:
-        folders, misplaced = self.clear_places()
-        displaced = (
-            *(
-                ChunkDamaged(self.name, name, "what lay in its place is not a folder")
-                for name in folders
-            ),
-            *(
-                ChunkDamaged(self.name, key, "what lay in its place is not a file")
-                for key in misplaced
-            ),
-        )
+        displaced = [ChunkDamaged(self.name, *place) for place in self.clear_places()]
         for damage in displaced:
             self._events.publish(damage)
         keys = [key for key, _ in self._folder.files()]

@@ -93,7 +93,8 @@ class IndexedFolder(LocalTier):
         """Evict so many bytes, or what can be evicted; returns how many were."""
         with self._lock:
             before = self.used_bytes
-            self._give_up(nbytes)
+            if self._yields:
+                self._evict(self._unused_bytes + nbytes)
             return before - self.used_bytes
 
     def touch(self, key: str) -> bool:
@@ -118,9 +119,8 @@ class IndexedFolder(LocalTier):
     def make_room(self, key: str, nbytes: int) -> bool:
         """Evict for a chunk's file of so many bytes that another process will write; returns
         whether it has room."""
-        self._follow_others()
-        with self._lock:
-            return self._make_room(key, nbytes)
+        with self.reserved(key, nbytes) as has_room:
+            return has_room
 
     @contextmanager
     def reserved(self, key: str, nbytes: int) -> Iterator[bool]:
@@ -128,7 +128,14 @@ class IndexedFolder(LocalTier):
         is room."""
         self._follow_others()
         with self._lock:
-            has_room = self._make_room(key, nbytes)
+            has_room = self._index.fits(nbytes + self._reserved_bytes)
+            if has_room:
+                self._evict_for(nbytes)
+                has_room = self._leave_room(nbytes)
+                if not has_room:
+                    self._note_refusal(
+                        key, "the disk is almost full, and the rest is for the catalog"
+                    )
             taken = nbytes if has_room else 0
             self._reserved_bytes += taken
         try:
@@ -142,7 +149,7 @@ class IndexedFolder(LocalTier):
         the next one."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with self._lock:
-                self._give_up(nbytes - self._take_back(nbytes))
+                self.give_up(nbytes - self._take_back(nbytes))
         self._note_refusal(key, str(error))
 
     def commit(self, key: str, temporary: Path, nbytes: int) -> bool:
@@ -158,7 +165,7 @@ class IndexedFolder(LocalTier):
                 self._tombstoned.discard(key)
                 self._index.add(key, nbytes)
                 if self._others is not None:
-                    self._others.note_own_write(key, used_at, nbytes)
+                    self._others.note_own_use(key, used_at, written_bytes=nbytes)
         except OSError as error:
             self._note_refusal(key, str(error))
             self._folder.remove(temporary)
@@ -192,20 +199,21 @@ class IndexedFolder(LocalTier):
         with self._lock:
             self._index.remove(key)
 
-    def clear_places(self) -> tuple[list[str], list[str]]:
+    def clear_places(self) -> list[tuple[str, str]]:
         """Delete what is tombstoned, and take away what is no file, or no folder for files; returns
-        the names of such folders and the keys of such files."""
+        the names of such folders and the keys of such files, and says which they are."""
         with self._lock:
             tombstoned = tuple(self._tombstoned)
         for key in tombstoned:
             self.delete(key)
         folders = self._folder.clear_folders()
-        misplaced = self._folder.misplaced()
-        for key in misplaced:
+        displaced = [(name, "what lay in its place is not a folder") for name in folders]
+        for key in self._folder.misplaced():
             with self._lock:
                 self._index.remove(key)
                 self._remove(key)
-        return folders, misplaced
+            displaced.append((key, "what lay in its place is not a file"))
+        return displaced
 
     def _remove(self, key: str) -> bool:
         """Remove what lies in the chunk's place; returns whether nothing lies there any more."""
@@ -226,16 +234,6 @@ class IndexedFolder(LocalTier):
             return False
         self._evict_for(status.st_size)
         self._index.add(key, status.st_size)
-        return True
-
-    def _make_room(self, key: str, nbytes: int) -> bool:
-        """Do what ``make_room`` says, by what is counted; the lock is held."""
-        if not self._index.fits(nbytes + self._reserved_bytes):
-            return False
-        self._evict_for(nbytes)
-        if not self._leave_room(nbytes):
-            self._note_refusal(key, "the disk is almost full, and the rest is for the catalog")
-            return False
         return True
 
     def _follow_others(self) -> None:
@@ -293,13 +291,8 @@ class IndexedFolder(LocalTier):
         except OSError:
             return True  # writing will show
         if lacking:
-            self._give_up(lacking)
+            self.give_up(lacking)
         return possible
-
-    def _give_up(self, nbytes: int) -> None:
-        """Evict so many bytes, or what can be evicted; the lock is held."""
-        if self._yields:
-            self._evict(self._unused_bytes + nbytes)
 
     def _limit_guest(self, nbytes: int = 0) -> None:
         """Leave the guest what neither the chunks here nor so many bytes more take; the lock is

@@ -42,14 +42,11 @@ class OtherProcesses:
         self._ended = time.monotonic()
         self._seconds = 0.0
 
-    def note_own_use(self, key: str, at: int) -> None:
-        """Note the time that this process gave a file, in nanoseconds since 1970."""
+    def note_own_use(self, key: str, at: int, *, written_bytes: int = 0) -> None:
+        """Note the time that this process gave a file, in nanoseconds since 1970, and the bytes
+        that it wrote to it."""
         self._own_uses[key] = at
-
-    def note_own_write(self, key: str, at: int, nbytes: int) -> None:
-        """Note a file that this process wrote, and the time that it gave it."""
-        self.note_own_use(key, at)
-        self._written_bytes += nbytes
+        self._written_bytes += written_bytes
 
     def look(
         self, files: Callable[[], Iterable[tuple[str, os.stat_result]]], *, budget_bytes: int
