@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvlinker.store.catalog.databases.interface import Connection, Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
-from kvlinker.store.catalog.rows import CHUNK_COLUMNS, read_chunk
+from kvlinker.store.catalog.rows import CHUNK_COLUMNS, genuine_tokens
 
 ROWS_AT_ONCE = 500
 """The chunks whose token ids are read with one question: all may be more than memory holds, and
@@ -72,7 +72,7 @@ def _changed_chunks(database: Database, blobs: TokenBlobs) -> Iterator[str]:
         {"last": last, "limit": ROWS_AT_ONCE},
     ):
         last = rows[-1][0]
-        yield from (row[0] for row in rows if read_chunk(row, blobs) is None)
+        yield from (row[0] for row in rows if genuine_tokens(row, blobs) is None)
 
 
 def _unheld_chunks(connection: Connection) -> list[str]:

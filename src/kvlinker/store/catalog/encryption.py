@@ -16,7 +16,7 @@ from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataErr
 _PLACE = b"catalog"
 _ROWS_AT_ONCE = 500
 _TYPE = "<u4"
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 class TokenBlobs:
@@ -36,7 +36,7 @@ class TokenBlobs:
     def unpack(self, blob: bytes, place: str) -> tuple[int, ...]:
         """Return the token ids of a blob. Raises StoreError for one that was changed, or moved."""
         packed = self.open(blob, place)
-        if len(packed) % _TOKEN_BYTES:
+        if len(packed) % TOKEN_BYTES:
             raise changed_entry(place, "it does not hold whole token ids")
         return token_ids(packed)
 
@@ -55,7 +55,7 @@ class TokenBlobs:
 
 
 def token_ids(packed: bytes) -> tuple[int, ...]:
-    """Return token ids that are packed. Raises ValueError if they are not whole."""
+    """Return token ids that are packed, and whole."""
     return tuple(np.frombuffer(packed, dtype=_TYPE).tolist())
 
 

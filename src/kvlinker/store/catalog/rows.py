@@ -13,6 +13,7 @@ from kvlinker.base.types.context_cache import END_OF_TIME, ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.encryption import (
+    TOKEN_BYTES,
     TokenBlobs,
     changed_entry,
     prefix_of,
@@ -177,25 +178,35 @@ def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, 
 
 
 def read_chunk(row: Any, blobs: TokenBlobs, *, scored: bool = True) -> Chunk | None:
-    """Return the chunk of a row of ``CHUNK_COLUMNS``; None if its token ids are not those that its
-    key names: SQLite has no checksums."""
+    """Return the chunk of a row of ``CHUNK_COLUMNS``; None if its token ids were changed from
+    outside."""
+    packed = genuine_tokens(row, blobs)
+    if packed is None:
+        return None
+    _, fingerprint, tenant, _, _, origin = row
+    return Chunk(
+        token_ids(packed[0]),
+        token_ids(packed[1]),
+        shared=tenant == SHARED_TENANT,
+        salt=split_salt(fingerprint)[1],
+        origin=Origin(origin),
+        scored=scored,
+    )
+
+
+def genuine_tokens(row: Any, blobs: TokenBlobs) -> tuple[bytes, bytes] | None:
+    """Return the packed token ids of a row of ``CHUNK_COLUMNS``, and those before the chunk; None
+    if they are not whole, or not those that its key names: SQLite has no checksums."""
     key, fingerprint, tenant, tokens, prefix, origin = row
     try:
         packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
         known = packed_chunk_key(
             *packed, fingerprint=fingerprint, owner=tenant, origin=Origin(origin)
         )
-        if known != key:
-            return None
-        return Chunk(
-            *map(token_ids, packed),
-            shared=tenant == SHARED_TENANT,
-            salt=split_salt(fingerprint)[1],
-            origin=Origin(origin),
-            scored=scored,
-        )
     except (StoreError, ValueError):
         return None
+    whole = all(len(part) % TOKEN_BYTES == 0 for part in packed)
+    return packed if whole and known == key else None
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:
