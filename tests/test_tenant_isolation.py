@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.engine import EmbeddedEngine
-from kvlinker.engines.embedded.requests.capture import ChunkRequest
 from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.llm import LLM
@@ -309,7 +309,7 @@ def test_the_same_text_of_two_tenants_at_once_is_computed_twice(
     """A tenant's own second request waits for its first one."""
     entered: list[tuple[Request, Request]] = []
     all_there = threading.Event()
-    enter, keep = Scheduler.enter, ChunkRequest._keep
+    enter, keep = Scheduler.enter, ChunkBuilder._keep
 
     def noted(scheduler: Any, request: Any) -> Any:
         entered.append((request, enter(scheduler, request)))
@@ -317,13 +317,15 @@ def test_the_same_text_of_two_tenants_at_once_is_computed_twice(
             all_there.set()
         return entered[-1][1]
 
-    def held(request: ChunkRequest, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+    def held(
+        builder: ChunkBuilder, keys: Sequence[str], kvs: Sequence[ChunkKV]
+    ) -> tuple[ChunkKV, ...]:
         assert all_there.wait(10)
-        return keep(request, kvs)
+        return keep(builder, keys, kvs)
 
     llm = make_llm("both")
     monkeypatch.setattr(Scheduler, "enter", noted)
-    monkeypatch.setattr(ChunkRequest, "_keep", held)
+    monkeypatch.setattr(ChunkBuilder, "_keep", held)
     creations = [llm.caches.create(TEXTS[:1], tenant=tenant) for tenant in ("a", "b", "a")]
     keys = [creation.result(timeout=PATIENCE)[0].chunk_key for creation in creations]
     assert len({id(computed) for _, computed in entered}) == 2

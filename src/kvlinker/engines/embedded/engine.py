@@ -211,8 +211,7 @@ class EmbeddedEngine:
             self._scheduler,
             self._chunks,
             throughput,
-            variants=variants,
-            offer=_ignore if builder is None else builder.offer,
+            variants=builder,
             prefixes=prefixes,
             elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
@@ -382,7 +381,3 @@ class EmbeddedEngine:
         self._background.submit(
             self._loader.note_use, request.request, request.link, request.refinement
         )
-
-
-def _ignore(prompt: Prompt, tenant: str) -> None:
-    """Ignore the prompt, since no variants are kept."""

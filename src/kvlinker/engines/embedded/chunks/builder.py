@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvlinker.base.futures import resolved
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.capture import ChunkRequest, IdleChunkRequest
+from kvlinker.engines.embedded.requests.capture import CaptureRequest
+from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.prompting.segments import Prompt
 from kvlinker.store import ChunkStore
@@ -77,9 +79,8 @@ class ChunkBuilder:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it, ``idle`` that everything else
-        comes first. Without ``with_scores``, which
-        take more than half of the time, none are collected; and without ``chunk.scored``, no
-        sensitivity is measured.
+        comes first. Without ``with_scores``, which take more than half of the time, none are
+        collected; and without ``chunk.scored``, no sensitivity is measured.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -112,9 +113,6 @@ class ChunkBuilder:
             spans,
             prompt.contents,
             tenant=tenant,
-            urgent=False,
-            with_scores=True,
-            measures=False,
         ).kvs
 
     def _build(
@@ -125,10 +123,10 @@ class ChunkBuilder:
         contents: Sequence[str],
         *,
         tenant: str,
-        urgent: bool,
-        with_scores: bool,
-        measures: bool,
+        urgent: bool = False,
         idle: bool = False,
+        with_scores: bool = True,
+        measures: bool = False,
     ) -> PendingChunks:
         if len(tokens) > self._longest:
             raise ContextLengthError(
@@ -137,16 +135,18 @@ class ChunkBuilder:
             )
         with_scores = with_scores and self._with_scores
         fits = len(tokens) + len(self._unrelated) <= self._longest
-        kind = IdleChunkRequest if idle else ChunkRequest
-        wanted = kind(
+        unrelated = self._unrelated if with_scores and measures and fits else ()
+        wanted = CaptureRequest(
             self._loaded,
-            self._store,
-            keys,
             tokens,
             spans,
             contents,
+            kind=ResultKind.BACKGROUND if idle else ResultKind.CHUNK,
+            keep=partial(self._keep, keys),
+            # whoever needs a chunk meanwhile does not wait for an idle engine
+            identity=None if idle else (keys, with_scores, bool(unrelated)),
             with_scores=with_scores,
-            unrelated=self._unrelated if with_scores and measures and fits else (),
+            unrelated=unrelated,
             tenant=tenant,
             urgent=urgent,
         )
@@ -157,6 +157,9 @@ class ChunkBuilder:
                     return PendingChunks(resolved(kvs), begun=False)
             entered = self._scheduler.enter(wanted)
         return PendingChunks(entered.future, begun=entered is wanted)
+
+    def _keep(self, keys: Sequence[str], kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        return tuple(self._store.put(key, kv) for key, kv in zip(keys, kvs, strict=True))
 
     def _stored(self, keys: tuple[str, ...], with_scores: bool) -> tuple[ChunkKV, ...] | None:
         """Return the KV of all chunks, if they were computed since the caller found none, with

@@ -15,7 +15,7 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
-from kvlinker.engines.embedded.chunks.variants import VariantLibrary
+from kvlinker.engines.embedded.chunks.variants import VariantBuilder
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -49,17 +49,16 @@ class PromptLoader:
         builder: ChunkBuilder,
         throughput: ComputeThroughput,
         *,
-        variants: VariantLibrary | None,
-        offer: Callable[[Prompt, str], object],
-        prefixes: SpilledPrefixes | None = None,
-        elsewhere: Elsewhere | None = None,
-        restored: Callable[[int], object] = lambda tokens: None,
+        variants: VariantBuilder | None,
+        prefixes: SpilledPrefixes | None,
+        elsewhere: Elsewhere | None,
+        restored: Callable[[int], object],
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
-        computing takes. ``offer`` is given prompts, with their tenants, some of whose ``variants``
-        may be missing. ``prefixes`` has the KV that the pool gave up; ``restored`` is called with
-        the number of tokens whose KV was read from there. ``elsewhere`` is asked for chunks before
-        they are computed here."""
+        computing takes. ``variants`` is offered prompts, some of whose variants may be missing.
+        ``prefixes`` has the KV that the pool gave up; ``restored`` is called with the number of
+        tokens whose KV was read from there. ``elsewhere`` is asked for chunks before they are
+        computed here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes
@@ -71,7 +70,6 @@ class PromptLoader:
         self._builder = builder
         self._throughput = throughput
         self._variants = variants
-        self._offer = offer
         self._prefixes = prefixes
         self._elsewhere = elsewhere
         self._restored = restored
@@ -110,7 +108,7 @@ class PromptLoader:
             key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
             self._store.note_use(key, use.recomputed)
             if self._variants is not None and use.chunk not in request.prompt.chunks:
-                self._variants.note_use(key, use.recomputed)
+                self._variants.library.note_use(key, use.recomputed)
 
     def _begin(self, request: PromptRequest) -> Link:
         wanted = request.request
@@ -118,7 +116,9 @@ class PromptLoader:
             wanted.prompt,
             wanted.policy,
             library=(
-                None if self._variants is None or wanted.salt else self._variants.of(wanted.tenant)
+                None
+                if self._variants is None or wanted.salt
+                else self._variants.library.of(wanted.tenant)
             ),
             forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
             reuse=partial(self._reuse, wanted) if request.reuses else no_reuse,
@@ -263,8 +263,9 @@ class PromptLoader:
             len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None
         ):
             self._restored(tokens)
-        if link.policy.needs.variants and not request.explains and not request.request.salt:
-            self._offer(link.prompt, request.request.tenant)
+        wants_variants = link.policy.needs.variants and not request.explains
+        if self._variants is not None and wants_variants and not request.request.salt:
+            self._variants.offer(link.prompt, request.request.tenant)
 
     def _fail(self, request: PromptRequest, error: BaseException | None) -> None:
         if error is None:

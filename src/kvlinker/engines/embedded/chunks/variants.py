@@ -110,47 +110,6 @@ def _has_exact(variants: Iterable[Variant], prompt: Prompt, index: int) -> bool:
     )
 
 
-class VariantRequest(CaptureRequest):
-    """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their
-    scores."""
-
-    kind = ResultKind.VARIANT
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        library: VariantLibrary,
-        background: Background,
-        prompt: Prompt,
-        tenant: str,
-        missing: Sequence[int],
-    ) -> None:
-        """``missing`` are the indices of the chunks of which the ``library`` lacks an exact
-        variant."""
-        spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
-        super().__init__(
-            loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True
-        )
-        self.identity = (prompt, tenant)
-        self._library = library
-        self._background = background
-        self._prompt = prompt
-        self._tenant = tenant
-        self._missing = tuple(missing)
-
-    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
-        self._background(partial(self._put, [kvs[index] for index in self._missing]))
-        return tuple(kvs)
-
-    def _put(self, kvs: Sequence[ChunkKV]) -> None:
-        """Store the KV of the missing variants, in their order."""
-        try:
-            variants = map(self._prompt.variant, self._missing)
-            self._library.put(list(zip(variants, kvs, strict=True)), self._tenant)
-        except Exception:
-            logger.exception("Variants could not be stored.")
-
-
 class VariantBuilder:
     """Computes missing variants when the engine is idle. Methods may be called from any thread."""
 
@@ -176,15 +135,42 @@ class VariantBuilder:
         self._background(partial(self._offer, prompt, tenant))
 
     def _offer(self, prompt: Prompt, tenant: str) -> None:
+        """Ask for the exact KV of the prompt's chunks, which one full prefill gives, and for their
+        scores."""
         try:
             missing = self.library.missing(prompt, tenant)
-            if missing and prompt.spans[missing[-1]].end <= self._longest:
-                self._scheduler.enter(
-                    VariantRequest(
-                        self._loaded, self.library, self._background, prompt, tenant, missing
-                    )
+            if not missing or prompt.spans[missing[-1]].end > self._longest:
+                return
+            spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
+            self._scheduler.enter(
+                CaptureRequest(
+                    self._loaded,
+                    prompt.tokens[: spans[-1][1]],
+                    spans,
+                    prompt.contents,
+                    kind=ResultKind.VARIANT,
+                    keep=partial(self._keep, prompt, tenant, missing),
+                    identity=(prompt, tenant),
+                    with_scores=True,
                 )
+            )
         except EngineClosedError:
             pass
         except Exception:
             logger.exception("Variants could not be looked up.")
+
+    def _keep(
+        self, prompt: Prompt, tenant: str, missing: Sequence[int], kvs: Sequence[ChunkKV]
+    ) -> tuple[ChunkKV, ...]:
+        found = [kvs[index] for index in missing]
+        self._background(partial(self._put, prompt, tenant, missing, found))
+        return tuple(kvs)
+
+    def _put(
+        self, prompt: Prompt, tenant: str, missing: Sequence[int], kvs: Sequence[ChunkKV]
+    ) -> None:
+        """Store the KV of the missing variants, in their order."""
+        try:
+            self.library.put(list(zip(map(prompt.variant, missing), kvs, strict=True)), tenant)
+        except Exception:
+            logger.exception("Variants could not be stored.")

@@ -3,11 +3,10 @@ them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.plan import Range
-from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
 
 
@@ -45,13 +43,25 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
         spans: Sequence[tuple[int, int]],
         contents: Sequence[str],
         *,
+        kind: ResultKind,
+        keep: Callable[[Sequence[ChunkKV]], tuple[ChunkKV, ...]],
+        identity: object,
         with_scores: bool,
         unrelated: Sequence[int] = (),
+        tenant: str = "",
+        urgent: bool = False,
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length];
-        ``contents`` are their content hashes. With ``unrelated`` tokens, there is one chunk, with
-        scores: it is computed after them first, to measure its tokens' sensitivity."""
+        ``contents`` are their content hashes. ``keep`` stores the computed KV, and returns the
+        future's result; it is called in the engine's thread. With ``unrelated`` tokens, there is
+        one chunk, with scores: it is computed after them first, to measure its tokens' sensitivity.
+        ``tenant`` asks for them; ``urgent`` is true if an answer of its waits for them."""
         super().__init__()
+        self.kind = kind
+        self.identity = identity
+        self.tenant = tenant
+        self.urgent = urgent
+        self._keep = keep
 
         def capture() -> Capture:
             scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
@@ -97,54 +107,3 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
             computed = (with_sensitivity(computed[0], self._behind),)
             self._behind = None
         return partial(self.future.set_result, self._keep(computed))
-
-    @abstractmethod
-    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
-        """Store the computed KV, and return the future's result. Called in the engine's thread."""
-
-
-class ChunkRequest(CaptureRequest):
-    """Computes chunks that a caller waits for; later callers that need the same chunks wait for the
-    same request."""
-
-    kind = ResultKind.CHUNK
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        store: ChunkStore,
-        keys: tuple[str, ...],
-        tokens: NDArray[np.int64],
-        spans: Sequence[tuple[int, int]],
-        contents: Sequence[str],
-        *,
-        with_scores: bool,
-        unrelated: Sequence[int],
-        tenant: str,
-        urgent: bool,
-    ) -> None:
-        """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true
-        if an answer of its waits for them."""
-        super().__init__(
-            loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated
-        )
-        self.identity = keys, with_scores, bool(unrelated)
-        self.tenant = tenant
-        self.urgent = urgent
-        self._keys = keys
-        self._store = store
-
-    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
-        return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
-
-
-class IdleChunkRequest(ChunkRequest):
-    """Computes chunks that no request waits for. A request that needs one meanwhile has it computed
-    as usual, and does not wait for this."""
-
-    kind = ResultKind.BACKGROUND
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments of ``ChunkRequest``."""
-        super().__init__(*args, **options)
-        self.identity = None

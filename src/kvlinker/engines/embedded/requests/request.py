@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class Request(ABC):
     """One thing to compute, from its arrival to its end. The scheduler alone writes its state,
     number, urgency and hold, and its predictions for it."""
 
-    kind: ClassVar[ResultKind]
+    kind: ResultKind
 
     tenant = ""
     """The tenant whose share of the engine it takes."""
