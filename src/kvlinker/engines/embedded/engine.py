@@ -137,7 +137,6 @@ class EmbeddedEngine:
         self._loaded = loaded
         self._store = store
         self._events = events
-        self._cost = loaded.cost
         self._elsewhere = elsewhere
         pins = PinnedChunk if loaded.device.type == "cuda" else None
         store.keep_resident_as(Residence(loaded.resident_form, pins))
@@ -155,7 +154,7 @@ class EmbeddedEngine:
         )
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(
-            self._cost, speeds, throughput_name(loaded), on_host=on_host
+            loaded.cost, speeds, throughput_name(loaded), on_host=on_host
         )
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
@@ -299,7 +298,6 @@ class EmbeddedEngine:
             sink,
             loaded=self._loaded,
             max_tokens=max_tokens,
-            cost=self._cost,
             events=self._events,
             linked=self._note_use,
             cancel=self._scheduler.cancel,
@@ -320,22 +318,16 @@ class EmbeddedEngine:
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
-        explaining = Explaining(
-            request,
-            layers=len(self._loaded.layers),
-            cost=self._cost,
-            cancel=self._scheduler.cancel,
-        )
-        return self._enter(explaining).future
+        return self._enter(Explaining(request, self._loaded, cancel=self._scheduler.cancel)).future
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         self._limits.check_scorable(request.prompt)
         scoring = Scoring(
             request,
-            layers=len(self._loaded.layers),
-            head=self._runner.head,
-            vocabulary=self._loaded.vocabulary,
+            self._loaded,
             linked=self._note_use,
+            head=self._runner.head,
+            top=request.sampling.logprobs or 0,
         )
         return self._enter(scoring).future
 

@@ -11,10 +11,9 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import Delta
 from kvlinker.engines.contract.contract import AnswerKV, GenerationRequest, Sink
-from kvlinker.engines.contract.cost import CostModel
 from kvlinker.engines.contract.output import End, Output
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
-from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
+from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.decoding.sampling import Sampler
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder, RecordingRoom
 from kvlinker.engines.embedded.kv_cache.states import worth_keeping
@@ -38,7 +37,6 @@ class Generation(PromptRequest):
         *,
         loaded: LoadedModel,
         max_tokens: int,
-        cost: CostModel,
         events: Events,
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
@@ -49,16 +47,22 @@ class Generation(PromptRequest):
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
-        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices
-        when the sink fails. An answer that is to be kept takes ``room`` meanwhile. ``later``
-        makes the calls of the sink. ``head`` computes the log probabilities of the prompt, all of
-        which is computed then; None where they are not asked for. ``guide`` makes what guides a
-        choice through the request's grammar. ``first`` is given to all choices but that one."""
-        super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
+        """``cancel`` ends all choices when the sink fails. An answer that is to be kept takes
+        ``room`` meanwhile. ``later`` makes the calls of the sink. With a ``head``, all of the
+        prompt is computed. ``guide`` makes what guides a choice through the request's grammar.
+        ``first`` is given to all choices but that one."""
+        sampling = request.sampling_of(choice)
+        super().__init__(
+            request,
+            loaded,
+            max_tokens=max_tokens,
+            linked=linked,
+            head=head,
+            top=sampling.prompt_logprobs or 0,
+        )
         self.choice = choice
         if first is not None:
             self.clock = first.clock
-        sampling = request.sampling_of(choice)
         self._endings = (
             frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
         )
@@ -69,10 +73,6 @@ class Generation(PromptRequest):
             bad_words=request.bad_words,
         )
         self._guide = None if guide is None else guide()
-        self._cost = cost
-        self._head = head
-        self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
-        self._scored: LogprobCollector | None = None
         self._room = room
         self._answer: AnswerCapture | None = None
         self._keeping = len(keeping(loaded.layers))
@@ -97,7 +97,6 @@ class Generation(PromptRequest):
                     sink,
                     loaded=loaded,
                     max_tokens=max_tokens,
-                    cost=cost,
                     events=events,
                     linked=None,
                     cancel=cancel,
@@ -134,13 +133,6 @@ class Generation(PromptRequest):
     def _forget(self) -> None:
         super()._forget()
         self._answer = None
-
-    def _collector(self, prompt: Prompt) -> LogprobCollector | None:
-        if self._head is not None:
-            self._scored = LogprobCollector(
-                prompt.tokens, self._head, first=first_scored(prompt), top=self._top
-            )
-        return self._scored
 
     def _marks(self, prompt: Prompt) -> Sequence[int]:
         if self._turn_ends is None or not self.reuses:
@@ -204,7 +196,7 @@ class Generation(PromptRequest):
         usage = self._usage(self._output.tokens)
         scored = None if self._scored is None else self._scored.result(usage)
         explains = self.request.explains and self.choice == 0
-        explanation = self._explanation(self._cost) if explains else None
+        explanation = self._explanation() if explains else None
         tell = partial(
             self._output.finish,
             reason,

@@ -15,13 +15,13 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.contract.cost import CostModel
 from kvlinker.engines.contract.observation import ChunkWatch, QuestionProbe
 from kvlinker.engines.contract.output import RequestClock
-from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
+from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
 from kvlinker.engines.embedded.execution.batch import SharedChunk
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
+from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import (
     Ending,
     FutureRequest,
@@ -57,10 +57,18 @@ class PromptRequest(Request):
     """True if it reuses the KV of earlier requests, and leaves its own to later ones."""
 
     def __init__(
-        self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None
+        self,
+        request: GenerationRequest,
+        loaded: LoadedModel,
+        *,
+        max_tokens: int = 0,
+        linked: Linked | None = None,
+        head: Head | None = None,
+        top: int = 0,
     ) -> None:
-        """``layers`` is the number of the model's attentions, ``max_tokens`` the most tokens to
-        generate; ``linked`` is called when the prompt is computed."""
+        """``max_tokens`` is the most tokens to generate; ``linked`` is called when the prompt is
+        computed. ``head`` computes the log probabilities of the prompt's last tokens, with those of
+        the ``top`` likeliest in their places; None where they are not asked for."""
         super().__init__()
         self.request = request
         self.tenant = request.tenant
@@ -74,10 +82,15 @@ class PromptRequest(Request):
         self.made: set[Chunk] = set()
         """The chunks whose KV was computed for this very request."""
 
-        self._layers = max(1, layers)  # all tokens are computed alike in those without attention
-        self._attends = layers > 0
+        # without attention, all tokens are computed alike in all layers
+        self._layers = max(1, len(loaded.layers))
+        self._attends = bool(loaded.layers)
+        self._cost = loaded.cost
         self._max_tokens = max_tokens
         self._linked = linked
+        self._head = head
+        self._top = min(top, loaded.vocabulary)
+        self._scored: LogprobCollector | None = None
         self._attention: QuestionProbe | None = None
 
     @property
@@ -161,7 +174,7 @@ class PromptRequest(Request):
         usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
         return usage.without(0 if self.sequence is None else self.sequence.missed)
 
-    def _explanation(self, cost: CostModel) -> Explanation:
+    def _explanation(self) -> Explanation:
         """Explain how the prompt was linked, which has been computed."""
         assert self.link is not None
         assert self.sequence is not None
@@ -169,7 +182,7 @@ class PromptRequest(Request):
         return self.link.explanation(
             self.refinement,
             layers=self._layers,
-            cost=cost,
+            cost=self._cost,
             made=self.made,
             missed=None if reused is None else reused.own[len(reused.own) - self.sequence.missed :],
             attention=None if self._attention is None else self._attention.attention,
@@ -183,7 +196,11 @@ class PromptRequest(Request):
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it);
         None if the request wants none."""
-        return None
+        if self._head is not None:
+            self._scored = LogprobCollector(
+                prompt.tokens, self._head, first=first_scored(prompt), top=self._top
+            )
+        return self._scored
 
     def _marks(self, prompt: Prompt) -> Sequence[int]:
         """Return the positions at which its state is kept for later prompts."""
@@ -266,16 +283,14 @@ class Explaining(PromptFuture[Explanation]):
     def __init__(
         self,
         request: GenerationRequest,
+        loaded: LoadedModel,
         *,
-        layers: int,
-        cost: CostModel,
         cancel: Callable[[Sequence[Request]], None],
     ) -> None:
         """``cancel`` has the engine end requests."""
-        super().__init__(request, layers=layers, max_tokens=0, linked=None)
-        self._cost = cost
+        super().__init__(request, loaded)
         self.future = _EndedByCancelling(partial(cancel, (self,)))
         self.future.set_running_or_notify_cancel()
 
     def _value(self) -> Explanation:
-        return self._explanation(self._cost)
+        return self._explanation()

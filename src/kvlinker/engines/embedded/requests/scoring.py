@@ -10,40 +10,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.types.answers import PromptLogprobs, Usage
-from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
-from kvlinker.engines.embedded.requests.prompt_request import Linked, PromptFuture
+from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector
+from kvlinker.engines.embedded.requests.prompt_request import PromptFuture
 from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.prompting.segments import Prompt
 
 
 class Scoring(PromptFuture[PromptLogprobs]):
     """Asks for the log probabilities of the tokens after the last chunk; generates nothing."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        layers: int,
-        head: Head,
-        vocabulary: int,
-        linked: Linked | None,
-    ) -> None:
-        super().__init__(request, layers=layers, max_tokens=0, linked=linked)
-        self._head = head
-        self._top = min(request.sampling.logprobs or 0, vocabulary)
-        self._collected: LogprobCollector | None = None
-
-    def _collector(self, prompt: Prompt) -> LogprobCollector:
-        self._collected = LogprobCollector(
-            prompt.tokens, self._head, first=first_scored(prompt), top=self._top
-        )
-        return self._collected
-
     def _value(self) -> PromptLogprobs:
-        assert self._collected is not None
-        return self._collected.result(self._usage())
+        assert self._scored is not None
+        return self._scored.result(self._usage())
 
 
 class WholeScoring(FutureRequest[PromptLogprobs]):
