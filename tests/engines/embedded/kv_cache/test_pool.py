@@ -13,7 +13,7 @@ from kvlinker.engines.embedded.kv_cache.pool import (
     KVPool,
     SlotAllocator,
     SlotSpan,
-    slots_between,
+    cut,
     slots_of,
 )
 from tests.toy_models import loaded_model
@@ -135,11 +135,11 @@ def test_a_pool_holds_zeros_at_first(dtype: torch.dtype) -> None:
     begin=st.integers(0, 20),
     size=st.integers(1, 9),
 )
-def test_slots_between_are_a_part_of_all(sizes, begin, size):
+def test_slots_that_are_cut_out_are_a_part_of_all(sizes, begin, size):
     spans = [SlotSpan(100 * (index + 1), each) for index, each in enumerate(sizes)]
     begin = min(begin, sum(sizes) - 1)
     expected = slots_of(spans)[begin : begin + size]
-    assert slots_between(spans, begin, begin + size).tolist() == expected.tolist()
+    assert slots_of(cut(spans, begin, begin + size)).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("slots", [10**14, 10**30])

@@ -18,6 +18,7 @@ from kvlinker.engines.embedded.kv_cache import paths, prefixes
 from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath, linked_path
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
+from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
@@ -44,7 +45,7 @@ def keys_of(prompt):
     return [chunk.content for chunk in prompt.chunks]
 
 
-class FakeSpill:
+class FakeSpill(PoolSpill):
     """Keeps what the slots of a machine hold, unless it is full; loading pays, unless it is
     slow."""
 
@@ -280,7 +281,7 @@ def slots_with(*linked):
         own = np.concatenate([np.arange(*run) for run in plan.runs])
         own = own[own < len(path.tokens)]
         spans = slots._allocator.allocate(len(own)) or ()
-        slots._prefixes.insert(path, own, spans)
+        slots.prefixes.insert(path, own, spans)
         slots._allocator.release(spans)
     return slots
 
@@ -303,7 +304,7 @@ def keep(slots, path, own) -> None:
 
 def found(slots, prompt, policy, tenant="tenant"):
     """The number of tokens that the prompt can reuse."""
-    reused = slots.find_prefix(tenant, prompt, keys_of(prompt), parse_policy(policy))
+    reused = slots.prefixes.find(tenant, prompt, keys_of(prompt), parse_policy(policy))
     return 0 if reused is None else reused.length
 
 
@@ -349,7 +350,7 @@ def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> Non
         assert (
             made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
         )
-    (tree,) = [made.engine.scheduler._running.slots._prefixes]
+    (tree,) = [made.engine.scheduler._running.slots.prefixes]
     assert (
         set(tree._names.values())
         == set(tree._chunks)
@@ -387,7 +388,7 @@ def test_a_path_of_many_nodes_is_found() -> None:
     """Every turn of a conversation adds nodes to its path."""
     tokens = tuple(range(2000))
     slots = slots_with((prompt_of(tokens), "full"))
-    tree = slots._prefixes
+    tree = slots.prefixes
     (node,) = tree._roots["tenant"].children.values()
     while len(node.items) > 1:
         tree._divide(node, 1)
@@ -418,12 +419,12 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     """It reuses a prefix, and is cancelled before its chunk is linked."""
     slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"))
     prompt, policy = prompt_of(HEADER, 1, FIRST), parse_policy("naive")
-    reused = slots.find_prefix("tenant", prompt, keys_of(prompt), policy)
+    reused = slots.prefixes.find("tenant", prompt, keys_of(prompt), policy)
     assert reused is not None
     path = linked_path("tenant", make_plan(prompt, policy, Evidence()), keys_of(prompt))
-    spans, _ = slots._prefixes.acquire(path, reused)
+    spans, _ = slots.prefixes.acquire(path, reused)
     assert sum(span.size for span in spans) == len(HEADER)
-    assert list(slots._prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
+    assert list(slots.prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
 
 
 def test_chunks_alone_are_not_kept() -> None:
@@ -432,8 +433,8 @@ def test_chunks_alone_are_not_kept() -> None:
     for number in range(50):
         chunk = {0: (PathChunk(f"chunk {number}", ""), 20)}
         keep(slots, SequencePath(f"salt {number}", np.arange(20), chunk), np.arange(0))
-    assert not slots._prefixes._roots
-    assert not slots._prefixes._names
+    assert not slots.prefixes._roots
+    assert not slots.prefixes._names
 
 
 def test_chunks_behind_what_was_computed_are_not_kept() -> None:
@@ -441,8 +442,8 @@ def test_chunks_behind_what_was_computed_are_not_kept() -> None:
     for number in range(50):
         chunk = {2: (PathChunk(f"chunk {number}", ""), 20)}
         keep(slots, SequencePath("tenant", np.arange(22), chunk), np.arange(2))
-    assert len(slots._prefixes) == 1
-    assert not slots._prefixes._names
+    assert len(slots.prefixes) == 1
+    assert not slots.prefixes._names
 
 
 def test_prefixes_stay_where_giving_them_up_makes_no_room() -> None:
@@ -673,7 +674,7 @@ def test_choices_count_alike_what_was_gone_when_their_prompt_got_slots(bench, mo
     made = bench(prefix_cache="on", kv_slots=200)
     prompt = prompt_of(random_tokens(60, 1))
     made.answer(prompt)
-    tree = made.engine.scheduler._running.slots._prefixes
+    tree = made.engine.scheduler._running.slots.prefixes
     acquire = tree.acquire
 
     def acquired_late(*arguments):

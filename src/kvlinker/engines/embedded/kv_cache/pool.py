@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,25 +29,31 @@ class SlotSpan(NamedTuple):
     def end(self) -> int:
         return self.slot + self.size
 
-    def cut(self, size: int) -> tuple[SlotSpan, SlotSpan]:
-        """Return the first ``size`` slots, and the others."""
-        return SlotSpan(self.slot, size), SlotSpan(self.slot + size, self.size - size)
-
 
 def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
     """Return the numbers of all slots of these spans, in order."""
-    return np.concatenate([np.arange(span.slot, span.end) for span in spans])
+    if len(spans) == 1:
+        ((slot, size),) = spans
+        return np.arange(slot, slot + size)
+    return np.concatenate([np.arange(slot, slot + size) for slot, size in spans])
 
 
-def slots_between(spans: Sequence[SlotSpan], begin: int, end: int) -> NDArray[np.int64]:
-    """Return the numbers of those slots of these spans that are [begin, end) of all, in order;
-    ``begin`` is less than ``end``."""
-    parts = []
-    for slot, size in spans:
-        if begin < size and end > 0:
-            parts.append(np.arange(slot + max(begin, 0), slot + min(end, size)))
+def cut(spans: Iterable[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
+    """Return the slots [begin, end) of all slots of these spans."""
+    found = []
+    for span in spans:
+        slot, size = span
+        if begin <= 0 < size <= end:
+            found.append(span)
+        elif begin < size and end > 0:
+            first, last = max(begin, 0), min(end, size)
+            if first < last:
+                found.append(SlotSpan(slot + first, last - first))
         begin, end = begin - size, end - size
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return found
+
+
+_size = attrgetter("size")
 
 
 class SlotAllocator:
@@ -130,10 +137,6 @@ class SlotAllocator:
         return [SlotSpan(int(begin), int(end - begin)) for begin, end in edges.reshape(-1, 2)]
 
 
-def _size(span: SlotSpan) -> int:
-    return span.size
-
-
 class KVPool:
     """Keys (with rotary embedding) and values of all layers that keep any: per layer [kv_heads,
     slots, head_dim] each, where they are latents with the shared key side by side. Where a layer
@@ -212,12 +215,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"There is no memory for the KV of {shape[1]:,} tokens, of which the keys or values of"
             f" one layer take {nbytes / 2**30:,.1f} GiB. Lower kv_slots, or free memory."
         ) from error
-
-
-def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
-    """Yield the first ``count`` slots of these spans."""
-    for span in spans:
-        if count <= 0:
-            return
-        yield SlotSpan(span.slot, min(count, span.size))
-        count -= span.size

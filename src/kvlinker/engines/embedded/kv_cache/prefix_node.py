@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 
 from kvlinker.engines.embedded.kv_cache.paths import PathChunk, Positions
-from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, cut
 from kvlinker.prompting.segments import StoredKV
 
 
@@ -116,14 +116,3 @@ class Match(NamedTuple):
     length: int
     parts: list[Part]
     """The nodes from the root on."""
-
-
-def cut(spans: Sequence[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
-    """Return the slots from number ``begin`` to ``end``, counted over all spans."""
-    found, position = [], 0
-    for span in spans:
-        first, last = max(begin - position, 0), min(end - position, span.size)
-        if first < last:
-            found.append(SlotSpan(span.slot + first, last - first))
-        position += span.size
-    return found

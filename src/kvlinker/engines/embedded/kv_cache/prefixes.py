@@ -12,10 +12,10 @@ import numpy as np
 
 from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
-from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan
-from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode, cut
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut
+from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode
 from kvlinker.engines.embedded.kv_cache.prefix_states import PrefixStates
-from kvlinker.engines.embedded.kv_cache.spilling import Spill
+from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
@@ -39,14 +39,14 @@ class PrefixTree:
     needed. Not thread safe.
 
     A path ends in the middle of a node if two prompts differ there; then the node is divided. With
-    a ``Spill``, nodes whose slots are needed stay in the tree while their KV is on disk. The KV
+    a spill, nodes whose slots are needed stay in the tree while their KV is on disk. The KV
     before a node that is in the pool is there, too.
     """
 
     def __init__(
         self,
         allocator: SlotAllocator,
-        spill: Spill | None = None,
+        spill: PoolSpill | None = None,
         states: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

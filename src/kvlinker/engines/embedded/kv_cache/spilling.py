@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -19,33 +18,9 @@ ComputeSeconds = Callable[[Sequence[Range]], float | None]
 """Predicts the seconds of computing these positions; None if nothing was measured."""
 
 
-class Spill(Protocol):
-    """Keeps KV outside of the pool under keys. It may lose any at any time."""
-
-    fingerprint: str
-    """The fingerprint of the model that computed the KV."""
-
-    def pays(self, own: Positions) -> bool:
-        """Return whether reading the KV of these positions is expected to be quicker than computing
-        it."""
-        ...
-
-    def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
-        """Keep the KV in these slots; False if it cannot be kept."""
-        ...
-
-    def contains(self, key: str) -> bool:
-        """Return whether the KV is there."""
-        ...
-
-    def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
-        """Copy the tokens [first, last) of the KV into as many slots."""
-        ...
-
-
 class PoolSpill:
-    """Copies KV between the pool and files. All methods but ``contains`` and ``pays`` are for the
-    engine's thread.
+    """Copies KV between the pool and files, which may lose any at any time. All methods but
+    ``contains`` and ``pays`` are for the engine's thread.
 
     Copying takes as long as it takes to read memory, which is little compared with the computation
     that the slots are needed for, and no more is copied than may wait to be written.
@@ -60,7 +35,7 @@ class PoolSpill:
         fingerprint: str,
         token_bytes: int,
     ) -> None:
-        """``token_bytes`` are those of one token's KV."""
+        """``fingerprint`` is that of the model, ``token_bytes`` are those of one token's KV."""
         self.fingerprint = fingerprint
         self._files = files
         self._pool = pool
@@ -68,18 +43,23 @@ class PoolSpill:
         self._token_bytes = token_bytes
 
     def pays(self, own: Positions) -> bool:
+        """Return whether reading the KV of these positions is expected to be quicker than computing
+        it."""
         return self._files.pays(len(own) * self._token_bytes, compute_seconds(self._seconds, own))
 
     def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
+        """Keep the KV in these slots under the key; False if it cannot be kept."""
         if self._files.contains(key):
             return True
         nbytes = sum(span.size for span in spans) * self._token_bytes
         return self._files.takes(nbytes) and self._files.add(key, self._pool.read(spans))
 
     def contains(self, key: str) -> bool:
+        """Return whether the KV is there."""
         return self._files.contains(key)
 
     def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
+        """Copy the tokens [first, last) of the KV into as many slots."""
         self._pool.write(kv, first, last, slots)
 
 

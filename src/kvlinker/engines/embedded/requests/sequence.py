@@ -15,7 +15,7 @@ from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.batch import OwnTokens, Run, SharedChunk, VisibleKV
 from kvlinker.engines.embedded.execution.capturing import Capture, Recorder
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
-from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, first_slots, slots_between
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, cut, slots_of
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
@@ -120,7 +120,9 @@ class TokenSequence:
         self._prompt_runs = tuple(runs)
         reused = NONE if self.reused is None else self.reused.own
         prompt = [reused, *(np.arange(begin, end) for begin, end in runs)]
-        self._own_in_prompt = sum(map(len, prompt))
+        self.own_in_prompt = sum(map(len, prompt))
+        """The number of the prompt's tokens that are the sequence's own."""
+
         self._own = np.concatenate([*prompt, np.arange(self.prompt_length, self.most_tokens)])
         self._pending = self._missing(len(reused))
         self._own_tokens: OwnTokens | None = None
@@ -128,15 +130,15 @@ class TokenSequence:
     def _missing(self, count: int) -> list[Range]:
         """Return the runs to compute if the KV of the first ``count`` of its own tokens is there;
         one of generated tokens follows those of the prompt."""
-        prompt = self._own[count : self._own_in_prompt]
-        generated = self._own[max(count, self._own_in_prompt) : self.own_length]
+        prompt = self._own[count : self.own_in_prompt]
+        generated = self._own[max(count, self.own_in_prompt) : self.own_length]
         return [*ranges_of(prompt), *ranges_of(generated)]
 
     @property
     def own_length(self) -> int:
         """The number of slots that the sequence's own tokens take: those that it computes, prompt
         and generated."""
-        return self._own_in_prompt + self.length - self.prompt_length
+        return self.own_in_prompt + self.length - self.prompt_length
 
     @property
     def own(self) -> NDArray[np.int64]:
@@ -147,11 +149,6 @@ class TokenSequence:
     def computed_length(self) -> int:
         """The number of its own tokens whose KV is there."""
         return self._own_before(self._pending[0][0]) if self._pending else self.own_length
-
-    @property
-    def own_in_prompt(self) -> int:
-        """The number of the prompt's tokens that are the sequence's own."""
-        return self._own_in_prompt
 
     @property
     def reused_own(self) -> int:
@@ -287,7 +284,7 @@ class TokenSequence:
         """Mark the prompt as computed: its slots are the ``other`` sequence's too, or were."""
         self._begun = True
         self.state = self._prompt_state = other._prompt_state
-        self._pending = self._missing(self._own_in_prompt)
+        self._pending = self._missing(self.own_in_prompt)
 
     def adopt(self, count: int, state: SequenceState | None) -> None:
         """Mark the first ``count`` of its own tokens, reused ones, as computed, to ``state``."""
@@ -326,13 +323,13 @@ class TokenSequence:
             begin, end = self._pending[0]
             if begin >= self.prompt_length and (refining or self._ends_prompt(taken)):
                 break
-            cut = min(end, begin + budget)
-            taken.append((begin, cut))
-            budget -= cut - begin
-            if cut == end:
+            stop = min(end, begin + budget)
+            taken.append((begin, stop))
+            budget -= stop - begin
+            if stop == end:
                 self._pending.pop(0)
             else:
-                self._pending[0] = (cut, end)
+                self._pending[0] = (stop, end)
         wants_logits = self.computed and self.capture is None and self.probe is None
         runs = [
             Run(
@@ -351,7 +348,7 @@ class TokenSequence:
         seen = self._own_before(taken[-1][1]) if taken else 0
         return runs, VisibleKV(
             self._shared,
-            tuple(first_slots(self.spans, seen)),
+            tuple(cut(self.spans, 0, seen)),
             self._own[:seen],
             self._visibility(),
             self.state,
@@ -362,7 +359,7 @@ class TokenSequence:
         """Return the slots of its own tokens at the positions [begin, end)."""
         assert self.spans is not None
         own = self._own_before(begin)
-        return slots_between(self.spans, own, own + end - begin)
+        return slots_of(cut(self.spans, own, own + end - begin))
 
     def _ends_prompt(self, taken: Sequence[Range]) -> bool:
         """Return whether a step shall end with the prompt, of which it has ``taken`` the last
@@ -376,7 +373,7 @@ class TokenSequence:
     def _visibility(self) -> OwnTokens:
         if self._own_tokens is None:
             dropped = () if self.refinement is None else self.refinement.dropped
-            self._own_tokens = OwnTokens(self._own[: self._own_in_prompt], self._shared, dropped)
+            self._own_tokens = OwnTokens(self._own[: self.own_in_prompt], self._shared, dropped)
         return self._own_tokens
 
     def _observer(self, refining: Refining | None, begin: int) -> Observer | None:

@@ -232,14 +232,14 @@ class Scheduler(RequestQueues):
     ) -> ReusedPrefix | None:
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
         with self._lock:
-            return self._running.slots.find_prefix(tenant, prompt, keys, policy)
+            return self._running.slots.prefixes.find(tenant, prompt, keys, policy)
 
     def expect_prefix(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
     ) -> None:
         """Expect a prompt that begins as this one; see ``PrefixTree.expect``."""
         with self._lock:
-            self._running.slots.expect_prefix(tenant, prompt, keys, policy, seconds)
+            self._running.slots.prefixes.expect(tenant, prompt, keys, policy, seconds)
 
     def keep(self, request: Request) -> None:
         """Keep what a request has computed so far for those that begin alike, while it goes on."""

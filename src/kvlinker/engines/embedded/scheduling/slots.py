@@ -9,13 +9,11 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, first_slots, slots_of
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut, slots_of
 from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
-from kvlinker.engines.embedded.kv_cache.spilling import Spill
+from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.linking.policy import Policy
-from kvlinker.prompting.segments import Prompt, ReusedPrefix
 
 GROWTH = 64
 """Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
@@ -29,7 +27,7 @@ class SequenceSlots:
         slots: int,
         *,
         keeps_prefixes: bool = False,
-        spill: Spill | None = None,
+        spill: PoolSpill | None = None,
         states: int | None = None,
     ) -> None:
         """``keeps_prefixes``: the KV of sequences is kept for later ones that begin alike, and,
@@ -37,7 +35,7 @@ class SequenceSlots:
         keep with it, for a model whose layers keep one."""
         self._allocator = SlotAllocator(slots)
         self._spill = spill
-        self._prefixes = PrefixTree(self._allocator, spill, states)
+        self.prefixes = PrefixTree(self._allocator, spill, states)
         self._keeps = keeps_prefixes
 
     @property
@@ -53,19 +51,7 @@ class SequenceSlots:
     @property
     def kept(self) -> int:
         """The number of slots that only hold KV for reuse."""
-        return int(np.count_nonzero(self._allocator.users(self._prefixes.spans) == 1))
-
-    def find_prefix(
-        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
-    ) -> ReusedPrefix | None:
-        """Return the beginning that the prompt can reuse; see ``PrefixTree.find``."""
-        return self._prefixes.find(tenant, prompt, keys, policy)
-
-    def expect_prefix(
-        self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
-    ) -> None:
-        """Expect a prompt that begins as this one; see ``PrefixTree.expect``."""
-        self._prefixes.expect(tenant, prompt, keys, policy, seconds)
+        return int(np.count_nonzero(self._allocator.users(self.prefixes.spans) == 1))
 
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
         """Give the sequence slots for its tokens, and a few more; False if there are too few.
@@ -77,10 +63,10 @@ class SequenceSlots:
         state: SequenceState | None = None
         if linked is not None:
             assert linked.spans is not None
-            computed = tuple(first_slots(linked.spans, linked.own_in_prompt))
+            computed = tuple(cut(linked.spans, 0, linked.own_in_prompt))
             self._allocator.share(computed)
         elif sequence.path is not None and sequence.reused is not None:
-            computed, state = self._prefixes.acquire(sequence.path, sequence.reused)
+            computed, state = self.prefixes.acquire(sequence.path, sequence.reused)
         else:
             computed = ()
         there = sum(span.size for span in computed)
@@ -99,7 +85,7 @@ class SequenceSlots:
         """Return whether there would be slots for the sequence if those ``without`` gave their own
         up."""
         given_up = chain.from_iterable(other.spans or () for other in without)
-        return self._allocator.free_without([*self._prefixes.spans, *given_up]) >= _wanted(sequence)
+        return self._allocator.free_without([*self.prefixes.spans, *given_up]) >= _wanted(sequence)
 
     def grow(self, sequence: TokenSequence) -> bool:
         """Make sure that the sequence holds slots for all of its tokens; False if there are too
@@ -125,7 +111,7 @@ class SequenceSlots:
         the same prompt."""
         self.keep(sequence)
         assert sequence.spans is not None
-        own = tuple(first_slots(sequence.spans, sequence.own_in_prompt))
+        own = tuple(cut(sequence.spans, 0, sequence.own_in_prompt))
         self._allocator.share(own)
         self._allocator.release(sequence.spans)
         heir.spans, sequence.spans = own, None
@@ -147,7 +133,7 @@ class SequenceSlots:
             states.append(sequence.state)
         path = path.up_to(max([*own[-1:], *(state.position - 1 for state in states)], default=-1))
         if len(path.tokens):  # chunks alone hold no slots that they would be given up for
-            self._prefixes.insert(path, own, sequence.spans, states)
+            self.prefixes.insert(path, own, sequence.spans, states)
         sequence.marked.clear()
 
     def held_alone(self, sequence: TokenSequence) -> NDArray[np.int64]:
@@ -169,7 +155,7 @@ class SequenceSlots:
         otherwise."""
         assert all(sequence.spans is not None for sequence in holders)
         held = [span for sequence in holders for span in sequence.spans or ()]
-        self._allocator.check_integrity([*held, *self._prefixes.spans])
+        self._allocator.check_integrity([*held, *self.prefixes.spans])
 
     def _restore(self, sequence: TokenSequence, count: int) -> int:
         """Copy KV that was loaded from disk for the sequence into its slots, after the first
@@ -190,9 +176,9 @@ class SequenceSlots:
         """Return so many slots, which prefixes are given up for; None, and none is given up, if
         sequences hold too many."""
         if self._allocator.free < size:
-            if self._allocator.free_without(self._prefixes.spans) < size:
+            if self._allocator.free_without(self.prefixes.spans) < size:
                 return None
-            self._prefixes.evict(size)
+            self.prefixes.evict(size)
         return self._allocator.allocate(size)
 
 
