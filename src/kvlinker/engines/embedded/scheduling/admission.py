@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from kvlinker.engines.contract.limits import check_room, check_wait
@@ -64,7 +64,9 @@ class Admission:
         self._max_waiting = max_waiting
         self._slo_ttft = slo_ttft
         self._clock = clock
-        self._lines = Lines()
+        self.lines = Lines()
+        """All requests that are here; those that have their turn are added by the scheduler."""
+
         self._workflows: OrderedDict[tuple[str, str], tuple[float, float]] = (
             OrderedDict()
         )  # when each began and asked last
@@ -74,15 +76,7 @@ class Admission:
         request.arrived = self._clock()
         request.began = self._began(request)
         self._predict_prompt(request)
-        request.backlog = self._lines.seconds_before(request)
-
-    def add(self, request: Request) -> None:
-        """Count the request, which has its turn, among those that are here."""
-        self._lines.add(request)
-
-    def remove(self, request: Request) -> None:
-        """Count the request, which ends, no more."""
-        self._lines.remove(request)
+        request.backlog = self.lines.seconds_before(request)
 
     def _began(self, request: Request) -> float:
         """Return when the request's workflow began, but at most ``MOST_AHEAD`` before now."""
@@ -102,28 +96,28 @@ class Admission:
     def push_back(self, request: Request, seconds: float) -> bool:
         """Give those of its tenant that come after the request turns that are later by so many
         ``seconds``; return whether there are any."""
-        return bool(seconds) and self._lines.push_back(request, seconds)
+        return bool(seconds) and self.lines.push_back(request, seconds)
 
     def hurry(self, request: Request) -> None:
         """Make the request urgent, and change the turns of its tenant accordingly."""
-        self._lines.remove(request)
+        self.lines.remove(request)
         self.push_back(request, -request.seconds_left)
         request.urgent = True
-        request.backlog = self._lines.seconds_before(request)
-        self._lines.add(request)
+        request.backlog = self.lines.seconds_before(request)
+        self.lines.add(request)
         self.push_back(request, request.seconds_left)
 
     def predict_anew(self, request: Request) -> bool:
         """Predict the seconds of the request's prompt again, now that more is known of it, and
         change the turns of its tenant accordingly; return whether others' have changed. Work that
         was done before its turn still counts."""
-        self._lines.remove(request)
+        self.lines.remove(request)
         left = self.push_back(request, -request.seconds_left)
-        before = self._lines.seconds_before(request)
+        before = self.lines.seconds_before(request)
         self._predict_prompt(request)
-        after = self._lines.seconds_before(request)
+        after = self.lines.seconds_before(request)
         request.backlog = max(0.0, request.backlog + after - before)
-        self._lines.add(request)
+        self.lines.add(request)
         return self.push_back(request, request.seconds_left) or left
 
     def _predict_prompt(self, request: Request) -> None:
@@ -137,11 +131,11 @@ class Admission:
 
     def note_progress(self, request: Request) -> None:
         """Predict what is left of a request that is here, some of which will now be computed."""
-        self._lines.note_left(request, self._predict_left(request))
+        self.lines.note_left(request, self._predict_left(request))
 
     def note_restart(self, request: Request) -> None:
         """Note that all of the prompt of a request that is here has to be computed again."""
-        self._lines.note_left(request, request.prompt_seconds)
+        self.lines.note_left(request, request.prompt_seconds)
 
     def check(self, request: Request, *, waiting: int, prompt_share: float) -> None:
         """Check that a request for an answer, which has its turn, may wait together with those that
@@ -150,17 +144,13 @@ class Admission:
         ``waiting`` of them count against ``max_waiting``; ``prompt_share`` of the time goes to
         prompts. Raises OverloadedError.
         """
-        if any(other.waits for other in self._lines.answers_of(request.tenant)):
+        if any(other.waits for other in self.lines.answers_of(request.tenant)):
             check_room(waiting, 1, most=self._max_waiting)
         if self._slo_ttft is not None:
-            before = self._lines.seconds_until(request.turn)
+            before = self.lines.seconds_until(request.turn)
             check_wait(
                 before / prompt_share, request.prompt_seconds / prompt_share, most=self._slo_ttft
             )
-
-    def check_integrity(self, requests: Collection[Request]) -> None:
-        """Check that exactly these ``requests`` are here. Raises AssertionError otherwise."""
-        self._lines.check_integrity(requests)
 
     def candidates(
         self,

@@ -22,90 +22,71 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[LineName, _Line] = {}
+        self._lines: dict[LineName, list[Request]] = {}
+        self._seconds: dict[LineName, float] = {}  # left of all in a line together
 
     def add(self, request: Request) -> None:
         """Put the request into its line. What it is due by, and its urgency, must not change until
         it is taken out."""
-        self._lines.setdefault(_name(request), _Line()).add(request)
+        name = _name(request)
+        insort(self._lines.setdefault(name, []), request, key=_place)
+        self._seconds[name] = self._seconds.get(name, 0.0) + request.seconds_left
 
     def remove(self, request: Request) -> None:
         """Take the request out of its line. Raises KeyError or ValueError where it is in none."""
         name = _name(request)
         line = self._lines[name]
-        line.remove(request)
-        if not line.members:
-            del self._lines[name]
+        del line[line.index(request, bisect_left(line, _place(request), key=_place))]
+        self._seconds[name] -= request.seconds_left
+        if not line:
+            del self._lines[name], self._seconds[name]
 
     def note_left(self, request: Request, seconds: float) -> None:
         """Note how many ``seconds`` are left of a request in a line."""
-        self._lines[_name(request)].seconds += seconds - request.seconds_left
+        self._seconds[_name(request)] += seconds - request.seconds_left
         request.seconds_left = seconds
 
     def seconds_before(self, request: Request) -> float:
         """Return the seconds left of those before the request, which is in no line yet."""
-        line = self._lines.get(_name(request))
-        return 0.0 if line is None else line.seconds_before(request)
+        line = self._lines.get(_name(request), [])
+        index = bisect_left(line, _place(request), key=_place)
+        if 2 * index <= len(line):
+            return _seconds_left(line[:index])
+        return max(0.0, self._seconds[_name(request)] - _seconds_left(line[index:]))
 
     def push_back(self, request: Request, seconds: float) -> bool:
         """Have those after the request wait for so many ``seconds`` more, or less; return whether
         there are any."""
-        line = self._lines.get(_name(request))
-        return line is not None and line.push_back(request, seconds)
+        line = self._lines.get(_name(request), [])
+        later = line[bisect_right(line, _place(request), key=_place) :]
+        for other in later:
+            other.backlog = max(0.0, other.backlog + seconds)
+        return bool(later)
 
     def seconds_until(self, turn: float) -> float:
         """Return the seconds left of all whose turn comes by then."""
-        return sum(line.seconds_until(turn) for line in self._lines.values())
+        due = (
+            line[: bisect_right(line, turn, key=attrgetter("due"))] for line in self._lines.values()
+        )
+        return _seconds_left(other for other in chain.from_iterable(due) if other.turn <= turn)
 
     def answers_of(self, tenant: str) -> Iterator[Request]:
         """Yield the tenant's requests for answers."""
-        found = (self._lines.get((tenant, ResultKind.ANSWER, urgent)) for urgent in (True, False))
-        return chain.from_iterable(line.members for line in found if line is not None)
+        for urgent in (True, False):
+            yield from self._lines.get((tenant, ResultKind.ANSWER, urgent), ())
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Check that exactly these ``requests`` are here, in order, and that their seconds are
         summed up. Raises AssertionError otherwise."""
-        members = [request for line in self._lines.values() for request in line.members]
+        members = list(chain(*self._lines.values()))
         assert len(members) == len(requests)
         assert set(members) == set(requests)
+        assert self._lines.keys() == self._seconds.keys()
         for name, line in self._lines.items():
-            assert all(_name(request) == name for request in line.members)
-            assert line.members == sorted(line.members, key=_place)
-            assert abs(line.seconds - _seconds_left(line.members)) < 1e-6
-
-
-class _Line:
-    """The requests of one line, by place."""
-
-    def __init__(self) -> None:
-        self.members: list[Request] = []
-        self.seconds = 0.0
-        """The seconds left of all members together."""
-
-    def add(self, request: Request) -> None:
-        insort(self.members, request, key=_place)
-        self.seconds += request.seconds_left
-
-    def remove(self, request: Request) -> None:
-        first = bisect_left(self.members, _place(request), key=_place)
-        del self.members[self.members.index(request, first)]
-        self.seconds -= request.seconds_left
-
-    def seconds_before(self, request: Request) -> float:
-        index = bisect_left(self.members, _place(request), key=_place)
-        if 2 * index < len(self.members):
-            return _seconds_left(self.members[:index])
-        return max(0.0, self.seconds - _seconds_left(self.members[index:]))
-
-    def push_back(self, request: Request, seconds: float) -> bool:
-        first = bisect_right(self.members, _place(request), key=_place)
-        for other in self.members[first:]:
-            other.backlog = max(0.0, other.backlog + seconds)
-        return first < len(self.members)
-
-    def seconds_until(self, turn: float) -> float:
-        due = bisect_right(self.members, turn, key=attrgetter("due"))
-        return sum(other.seconds_left for other in self.members[:due] if other.turn <= turn)
+            assert line
+            assert all(_name(request) == name for request in line)
+            assert line == sorted(line, key=_place)
+            assert abs(self._seconds[name] - _seconds_left(line)) < 1e-6
 
 
 def latest_first(requests: Collection[Request]) -> list[Request]:
@@ -116,7 +97,7 @@ def latest_first(requests: Collection[Request]) -> list[Request]:
 
 
 def _seconds_left(requests: Iterable[Request]) -> float:
-    return sum(request.seconds_left for request in requests)
+    return sum((request.seconds_left for request in requests), start=0.0)
 
 
 def _name(request: Request) -> LineName:

@@ -100,7 +100,7 @@ class RequestQueues:
                 request.state is not RequestState.FINISHED for request in self._by_identity.values()
             )
             holding = any(request.hold is not None for request in self._everything())
-            self._admission.check_integrity(
+            self._admission.lines.check_integrity(
                 [
                     request
                     for request in self._everything()

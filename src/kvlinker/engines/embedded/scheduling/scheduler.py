@@ -113,7 +113,7 @@ class Scheduler(RequestQueues):
             if request.kind is ResultKind.ANSWER:
                 share = self._composer.prompt_share
                 self._admission.check(request, waiting=self._count_waiting(), prompt_share=share)
-            self._admission.add(request)
+            self._admission.lines.add(request)
             self._push_back(request, request.seconds_left)
             if request.identity is not None:
                 self._by_identity[request.identity] = request
@@ -258,7 +258,7 @@ class Scheduler(RequestQueues):
             choice.began, choice.backlog = first.began, first.backlog
             choice.prompt_seconds = first.prompt_seconds
             choice.hold = None if first.hold is None else first.hold.share()
-            self._admission.add(choice)
+            self._admission.lines.add(choice)
             self._move(choice, RequestState.READY)
 
     def finish(self, request: Request) -> bool:
@@ -331,7 +331,7 @@ class Scheduler(RequestQueues):
             if request.hold is not None:
                 request.hold.release()
                 request.hold = None
-            self._admission.remove(request)
+            self._admission.lines.remove(request)
             if not self._closed:  # else nobody's turn comes any more
                 self._push_back(request, -request.seconds_left)
         self._fetch_next()
