@@ -53,7 +53,7 @@ def test_what_fails_leaves_no_nan_in_slots(bench, overflowing, n):
     outcomes, _ = made.submit_choices(spoilt, n, "full")
     assert all("not all finite" in str(outcome.wait().failed) for outcome in outcomes)
     made.settle()
-    for layer in made.engine._runner.pool.layers:
+    for layer in made.engine.runner.pool.layers:
         assert all(bool(part.isfinite().all()) for part in layer.parts)
 
 

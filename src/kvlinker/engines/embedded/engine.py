@@ -145,13 +145,15 @@ class EmbeddedEngine:
         longest = self.max_model_len = min(window, slots)
         self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
-        self._runner = Runner(
+        self.runner = Runner(
             loaded.model,
             loaded.anatomy,
             pool,
             native_attention=settings.native_attention,
             program=None if isinstance(loaded.program, str) else loaded.program,
         )
+        """For benchmarks and tests while no request is under way."""
+
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(
             loaded.cost, speeds, throughput_name(loaded), on_host=on_host
@@ -172,7 +174,7 @@ class EmbeddedEngine:
                 fingerprint=loaded.fingerprint,
                 token_bytes=loaded.kv_bytes_per_token,
             )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             SequenceSlots(
                 slots,
                 keeps_prefixes=keeps_prefixes,
@@ -195,19 +197,19 @@ class EmbeddedEngine:
         self._chunks = ChunkBuilder(
             loaded,
             store,
-            self._scheduler,
+            self.scheduler,
             longest=longest,
             with_scores=settings.chunk_scores and bool(loaded.layers),
         )
         builder = None
         if variants is not None and loaded.layers:
             builder = VariantBuilder(
-                loaded, variants, self._scheduler, self._background.submit, longest=longest
+                loaded, variants, self.scheduler, self._background.submit, longest=longest
             )
         self._loader = PromptLoader(
             loaded,
             store,
-            self._scheduler,
+            self.scheduler,
             self._chunks,
             throughput,
             variants=builder,
@@ -217,8 +219,8 @@ class EmbeddedEngine:
         )
         self._outbox = Outbox()
         self._loop = EngineLoop(
-            self._scheduler,
-            self._runner,
+            self.scheduler,
+            self.runner,
             throughput,
             outbox=self._outbox,
             ahead=self._grammars.start,
@@ -232,16 +234,6 @@ class EmbeddedEngine:
     @property
     def healthy(self) -> bool:
         return self._loop.healthy
-
-    @property
-    def runner(self) -> Runner:
-        """The runner, for benchmarks and tests while no request is under way."""
-        return self._runner
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler, for tests."""
-        return self._scheduler
 
     @property
     def step_times(self) -> deque[StepTime]:
@@ -300,25 +292,25 @@ class EmbeddedEngine:
             max_tokens=max_tokens,
             events=self._events,
             linked=self._note_use,
-            cancel=self._scheduler.cancel,
+            cancel=self.scheduler.cancel,
             room=self._recording,
             later=self._outbox.put,
-            head=None if request.sampling.prompt_logprobs is None else self._runner.head,
+            head=None if request.sampling.prompt_logprobs is None else self.runner.head,
             guide=None if grammar is None else self._grammars.prepare(grammar),
         )
         self._enter(generation)
-        return RequestHandle(partial(self._scheduler.cancel, generation.choices))
+        return RequestHandle(partial(self.scheduler.cancel, generation.choices))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
         keys = [
             chunk_key(chunk, fingerprint=self.fingerprint, tenant=request.tenant)
             for chunk in request.prompt.chunks
         ]
-        self._scheduler.expect_prefix(request.sharer, request.prompt, keys, request.policy, seconds)
+        self.scheduler.expect_prefix(request.sharer, request.prompt, keys, request.policy, seconds)
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
-        return self._enter(Explaining(request, self._loaded, cancel=self._scheduler.cancel)).future
+        return self._enter(Explaining(request, self._loaded, cancel=self.scheduler.cancel)).future
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         self._limits.check_scorable(request.prompt)
@@ -326,7 +318,7 @@ class EmbeddedEngine:
             request,
             self._loaded,
             linked=self._note_use,
-            head=self._runner.head,
+            head=self.runner.head,
             top=request.sampling.logprobs or 0,
         )
         return self._enter(scoring).future
@@ -336,12 +328,12 @@ class EmbeddedEngine:
     ) -> Future[PromptLogprobs]:
         self._limits.check_whole(tokens, first)
         top = min(top, self._loaded.vocabulary)
-        return self._scheduler.enter(
-            WholeScoring(tokens, self._runner.head, first=first, top=top, tenant=tenant)
+        return self.scheduler.enter(
+            WholeScoring(tokens, self.runner.head, first=first, top=top, tenant=tenant)
         ).future
 
     def current_load(self) -> EngineLoad:
-        return self._scheduler.load()
+        return self.scheduler.load()
 
     def resident_keys(self) -> frozenset[str]:
         return frozenset()
@@ -366,7 +358,7 @@ class EmbeddedEngine:
     def _enter(self, request: L) -> L:
         check_supported(self.unsupported(request.request.policy))
         request.chunk_bytes = self._loader.sizes(request.request.prompt.chunks, request.tenant)
-        return self._scheduler.enter(request)
+        return self.scheduler.enter(request)
 
     def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None

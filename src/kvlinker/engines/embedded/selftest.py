@@ -30,7 +30,7 @@ from kvlinker.engines.embedded.execution.batch import (
     SharedChunk,
     VisibleKV,
 )
-from kvlinker.engines.embedded.execution.capturing import Capture, Kept
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
@@ -217,7 +217,7 @@ class _Subject:
         return Oracle(self._model, self.tokens, BEHIND)
 
     def capture(self, spans: Sequence[Range]) -> Capture:
-        return Capture(self.anatomy, spans, dtype=torch.float32, kept=Kept(FIRST_TOKENS))
+        return Capture(self.anatomy, spans, dtype=torch.float32, first_tokens=FIRST_TOKENS)
 
     def new_runner(self) -> Runner:
         pool = KVPool(self.anatomy.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)

@@ -29,18 +29,6 @@ class Recorder(Protocol):
         ...
 
 
-class Kept(NamedTuple):
-    """What layers with a state keep of a chunk: its ``first_tokens`` one by one, and the ``inner``
-    ones, or only what these do together."""
-
-    first_tokens: int = FIRST_TOKENS
-    inner: bool = True
-
-
-EVERYTHING = Kept()
-"""Keeps all that any policy may need."""
-
-
 class Capture:
     """Collects the KV of chunks, keys without rotary embedding, and their tokens' effect on
     states."""
@@ -52,15 +40,18 @@ class Capture:
         *,
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
-        kept: Kept = EVERYTHING,
+        first_tokens: int = FIRST_TOKENS,
+        keeps_inner: bool = True,
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in
-        the same order. ``kept`` describes the data that layers with a state keep."""
+        the same order. Layers with a state keep a chunk's ``first_tokens`` one by one, and the
+        inner ones, too, or only what these do together."""
         self._anatomy = anatomy
         self._spans = tuple(spans)
         self._dtype = dtype
         self._device = torch.device("cpu")
-        self._kept = kept
+        self._first_tokens = first_tokens
+        self._keeps_inner = keeps_inner
         self.scores = scores
 
     @cached_property
@@ -87,9 +78,9 @@ class Capture:
             tuple(
                 StateCapture(
                     recurrence,
-                    edges_of(self._anatomy, end - start, self._kept.first_tokens),
+                    edges_of(self._anatomy, end - start, self._first_tokens),
                     self._dtype,
-                    keeps_inner=self._kept.inner,
+                    keeps_inner=self._keeps_inner,
                 )
                 for recurrence in self._anatomy.recurrences
             )

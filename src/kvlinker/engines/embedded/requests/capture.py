@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.contract.sensitivity import with_sensitivity
-from kvlinker.engines.embedded.execution.capturing import Capture, Kept
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
@@ -65,8 +65,13 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
 
         def capture() -> Capture:
             scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
-            kept = Kept(inner=loaded.keeps_inner)
-            return Capture(loaded.anatomy, spans, dtype=loaded.dtype, scores=scores, kept=kept)
+            return Capture(
+                loaded.anatomy,
+                spans,
+                dtype=loaded.dtype,
+                scores=scores,
+                keeps_inner=loaded.keeps_inner,
+            )
 
         def capture_behind() -> Capture:
             (start, end), more = spans[0], len(unrelated)

@@ -52,7 +52,7 @@ def captured_model(family="llama"):
 
 
 def graphed(made):
-    return made.engine._runner.graphed
+    return made.engine.runner.graphed
 
 
 def answers(made, max_tokens=12):
